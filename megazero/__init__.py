@@ -1,0 +1,1 @@
+"""megazero: GPT-2 pretraining with Megatron-style tensor parallelism and ZeRO built in."""

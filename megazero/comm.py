@@ -1,0 +1,130 @@
+"""Collectives of the library: the one file that calls torch.distributed's communication functions.
+
+Functions named like torch's (`all_reduce`) return NEW tensors, because autograd may share their input with another branch.
+Functions with a trailing underscore work in place on buffers that the caller owns, and can be asynchronous.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = dist.ProcessGroup
+Work = dist.Work
+
+
+def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> None:
+    """Joins the world described by torchrun's environment variables; a world of one process without them.
+
+    Args:
+        backend: "nccl" or "gloo"; None takes nccl where CUDA is available and gloo elsewhere.
+        timeout_s: seconds after which a collective that some rank never entered raises.
+
+    Raises:
+        ValueError: nccl was asked for on a machine without CUDA.
+        RuntimeError: the rendezvous port is taken.
+    """
+    if dist.is_initialized():
+        return
+    has_cuda = torch.cuda.is_available()
+    backend = backend or ("nccl" if has_cuda else "gloo")
+    if backend == "nccl" and not has_cuda:
+        raise ValueError(
+            "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
+        )
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (RuntimeError, dist.DistNetworkError) as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            port = os.environ.get("MASTER_PORT", "unset")
+            raise RuntimeError(
+                f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
+                "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
+            ) from error
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def local_device() -> torch.device:
+    """The device that this process computes on: its CUDA device where there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The reduction of `x` over `group`, in a new tensor (`x` itself for a group of one)."""
+    if group.size() == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+def all_reduce_(
+    buffer: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
+) -> Work | None:
+    """Reduces `buffer` over `group` in place. Returns a handle to wait for when `async_op`, unless the group has one rank."""
+    if group.size() == 1:
+        return None
+    return dist.all_reduce(buffer, op=op, group=group, async_op=async_op)
+
+
+def all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """`x` of every rank of `group`, in rank order. The shape must be the same on every rank."""
+    if group.size() == 1:
+        return [x]
+    x = x.contiguous()
+    out = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(out, x, group=group)
+    return out
+
+
+def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:
+    """Fills `buffer` in place with that of global rank `src`."""
+    if group.size() > 1:
+        dist.broadcast(buffer, src=src, group=group)
+
+
+def all_gather_object(value: object, group: ProcessGroup | None = None) -> list:
+    """`value` of every rank of `group` (the world by default): small plain Python data, never tensors."""
+    out: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Returns when every rank of `group` (the world by default) has come here."""
+    dist.barrier(group=group)
+
+
+def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:
+    """Runs `action` on the ranks that have one, waits for all ranks, and returns what this rank's action returned.
+
+    A rank that raises alone would leave the others waiting in their next collective; here its error reaches all of them.
+
+    Raises:
+        Exception: this rank's own error.
+        RuntimeError: another rank's error, with its rank and message.
+    """
+    result, error = None, None
+    try:
+        result = action() if action is not None else None
+    except Exception as caught:
+        error = caught
+    messages = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed: {message}")
+    return result

@@ -1,0 +1,43 @@
+"""Log output: plain lines on rank 0, warnings from every rank with its number."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _RankFilter(logging.Filter):
+    """Lets INFO through on rank 0 only; marks what other ranks say with their rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this rank prints the record."""
+        if self.rank == 0:
+            return True
+        if record.levelno < logging.WARNING:
+            return record.levelno <= logging.DEBUG
+        record.msg = f"[rank {self.rank}] {record.msg}"
+        return True
+
+
+class _Formatter(logging.Formatter):
+    """INFO bare, as a training log reads best; other levels with their name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line to print."""
+        text = super().format(record)
+        return text if record.levelno == logging.INFO else f"{record.levelname}: {text}"
+
+
+def setup_logging(rank: int, level: int = logging.INFO) -> None:
+    """Sends the library's log to standard output: INFO from rank 0, warnings and errors from every rank."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(_RankFilter(rank))
+    handler.setFormatter(_Formatter("%(message)s"))
+    root = logging.getLogger("megazero")
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    root.propagate = False

@@ -1,0 +1,70 @@
+"""What a device could do at best, and how much memory a rank has used: the denominators of the training log."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+import time
+
+import torch
+
+# Dense 16-bit peak of one device in TFLOP/s, from the makers' data sheets; the first name found in the device's name counts.
+DEVICE_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "V100": 125.0,
+    "B200": 2250.0,
+}
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Peak TFLOP/s of one rank's device, and where the number comes from.
+
+    From the maker's data sheet for known GPUs in 16-bit dtypes, else the best of a few matrix products, which take about a
+    quarter of a second.
+    """
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        for key, value in DEVICE_TFLOPS.items():
+            if key in name:
+                return value, f"data sheet of {key}"
+    size = 4096 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for _ in range(2))
+    best, stop = float("inf"), time.perf_counter() + 0.25
+    while time.perf_counter() < stop:
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {str(dtype).removeprefix('torch.')} matrices"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: allocated on its GPU, or resident in its process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux and bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep large freed blocks for the next step instead of returning them to the kernel.
+
+    Activations are allocated and freed at every step; giving their pages back and faulting them in again costs up to a third
+    of a CPU step. For the job's entry point only: it changes the whole process. Does nothing without glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    m_trim_threshold, m_mmap_max = -1, -4  # <malloc.h>
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # another C library
+        return
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)

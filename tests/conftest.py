@@ -1,0 +1,25 @@
+"""Shared fixtures: this process is a world of one rank, so that single-process tests need no launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Set before the first rank is forked: many small processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """torch.distributed and mpu initialised with one rank; torn down afterwards."""
+    from megazero import comm, mpu
+
+    comm.init_distributed("gloo")
+    mpu.initialize_model_parallel(1)
+    yield
+    mpu.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

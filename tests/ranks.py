@@ -1,0 +1,94 @@
+"""Runs a function on several gloo ranks of this machine: the harness of every multi-rank test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+# One server process imports torch once; ranks are forked from it before it has started any thread of its own.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "tests.ranks"])
+
+
+def _rank_main(
+    rank: int, world_size: int, store: str, timeout_s: float, function: Callable, args: tuple, pipe: Any
+) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = function(*args)
+        dist.barrier()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        os._exit(1)  # the other ranks may never reach a collective that this one has left
+    dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Calls `function(*args)` on `world_size` ranks and returns their results in rank order.
+
+    `function` is a module-level function and everything passed or returned is picklable (return numbers and lists, not tensors
+    that share memory). torch.distributed is initialised; model-parallel groups are the function's own business.
+
+    Raises:
+        AssertionError: a rank raised; the message holds the traceback of the first one that did.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        readers, ranks = [], []
+        for rank in range(world_size):
+            reader, writer = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank_main,
+                args=(rank, world_size, os.path.join(folder, "store"), timeout_s, function, args, writer),
+                daemon=True,
+            )
+            process.start()
+            writer.close()
+            readers.append(reader)
+            ranks.append(process)
+        try:
+            return _collect(readers, timeout_s)
+        finally:
+            for process in ranks:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+
+
+def _collect(readers: list, timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(readers):
+        ready = wait([r for i, r in enumerate(readers) if i not in results], timeout=timeout_s)
+        if not ready:
+            missing = [i for i in range(len(readers)) if i not in results]
+            raise AssertionError(f"ranks {missing} of {len(readers)} did not finish within {timeout_s} s")
+        for reader in ready:
+            rank = readers.index(reader)
+            try:
+                ok, value = reader.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} of {len(readers)} died without a word") from None
+            if not ok:
+                raise AssertionError(f"rank {rank} of {len(readers)} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(readers))]
