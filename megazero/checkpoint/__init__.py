@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors shards and a JSON index. Nothing is unpickled on load."""

@@ -1,0 +1,1 @@
+"""Elementwise optimizers, learning-rate schedules and loss scaling; nothing here communicates."""

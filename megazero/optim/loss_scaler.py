@@ -1,0 +1,121 @@
+"""Precision of the parameters and the loss scale that keeps fp16 gradients in range."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazero.option import option
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtype of parameters and activations; master weights, gradients and Adam's moments are always fp32."""
+
+    fp16: bool = option(False, "compute in fp16 with a loss scale")
+    bf16: bool = option(False, "compute in bf16 (no loss scale needed)")
+    loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
+    initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale")
+    loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles")
+    min_scale: float = option(1.0, "the dynamic loss scale never goes below this")
+    hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves")
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other: parameters have one dtype. Drop one of them.")
+        if self.loss_scale is not None and not 0 <= self.loss_scale < float("inf"):
+            raise ValueError(f"--loss-scale must be a finite number >= 0 (0 = dynamic), got {self.loss_scale}.")
+        if self.loss_scale and not self.fp16:
+            raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
+        for name in ("initial_loss_scale", "loss_scale_window", "min_scale", "hysteresis"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+
+class LossScaler:
+    """A loss scale, constant or dynamic (Micikevicius et al., arXiv:1710.03740, sec. 3.2).
+
+    Dynamic: an overflow uses up one unit of `hysteresis`; once it is used up the scale halves, not below `min_scale`.
+    `window` clean steps in a row double the scale and refill the hysteresis.
+    """
+
+    def __init__(
+        self,
+        scale: float = 1.0,
+        *,
+        dynamic: bool = False,
+        window: float = 1000,
+        min_scale: float = 1.0,
+        hysteresis: int = 2,
+    ) -> None:
+        self.scale = scale
+        self.dynamic = dynamic
+        self.window = window
+        self.min_scale = min_scale
+        self.hysteresis = hysteresis
+        self.hysteresis_left = hysteresis
+        self.clean_steps = 0
+
+    @classmethod
+    def from_config(cls, config: PrecisionConfig) -> LossScaler:
+        """The scaler that `config` asks for: 1 for fp32 and bf16."""
+        if not config.fp16:
+            return cls(1.0)
+        if config.loss_scale:
+            return cls(config.loss_scale)
+        return cls(
+            config.initial_loss_scale,
+            dynamic=True,
+            window=config.loss_scale_window,
+            min_scale=config.min_scale,
+            hysteresis=config.hysteresis,
+        )
+
+    def update(self, overflow: bool) -> None:
+        """Adapts the scale to the outcome of one step.
+
+        Raises:
+            RuntimeError: an overflow at the smallest scale, which no smaller scale can cure.
+        """
+        if not self.dynamic:
+            return
+        if not overflow:
+            self.clean_steps += 1
+            if self.clean_steps % self.window == 0:
+                self.scale *= 2
+                self.hysteresis_left = self.hysteresis
+            return
+        self.clean_steps = 0
+        self.hysteresis_left -= 1
+        if self.hysteresis_left > 0:
+            return
+        if self.scale <= self.min_scale:
+            raise RuntimeError(
+                f"The fp16 gradients overflow at the smallest loss scale ({self.min_scale}): the gradients themselves are inf or "
+                "NaN, so a smaller scale cannot help. Lower --lr, raise --warmup, or use --bf16."
+            )
+        old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
+        logger.info("gradient overflow: loss scale %.0f -> %.0f, step skipped", old, self.scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters."""
+        return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "clean_steps": self.clean_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state`; a static scale keeps its configured value."""
+        if self.dynamic:
+            self.scale, self.hysteresis_left, self.clean_steps = (
+                state["scale"],
+                state["hysteresis_left"],
+                state["clean_steps"],
+            )

@@ -1,0 +1,84 @@
+"""Learning-rate schedules of the GPT-2 job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megazero.option import option
+
+
+@dataclass(frozen=True)
+class LRScheduleConfig:
+    """Warm-up and decay of the learning rate, counted in iterations (Megatron-LM's AnnealingLR)."""
+
+    lr: float = option(1e-4, "peak learning rate")
+    warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
+    lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)")
+    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
+    min_lr: float = option(0.0, "the decay never goes below this")
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise ValueError(f"--lr must be 0 or more, got {self.lr}.")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"--warmup is a fraction of --train-iters between 0 and 1, got {self.warmup}.")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
+        if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
+            raise ValueError(f"--lr-decay-iters must be at least 1, got {self.lr_decay_iters}.")
+
+
+class AnnealingLR:
+    """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay.
+
+    With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):
+
+        n <= w   lr * n / w
+        linear   lr * (e - (n - w)) / e
+        cosine   lr / 2 * (cos(pi * (n - w) / e) + 1)
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: LRScheduleConfig, train_iters: int) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.warmup_iters = config.warmup * train_iters
+        self.decay_iters = config.lr_decay_iters or train_iters
+        self.num_steps = 0
+        self._apply()
+
+    def lr_at(self, num_steps: int) -> float:
+        """The learning rate after `num_steps` steps."""
+        lr, style = self.config.lr, self.config.lr_decay_style
+        if self.warmup_iters > 0 and num_steps <= self.warmup_iters:
+            return lr * num_steps / self.warmup_iters
+        done = min(num_steps - self.warmup_iters, self.decay_iters)
+        if style == "linear":
+            lr = lr * (self.decay_iters - done) / self.decay_iters
+        elif style == "cosine":
+            lr = lr / 2 * (math.cos(math.pi * done / self.decay_iters) + 1)
+        return max(lr, self.config.min_lr)
+
+    def step(self) -> None:
+        """Advances by one optimizer step."""
+        self.num_steps += 1
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The current learning rate of every parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        """What `load_state_dict` needs to continue: the number of steps taken."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues after the steps in `state`, under this object's own configuration."""
+        self.num_steps = state["num_steps"]
+        self._apply()
+
+    def _apply(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr_at(self.num_steps)

@@ -1,0 +1,1 @@
+"""The data-parallel engine's mechanism: flat buckets, the schedule that drives them, the optimizer over them."""

@@ -1,0 +1,95 @@
+"""Where each parameter lies in a bucket's flat storage: pure arithmetic, no tensors and no communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT = 64  # elements; a parameter starts on a 128-byte boundary in 16-bit dtypes, as cuBLAS wants
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int  # offset in the bucket, elements
+    group: int  # index of the optimizer's parameter group
+    is_replicated: bool  # the same values on every tensor-parallel rank, so norms count it once
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """Offset of the first element behind the parameter."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Span:
+    """A contiguous range of a bucket whose parameters share optimizer group and tensor-parallel replication, pads included."""
+
+    start: int
+    stop: int
+    group: int
+    is_replicated: bool
+
+    def clip(self, start: int, stop: int) -> Span:
+        """The part of this span in [start, stop); empty parts have start == stop."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return Span(low, max(low, high), self.group, self.is_replicated)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Segments in storage order, and the padded size of the storage."""
+
+    segments: tuple[Segment, ...]
+    numel: int
+    world_size: int
+
+    @classmethod
+    def build(cls, entries: Iterable[tuple[str, tuple[int, ...], int, bool]], world_size: int) -> BucketLayout:
+        """Lays out `(name, shape, group, is_replicated)` entries for `world_size` equal shards.
+
+        Entries are sorted by (group, is_replicated), so that each optimizer group is one contiguous range and a shard holds
+        at most one slice of it. Segments start on multiples of ALIGNMENT; the total is padded once, to whole aligned shards.
+        """
+        segments, offset = [], 0
+        for name, shape, group, is_replicated in sorted(entries, key=lambda entry: (entry[2], entry[3])):
+            segment = Segment(name, tuple(shape), offset, group, is_replicated)
+            segments.append(segment)
+            offset = _round_up(segment.stop, ALIGNMENT)
+        return cls(tuple(segments), _round_up(offset, ALIGNMENT * world_size), world_size)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self.numel // self.world_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of rank's shard."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The bucket cut by (group, is_replicated), in storage order; the last span takes the final padding."""
+        spans: list[Span] = []
+        for segment in self.segments:
+            key = (segment.group, segment.is_replicated)
+            if spans and (spans[-1].group, spans[-1].is_replicated) == key:
+                continue
+            if spans:
+                spans[-1] = Span(spans[-1].start, segment.start, spans[-1].group, spans[-1].is_replicated)
+            spans.append(Span(segment.start, self.numel, *key))
+        return tuple(spans)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

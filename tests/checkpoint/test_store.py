@@ -1,0 +1,191 @@
+"""Checkpoints: exact state back, any model-parallel size, and no half-written or damaged one is ever taken for whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from megazero import comm, mpu
+from megazero.checkpoint import store
+from megazero.engine import Engine, weight_decay_groups
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Column- and row-parallel layers, an embedding with a padded vocabulary, and replicated parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = mpu.VocabParallelEmbedding(13, 12, padded_num_embeddings=24)
+        self.up = mpu.ColumnParallelLinear(12, 36, gather_output=False, stride=3)
+        self.down = mpu.RowParallelLinear(36, 12, input_is_parallel=True, stride=3)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, tokens):
+        return self.norm(self.down(torch.tanh(self.up(self.embedding(tokens))))).square().mean()
+
+
+def make_engine(size: int, seed: int = 0) -> Engine:
+    groups = mpu.initialize_model_parallel(size)
+    mpu.model_parallel_cuda_manual_seed(seed)
+    model = Net()
+    return Engine(model, groups, lambda g: torch.optim.AdamW(g, lr=0.05), *weight_decay_groups(model, 0.1))
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = engine(torch.arange(10).view(2, 5))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def save_case(size: int, directory: str) -> list[float]:
+    engine = make_engine(size)
+    train(engine, 3)
+    engine.save_checkpoint(directory, client_state={"epoch": 7})
+    return train(engine, 3)
+
+
+def load_case(size: int, directory: str) -> list[float]:
+    engine = make_engine(size, seed=99)  # other weights, so that what is not loaded shows
+    path, client = engine.load_checkpoint(directory)
+    assert path.name == "global_step3" and client == {"epoch": 7} and engine.global_steps == 3
+    return train(engine, 3)
+
+
+@pytest.mark.parametrize("saved", [(1, 1), (2, 2), (4, 4), (2, 4)], ids=lambda s: f"saved mp{s[0]} world{s[1]}")
+def test_training_continues_under_any_model_parallel_size(saved, tmp_path):
+    want = run_ranks(saved[1], save_case, saved[0], str(tmp_path))[0]
+    for size, world_size in {(1, 1), (1, 3), (2, 2), (4, 4)} | {saved}:
+        got = run_ranks(world_size, load_case, size, str(tmp_path))
+        torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want), rtol=1e-5, atol=1e-7)
+        if (size, world_size) == saved:
+            assert got[0] == want, "same layout, same arithmetic: bit for bit"
+
+
+def write_one(tmp_path, steps: int = 1) -> Engine:
+    engine = make_engine(1)
+    train(engine, steps)
+    engine.save_checkpoint(str(tmp_path))
+    return engine
+
+
+@pytest.fixture
+def world():
+    comm.init_distributed("gloo")
+    yield
+    mpu.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def test_random_generators_continue(world, tmp_path):
+    engine = make_engine(1)
+    engine.save_checkpoint(str(tmp_path))
+    want = torch.rand(3)
+    with mpu.get_cuda_rng_tracker().fork():
+        want_tracked = torch.rand(3)
+    torch.manual_seed(1)
+    engine.load_checkpoint(str(tmp_path))
+    assert torch.equal(torch.rand(3), want)
+    with mpu.get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(3), want_tracked)
+
+
+def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
+    engine = write_one(tmp_path)
+
+    def full_disk(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(store, "_write_tensors", full_disk)
+    train(engine, 1)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_checkpoint(str(tmp_path))
+    assert store.latest_tag(tmp_path) == "global_step1" and store.list_tags(tmp_path) == ["global_step1"]
+    engine.load_checkpoint(str(tmp_path))
+    monkeypatch.undo()
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))  # the leftovers of the failed save are no obstacle
+    assert store.latest_tag(tmp_path) == "global_step2"
+
+
+def test_truncated_file_is_named(world, tmp_path):
+    engine = write_one(tmp_path)
+    path = tmp_path / "global_step1" / "model_parallel_00.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model_parallel_00.safetensors has \d+ bytes where the index says"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_missing_checkpoint_is_named(world, tmp_path):
+    with pytest.raises(FileNotFoundError, match="global_step7"):
+        make_engine(1).load_checkpoint(str(tmp_path), tag="global_step7")
+
+
+def test_model_of_another_shape_is_refused_naming_the_parameter(world, tmp_path):
+    write_one(tmp_path)
+    model = Net()
+    model.norm = nn.LayerNorm(12, bias=False)
+    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.AdamW(g, lr=0.1), *weight_decay_groups(model, 0.1))
+    with pytest.raises(ValueError, match=r"norm.bias: saved \[12\], model nothing"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_module_only_leaves_counters_and_optimizer(world, tmp_path):
+    engine = write_one(tmp_path, steps=2)
+    mpu.destroy_model_parallel()
+    fresh = make_engine(1, seed=5)
+    fresh.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert fresh.global_steps == 0 and not fresh.optimizer.counters()
+    for (_, name), (_, want) in zip(fresh.module.named_parameters(), engine.module.named_parameters(), strict=True):
+        assert torch.equal(name, want)
+
+
+def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
+    engine = make_engine(1)
+    for _ in range(3):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert store.list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_saving_a_step_again_replaces_it(world, tmp_path):
+    engine = write_one(tmp_path)
+    engine.save_checkpoint(str(tmp_path), client_state={"second": True})
+    assert engine.load_checkpoint(str(tmp_path))[1] == {"second": True}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
+
+
+def test_unwritable_rng_of_one_rank_raises_on_all(tmp_path):
+    run_ranks(2, _one_rank_fails, str(tmp_path))
+
+
+def _one_rank_fails(directory: str) -> None:
+    engine = make_engine(1)
+    if torch.distributed.get_rank() == 1:
+        store._write_tensors = _no_space
+    try:
+        engine.save_checkpoint(directory)
+    except (OSError, RuntimeError) as error:
+        assert "No space left" in str(error)
+    else:
+        raise AssertionError("the save succeeded on this rank alone")
+    assert store.latest_tag(directory) is None
+
+
+def _no_space(path, tensors):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_index_is_plain_json_and_shards_are_safetensors(world, tmp_path):
+    write_one(tmp_path)
+    index = json.loads((tmp_path / "global_step1" / "index.json").read_text())
+    assert index["shapes"]["embedding.weight"] == [13, 12] and index["partitions"]["up.weight"]["stride"] == 3
+    assert {p.suffix for p in (tmp_path / "global_step1").iterdir()} == {".json", ".safetensors"}

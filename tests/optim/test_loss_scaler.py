@@ -1,0 +1,69 @@
+"""The dynamic loss scale's sequence, and the checks of the precision flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.optim.loss_scaler import LossScaler, PrecisionConfig
+
+
+def scales(outcomes: str, **settings) -> list[float]:
+    """The scale after each step; "." is a clean step, "x" an overflow."""
+    scaler = LossScaler(256.0, dynamic=True, **settings)
+    out = []
+    for outcome in outcomes:
+        scaler.update(outcome == "x")
+        out.append(scaler.scale)
+    return out
+
+
+def test_window_of_clean_steps_doubles():
+    assert scales("....", window=2) == [256, 512, 512, 1024]
+
+
+def test_overflow_halves_and_restarts_the_window():
+    assert scales(".x..", window=2, hysteresis=1) == [256, 128, 128, 256]
+
+
+def test_hysteresis_forgives_before_halving_and_refills_on_doubling():
+    assert scales("xx", hysteresis=2) == [256, 128]
+    assert scales("xx..x", window=2, hysteresis=2) == [256, 128, 128, 256, 256]
+
+
+def test_overflow_at_the_smallest_scale_raises_with_advice():
+    scaler = LossScaler(2.0, dynamic=True, min_scale=1.0, hysteresis=1)
+    scaler.update(True)
+    with pytest.raises(RuntimeError, match="smallest loss scale"):
+        scaler.update(True)
+
+
+def test_static_scale_never_moves():
+    scaler = LossScaler(8.0)
+    scaler.update(True)
+    assert scaler.scale == 8.0
+
+
+def test_state_continues_exactly():
+    a, b = (LossScaler(256.0, dynamic=True, window=3) for _ in range(2))
+    for outcome in (False, False, True):
+        a.update(outcome)
+    b.load_state_dict(a.state_dict())
+    for outcome in (True, False, False, False):
+        a.update(outcome)
+        b.update(outcome)
+    assert a.scale == b.scale == 256.0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"fp16": True, "bf16": True},
+        {"loss_scale": 2.0},
+        {"fp16": True, "loss_scale": float("inf")},
+        {"min_scale": 0.0},
+        {"hysteresis": 0},
+    ],
+)
+def test_contradictory_precision_flags_are_refused(flags):
+    with pytest.raises(ValueError, match="--"):
+        PrecisionConfig(**flags)

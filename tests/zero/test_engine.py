@@ -1,0 +1,227 @@
+"""The engine against plain single-process torch: losses, gradients and updated weights, on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazero import mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.loss_scaler import LossScaler
+from tests.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, h: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(3 * h, h)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Odd sizes, a tied head, and a parameter that no loss reaches."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.norm = nn.LayerNorm(5)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.shared = shared
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in [*self.blocks, self.blocks[0]] if self.shared else self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+}
+STEPS, MICRO, CLIP = 3, 2, 0.5
+
+
+def data(world_size: int) -> torch.Tensor:
+    return torch.randint(0, 11, (STEPS, MICRO, world_size, 2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def reference(world_size: int, optimizer: str, shared: bool):
+    """Losses of every rank, clipped-away norms, gradients of the last step and final weights: torch alone, one process."""
+    torch.manual_seed(0)
+    model = Toy(shared)
+    group_of, settings = weight_decay_groups(model, 0.1)
+    groups = [
+        {**s, "params": [p for n, p in model.named_parameters() if group_of[n] == i]} for i, s in enumerate(settings)
+    ]
+    opt = OPTIMIZERS[optimizer](groups)
+    losses, norms = [], []
+    for step in data(world_size):
+        opt.zero_grad()
+        for batch in step:
+            per_rank = [model(tokens) for tokens in batch]
+            losses.append([float(loss.detach()) for loss in per_rank])
+            (sum(per_rank) / world_size / MICRO).backward()
+        grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            p.grad = grads[
+                name
+            ].clone()  # the engine's unused parameters have zero gradients, so they decay like the others
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        opt.step()
+    return losses, norms, grads, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def engine_case(optimizer: str, shared: bool) -> None:
+    groups = mpu.initialize_model_parallel(1)
+    world_size, rank = groups.data_parallel_size, groups.data_parallel_rank
+    want_losses, want_norms, want_grads, want_weights = reference(world_size, optimizer, shared)
+    torch.manual_seed(0)
+    model = Toy(shared)
+    engine = Engine(
+        model,
+        groups,
+        OPTIMIZERS[optimizer],
+        *weight_decay_groups(model, 0.1),
+        clip_grad=CLIP,
+        gradient_accumulation_steps=MICRO,
+    )
+    losses, norms, grads = [], [], {}
+    for step in data(world_size):
+        for batch in step:
+            loss = engine(batch[rank])
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            assert all(p.grad is None for p in model.parameters())
+            if engine.is_gradient_accumulation_boundary():
+                grads = {name: engine.full_grad(name) for name in want_grads}
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert engine.global_steps == STEPS and engine.micro_steps == STEPS * MICRO
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor([row[rank] for row in want_losses]))
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(want_norms))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], want_grads[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameter.detach(), want_weights[name], rtol=1e-5, atol=2e-6)
+    mpu.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one block used twice"])
+def test_engine_equals_single_process_torch(world_size, optimizer, shared):
+    run_ranks(world_size, engine_case, optimizer, shared)
+
+
+def make_engine(model: nn.Module, **settings) -> Engine:
+    factory = settings.pop("factory", OPTIMIZERS["sgd"])
+    return Engine(model, mpu.get_groups(), factory, *weight_decay_groups(model, 0.0), **settings)
+
+
+def test_late_gradient_of_a_reduced_bucket_is_added(one_rank):
+    """Reentrant recomputation can fire a parameter's hook after its bucket was reduced."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    engine = make_engine(model)
+    x = torch.randn(4, 3)
+    (bucket,) = engine.buckets
+    model(x).sum().backward()  # completes the bucket, which is reduced
+    assert bucket.is_reduced
+    model(x).sum().backward()
+    engine.schedule.finish_backward()
+    torch.testing.assert_close(engine.full_grad("weight"), 2 * x.sum(0).expand(2, 3))
+
+
+def test_bf16_weights_follow_fp32_master_weights(one_rank):
+    """A bf16 weight moves by less than its own rounding at every step, and yet moves in the end."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    engine = make_engine(model, factory=lambda groups: torch.optim.SGD(groups, lr=2.0**-10))
+    for _ in range(64):
+        engine.backward(-model(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+        engine.step()
+    assert model.weight.item() == 1.0625
+
+
+def test_overflow_skips_step_and_halves_scale_and_a_clean_step_is_applied(one_rank):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).half()
+    scaler = LossScaler(2.0**16, dynamic=True, hysteresis=1)
+    engine = make_engine(model, loss_scaler=scaler, lr_scheduler=lambda optimizer: CountingScheduler())
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.full((1, 2), 4.0).half()).float().sum())  # 2^16 is beyond fp16
+    engine.step()
+    assert engine.skipped_steps == 1 and not engine.was_step_applied() and engine.lr_scheduler.steps == 0
+    assert engine.loss_scale() == 2.0**15 and torch.equal(model.weight, before)
+    engine.backward(engine(torch.full((1, 2), 0.25).half()).float().sum())
+    engine.step()
+    assert engine.was_step_applied() and engine.lr_scheduler.steps == 1
+    torch.testing.assert_close(engine.get_global_grad_norm(), (2 * 0.25**2 + 1) ** 0.5)
+    torch.testing.assert_close(model.weight.detach(), (before.float() - 0.3 * 0.25).half(), rtol=0, atol=0)
+
+
+class CountingScheduler:
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+def test_frozen_parameters_stay_untouched_and_outside_the_buckets(one_rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    engine = make_engine(model)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert {segment.name for _, segment in engine.segments()} == {"1.weight", "1.bias"}
+    assert torch.equal(model[0].weight, before)
+
+
+def test_exception_in_backward_leaves_an_engine_that_trains_on(one_rank):
+    torch.manual_seed(0)
+    model = Toy()
+    engine = make_engine(model)
+    tokens = data(1)[0, 0, 0]
+
+    def fail(_):
+        raise ArithmeticError("on purpose")
+
+    loss = engine(tokens)
+    handle = model.blocks[0].up.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        engine.backward(loss)
+    handle.remove()
+    engine.backward(engine(tokens))
+    engine.zero_grad()
+    engine.backward(engine(tokens))
+    torch.manual_seed(0)
+    plain = Toy()
+    plain(tokens).backward()
+    torch.testing.assert_close(engine.full_grad("blocks.0.up.weight"), plain.blocks[0].up.weight.grad)
+
+
+def test_non_elementwise_optimizer_is_refused_by_name(one_rank):
+    with pytest.raises(ValueError, match="LBFGS"):
+        make_engine(nn.Linear(2, 2), factory=lambda groups: torch.optim.LBFGS(groups[0]["params"]))
+
+
+def test_weight_shared_by_two_units_is_refused_by_name(one_rank):
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.blocks[1].weight = model.blocks[0].weight
+    with pytest.raises(ValueError, match="'weight' is shared by units 0 and 1"):
+        make_engine(model)
+
+
+def test_backward_of_a_vector_says_what_it_wants(one_rank):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"scalar loss .* shape \(1, 2\)"):
+        make_engine(model).backward(model(torch.ones(1, 2)))
