@@ -1,0 +1,115 @@
+"""Model (tensor) parallelism under Megatron-LM's names.
+
+Layers, losses and gradients of a model that is cut over the ranks of one group:
+
+    groups          which ranks share a model          mappings        how tensors enter and leave the parallel region
+    partition       how a parameter is cut             layers          linear layers; embeddings in `embeddings`
+    init            initial values                     cross_entropy   the loss of vocabulary-parallel logits
+    random          random streams                     data, grads     broadcast of a batch; gradient norm
+
+Five more of Megatron's names belong to higher levels of this library. They are looked up when first asked for, which is the one
+exception to imports going one way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import LayerNorm
+
+from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megazero.mpu.data import broadcast_data
+from megazero.mpu.embeddings import ParallelEmbedding, VocabParallelEmbedding
+from megazero.mpu.grads import clip_grad_norm
+from megazero.mpu.groups import (
+    ParallelGroups,
+    check_model_parallel_size,
+    destroy_model_parallel,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_world_size,
+    get_groups,
+    get_model_parallel_group,
+    get_model_parallel_rank,
+    get_model_parallel_src_rank,
+    get_model_parallel_world_size,
+    get_tensor_model_parallel_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_src_rank,
+    get_tensor_model_parallel_world_size,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
+from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megazero.mpu.mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from megazero.mpu.partition import Partition, partitions
+from megazero.mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+if TYPE_CHECKING:
+    from megazero.activation_checkpointing import checkpoint, partition_activations_in_checkpoint
+    from megazero.model.megatron import (
+        BertParallelSelfAttention,
+        BertParallelTransformerLayer,
+        GPT2ParallelTransformer,
+    )
+
+_HOME_OF = {
+    "checkpoint": "megazero.activation_checkpointing",
+    "partition_activations_in_checkpoint": "megazero.activation_checkpointing",
+    "GPT2ParallelTransformer": "megazero.model.megatron",
+    "BertParallelSelfAttention": "megazero.model.megatron",
+    "BertParallelTransformerLayer": "megazero.model.megatron",
+}
+
+__all__ = [
+    "BertParallelSelfAttention",
+    "BertParallelTransformerLayer",
+    "ColumnParallelLinear",
+    "GPT2ParallelTransformer",
+    "LayerNorm",
+    "ParallelEmbedding",
+    "ParallelGroups",
+    "Partition",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "broadcast_data",
+    "check_model_parallel_size",
+    "checkpoint",
+    "clip_grad_norm",
+    "copy_to_model_parallel_region",
+    "destroy_model_parallel",
+    "gather_from_model_parallel_region",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_groups",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "initialize_model_parallel",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+    "partition_activations_in_checkpoint",
+    "partitions",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

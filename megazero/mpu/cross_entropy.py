@@ -1,0 +1,130 @@
+"""Cross-entropy from logits whose vocabulary is cut over the model-parallel ranks (Megatron-LM, arXiv:1909.08053, sec. 3).
+
+With m the largest logit of a token, over all ranks, and z its sum of exponentials,
+
+    loss = log z - (x_target - m)        z = sum_j exp(x_j - m)        d loss / d x_j = exp(x_j - m) / z - [j = target]
+
+Ranks exchange m, z and x_target, three numbers per token, instead of the logits. All of it is fp32 whatever the logits' dtype.
+m and log z stay apart: their sum would lose the fraction of a loss whose logits are large.
+
+Nothing of the size of the logits is made besides their gradient, and no fp32 copy of 16-bit logits: tokens are worked off a
+few at a time. On a CPU such a chunk stays in its cache, which makes this faster than log_softmax on all tokens at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero import comm
+from megazero.comm import ProcessGroup
+from megazero.mpu.groups import group_or_default
+from megazero.mpu.utils import VocabUtility, check_token_ids
+
+CHUNK_NUMEL_CPU = 1 << 20  # fp32 elements of a chunk: 4 MB, about a core's cache
+CHUNK_NUMEL_DEVICE = 1 << 26  # 256 MB: few launches, and still small beside the logits of a large batch
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, vocab_size: int | None = None
+) -> Tensor:
+    """Cross-entropy of each token, from this rank's columns of the logits.
+
+    Args:
+        logits: [..., v/t], any float dtype; not changed. Contiguous ones are not copied.
+        targets: [...] integer ids in the full vocabulary, the same on every rank of `group`.
+        group: the ranks that hold the vocabulary, in order; the model-parallel group by default.
+        vocab_size: ids in the vocabulary without its padding; columns from there on take no part and get a zero gradient.
+            All columns count by default.
+
+    Returns:
+        [...] fp32 loss in nats (fp64 for fp64 logits), the same on every rank. Not averaged: mask it first. Its backward may
+        run several times (`retain_graph=True`), but cannot be differentiated again.
+
+    Raises:
+        ValueError: the leading shapes of `logits` and `targets` differ, there are fewer columns than `vocab_size`, or a target
+            is outside of the vocabulary. The last is checked on the CPU only, as a check would make a CUDA device wait: whoever
+            reads the data checks it there. A target outside that goes unnoticed gives a wrong, finite loss.
+    """
+    group = group_or_default(group)
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: logits {list(logits.shape)} need targets {list(logits.shape[:-1])}, "
+            f"got {list(targets.shape)}. Logits are [..., vocabulary columns of this rank] and targets [...]."
+        )
+    columns = logits.size(-1) * group.size()
+    if vocab_size is None:
+        vocab_size = columns
+    if vocab_size > columns:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: vocab_size={vocab_size} but {group.size()} ranks x {logits.size(-1)} columns "
+            f"make {columns}. Pad the vocabulary of the output layer upwards."
+        )
+    check_token_ids(targets, vocab_size)
+    return _VocabParallelCrossEntropy.apply(logits, targets, group, vocab_size)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
+        first, last = VocabUtility.vocab_range_from_per_partition_vocab_size(
+            logits.size(-1), group.rank(), group.size()
+        )
+        columns = max(min(last, vocab_size) - first, 0)  # of this rank, without padding
+        rows = logits.reshape(-1, logits.size(-1))  # [tokens, v/t]
+        ids = targets.reshape(-1, 1)  # [tokens, 1]
+        is_own = (ids >= first) & (ids < first + columns)
+        local = (ids - first).masked_fill(~is_own, 0)  # [tokens, 1] column of the target, 0 where another rank has it
+
+        own_max, own_sum = _max_and_sum(rows[:, :columns])  # [tokens] each
+        largest = comm.all_reduce(own_max, group, dist.ReduceOp.MAX)
+        target_logit = rows.gather(1, local)[:, 0].to(largest.dtype) - largest
+        sums = torch.stack((own_sum * (own_max - largest).exp(), target_logit.masked_fill(~is_own[:, 0], 0.0)))
+        z, target_logit = comm.all_reduce(sums, group).unbind()  # of [2, tokens]: one message
+
+        ctx.save_for_backward(rows, local, is_own, largest, z)
+        ctx.columns, ctx.shape = columns, logits.shape
+        return (z.log() - target_logit).view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # grad [...], the same on every rank
+        rows, local, is_own, largest, z = ctx.saved_tensors
+        out = torch.empty_like(rows)  # [tokens, v/t]
+        out[:, ctx.columns :] = 0.0
+        scale = grad.reshape(-1).to(z.dtype)
+        minus_own = -scale.masked_fill(~is_own[:, 0], 0.0)
+        if ctx.columns:
+            step = _tokens_per_chunk(rows)
+            chunks = (x.split(step) for x in (rows[:, : ctx.columns], local, largest, scale / z, minus_own, out))
+            for x, column, top, over_z, minus, result in zip(*chunks, strict=True):
+                d = torch.sub(x.to(z.dtype), top[:, None]).exp_().mul_(over_z[:, None])
+                d.scatter_add_(1, column, minus[:, None])
+                result[:, : ctx.columns] = d
+        return out.view(ctx.shape), None, None, None
+
+
+def _max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest element m of each row of [tokens, columns], and sum_j exp(x_j - m); (-inf, 0) of no columns. At least fp32."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    largest = rows.new_full((rows.size(0),), -torch.inf, dtype=dtype)
+    total = rows.new_zeros((rows.size(0),), dtype=dtype)
+    if rows.size(1):
+        chunks = (x.split(_tokens_per_chunk(rows)) for x in (rows, largest, total))
+        for x, m, z in zip(*chunks, strict=True):
+            x = x.to(dtype)
+            m.copy_(x.amax(1))
+            finite = m.masked_fill(m == -torch.inf, 0.0)  # a row of -inf only: exp(-inf - 0), not exp(-inf + inf)
+            z.copy_((x - finite[:, None]).exp_().sum(1))
+    return largest, total
+
+
+def _tokens_per_chunk(rows: Tensor) -> int:
+    if torch.compiler.is_compiling():  # one chunk: the compiler fuses the passes itself
+        return max(rows.size(0), 1)
+    numel = CHUNK_NUMEL_CPU if rows.device.type == "cpu" else CHUNK_NUMEL_DEVICE
+    return max(numel // max(rows.size(1), 1), 1)

@@ -1,0 +1,128 @@
+"""Embeddings whose tables are cut over the model-parallel ranks (Megatron-LM, arXiv:1909.08053, sec. 3).
+
+VocabParallelEmbedding    weight [v/t, h]      each rank looks up its own ids; the others contribute zeros
+ParallelEmbedding         weight [v, h/t]      each rank looks up its own columns
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.init import xavier_normal_
+
+from megazero.comm import ProcessGroup
+from megazero.mpu.init import InitMethod
+from megazero.mpu.mappings import gather_from_model_parallel_region, reduce_from_model_parallel_region
+from megazero.mpu.parallel_module import ParallelModule, shard_size
+from megazero.mpu.partition import Partition
+from megazero.mpu.utils import VocabUtility, check_token_ids
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """An embedding with the rows of its table (the vocabulary) cut over the ranks.
+
+    Args:
+        num_embeddings: v, ids in the vocabulary.
+        embedding_dim: h.
+        init_method: fills the full [v, h] table, without padding.
+        padded_num_embeddings: rows of the table on all ranks together; rows beyond `num_embeddings` are zero, and no id reads
+            them. `num_embeddings` by default.
+        group: ranks to cut over; the model-parallel group by default.
+
+    Raises:
+        ValueError: the rows cannot be cut evenly over the ranks, or are fewer than the ids.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = xavier_normal_,
+        *,
+        padded_num_embeddings: int | None = None,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        rows = num_embeddings if padded_num_embeddings is None else padded_num_embeddings
+        if rows < num_embeddings:
+            raise ValueError(
+                f"VocabParallelEmbedding: padded_num_embeddings={rows} is less than num_embeddings={num_embeddings}. "
+                "Leave it out, or pad upwards to a multiple of --model-parallel-size."
+            )
+        size, rank = self.group.size(), self.group.rank()
+        own = shard_size("VocabParallelEmbedding", "rows of the table (padded vocabulary)", rows, size)
+        self.first_id, self.last_id = VocabUtility.vocab_range_from_per_partition_vocab_size(own, rank, size)
+        self.weight = nn.Parameter(torch.empty(own, embedding_dim, device=device, dtype=dtype))
+        self.partitions["weight"] = Partition(dim=0, full_size=num_embeddings)
+        self._init_weight(init_method)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] int64, the same on every rank -> [..., h], the same on every rank.
+
+        Raises:
+            ValueError: an id is outside of the vocabulary. Checked on the CPU only, as a check would make a CUDA device wait:
+                whoever reads the data checks it there.
+        """
+        check_token_ids(ids, self.num_embeddings)
+        if self.group.size() == 1:
+            return F.embedding(ids, self.weight)
+        foreign = (ids < self.first_id) | (ids >= self.last_id)
+        local = (ids - self.first_id).masked_fill(foreign, 0)
+        own = F.embedding(local, self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        return reduce_from_model_parallel_region(own, self.group)
+
+    def extra_repr(self) -> str:
+        """The full sizes and the number of ranks."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size()}"
+
+
+class ParallelEmbedding(ParallelModule):
+    """An embedding with the columns of its table cut over the ranks, and gathered after the look-up.
+
+    Args:
+        num_embeddings: v, ids in the vocabulary.
+        embedding_dim: h.
+        init_method: fills the full [v, h] table.
+        keep_master_weight_for_test: keep the full table as `master_weight`.
+        group: ranks to cut over; the model-parallel group by default.
+
+    Raises:
+        ValueError: `embedding_dim` is not divisible by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        init_method: InitMethod = xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        columns = shard_size("ParallelEmbedding", "embedding_dim", embedding_dim, self.group.size())
+        self.weight = nn.Parameter(torch.empty(num_embeddings, columns, device=device, dtype=dtype))
+        self.partitions["weight"] = Partition(dim=1, full_size=embedding_dim)
+        self._init_weight(init_method, keep_master_weight_for_test)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] int64, the same on every rank -> [..., h], the same on every rank.
+
+        Raises:
+            ValueError: an id is outside of the vocabulary (checked on the CPU, as in `VocabParallelEmbedding`).
+        """
+        check_token_ids(ids, self.num_embeddings)
+        return gather_from_model_parallel_region(F.embedding(ids, self.weight), self.group)
+
+    def extra_repr(self) -> str:
+        """The full sizes and the number of ranks."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size()}"

@@ -1,0 +1,67 @@
+"""Norm and clipping of gradients of which each model-parallel rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megazero import comm
+from megazero.comm import ProcessGroup
+from megazero.mpu.groups import group_or_default
+from megazero.mpu.partition import partitions
+
+
+def clip_grad_norm(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+) -> float:
+    """Scales gradients in place so that the norm over all of them is at most `max_norm`. Returns the norm before.
+
+    Shards count on every rank of `group`, replicated parameters once. The norm is that of the full parameters, the same on
+    every rank. Gradients are expected to be averaged over data-parallel ranks already. One message and one wait for the device
+    in all.
+
+    Args:
+        parameters: a module, whose sharded parameters are known by `partitions`; or parameters, of which those with
+            `model_parallel = True` are sharded. Give the module where you can: a copied parameter loses that attribute.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm, fp32; `inf` for the largest absolute value.
+        group: the model-parallel group by default.
+
+    Raises:
+        ValueError: `norm_type` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0.0:
+        raise ValueError(f"clip_grad_norm: norm_type={norm_type} must be positive (2, or inf for the largest value).")
+    group = group_or_default(group)
+    all_parameters, is_sharded = _split(parameters)
+    with_grad = [p for p in all_parameters if p.grad is not None]
+    # Norms of norms: p-norms may be taken in stages. The last stage, over the ranks, is the gathered vector's.
+    counted = [p.grad for p in with_grad if id(p) in is_sharded or group.rank() == 0]
+    norms = [_norm(grad, norm_type) for grad in counted if grad is not None]
+    device = with_grad[0].device if with_grad else comm.local_device()
+    own = _norm(torch.stack([n.to(device) for n in norms]), norm_type) if norms else torch.zeros((), device=device)
+    total = _norm(torch.stack(comm.all_gather(own.float(), group)), norm_type)
+    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
+    return total.item()
+
+
+def _split(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[Tensor], set[int]]:
+    """All parameters, and the ids of the sharded ones."""
+    if isinstance(parameters, nn.Module):
+        by_name = dict(
+            parameters.named_parameters(remove_duplicate=False)
+        )  # a tied one may be sharded by one name only
+        return list(parameters.parameters()), {id(by_name[name]) for name in partitions(parameters)}
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return tensors, {id(p) for p in tensors if getattr(p, "model_parallel", False)}
+
+
+def _norm(x: Tensor, norm_type: float) -> Tensor:
+    return torch.linalg.vector_norm(x, norm_type, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,186 @@
+"""Which ranks share a model and which share the data: the process groups of tensor and data parallelism.
+
+World of 8 ranks, model-parallel size 2: model-parallel groups are neighbours (they talk most, so they share a node),
+data-parallel groups are strided.
+
+    model [0 1] [2 3] [4 5] [6 7]        data [0 2 4 6] [1 3 5 7]
+
+`ParallelGroups` is the object that library code is given. Megatron's `get_model_parallel_*` functions read the one that
+`initialize_model_parallel` made: the only state of this package besides the RNG tracker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megazero.comm import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The two groups that this rank belongs to.
+
+    Attributes:
+        model: ranks that hold shards of the same layers and see the same data.
+        data: ranks that hold the same shards and see different data.
+        model_ranks: global ranks of `model`, in group order.
+        data_ranks: global ranks of `data`, in group order.
+    """
+
+    model: ProcessGroup
+    data: ProcessGroup
+    model_ranks: tuple[int, ...]
+    data_ranks: tuple[int, ...]
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of shards that a layer is cut into."""
+        return self.model.size()
+
+    @property
+    def model_parallel_rank(self) -> int:
+        """Which of those shards this rank holds."""
+        return self.model.rank()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas of the model."""
+        return self.data.size()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of those replicas this rank is part of."""
+        return self.data.rank()
+
+
+_groups: ParallelGroups | None = None
+
+
+def check_model_parallel_size(world_size: int, size: int) -> None:
+    """Returns if `size` model-parallel ranks fit into `world_size` ranks; needs no process group.
+
+    Raises:
+        ValueError: `size` is not a divisor of `world_size`.
+    """
+    if size < 1 or world_size % size:
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        raise ValueError(
+            f"--model-parallel-size {size} does not divide the world of {world_size} ranks into equal groups. "
+            f"Use one of {divisors}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
+        )
+
+
+def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 600.0) -> ParallelGroups:
+    """Makes the groups of every rank and returns this rank's. Every rank of the world calls it, with the same size.
+
+    Args:
+        model_parallel_size: ranks that one copy of the model is cut over.
+        timeout_s: seconds after which a collective of these groups that some rank never entered raises.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or the groups exist already.
+        ValueError: the size does not divide the world.
+    """
+    global _groups
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "initialize_model_parallel needs torch.distributed. Call megazero.comm.init_distributed() "
+            "(or torch.distributed.init_process_group) first."
+        )
+    if _groups is not None:
+        raise RuntimeError(
+            f"initialize_model_parallel({model_parallel_size}): the groups exist already, with model-parallel size "
+            f"{_groups.model_parallel_size}. Call destroy_model_parallel() first to change it."
+        )
+    world_size = dist.get_world_size()
+    check_model_parallel_size(world_size, model_parallel_size)
+    strided = [tuple(range(first, world_size, model_parallel_size)) for first in range(model_parallel_size)]
+    neighbours = [
+        tuple(range(first, first + model_parallel_size)) for first in range(0, world_size, model_parallel_size)
+    ]
+    data, data_ranks = _new_groups(strided, "data_parallel", timeout_s)
+    model, model_ranks = _new_groups(neighbours, "model_parallel", timeout_s)
+    _groups = ParallelGroups(model, data, model_ranks, data_ranks)
+    return _groups
+
+
+def _new_groups(members: list[tuple[int, ...]], name: str, timeout_s: float) -> tuple[ProcessGroup, tuple[int, ...]]:
+    """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's."""
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    return groups[mine], members[mine]
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` has been called and not been undone."""
+    return _groups is not None
+
+
+def destroy_model_parallel() -> None:
+    """Forgets the groups. Layers that were built with them keep working: torch.distributed still holds them."""
+    global _groups
+    _groups = None
+
+
+def get_groups() -> ParallelGroups:
+    """The groups of this rank.
+
+    Raises:
+        RuntimeError: `initialize_model_parallel` has not been called.
+    """
+    if _groups is None:
+        raise RuntimeError(
+            "the model-parallel groups do not exist. Call megazero.mpu.initialize_model_parallel(model_parallel_size) "
+            "once on every rank, after torch.distributed is initialised."
+        )
+    return _groups
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """The group whose ranks hold shards of the same layers."""
+    return get_groups().model
+
+
+def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
+    """`group`, or this rank's model-parallel group where it is None."""
+    return get_groups().model if group is None else group
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """The group whose ranks hold the same shards."""
+    return get_groups().data
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's position in its model-parallel group."""
+    return get_groups().model_parallel_rank
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's position in its data-parallel group."""
+    return get_groups().data_parallel_rank
+
+
+def get_model_parallel_world_size() -> int:
+    """Number of ranks in the model-parallel group."""
+    return get_groups().model_parallel_size
+
+
+def get_data_parallel_world_size() -> int:
+    """Number of ranks in the data-parallel group."""
+    return get_groups().data_parallel_size
+
+
+def get_model_parallel_src_rank() -> int:
+    """The global rank that is first in this rank's model-parallel group: the source of its broadcasts."""
+    return get_groups().model_ranks[0]
+
+
+# The words that Megatron-core and DeepSpeed use for the same functions.
+get_tensor_model_parallel_group = get_model_parallel_group
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
+get_tensor_model_parallel_src_rank = get_model_parallel_src_rank

@@ -1,0 +1,81 @@
+"""The matrix product of a column-parallel layer, with its communication hidden behind its own backward.
+
+Every rank multiplies the same x with its own columns, so the gradients of x add up over the ranks:
+
+    y = x W^T + b          grad_x = all_reduce(grad_y W)      grad_W = grad_y^T x      grad_b = sum(grad_y)
+
+As two autograd nodes (`copy_to_model_parallel_region`, then F.linear) the all-reduce starts when grad_W is finished. As one
+node it starts as soon as the partial grad_x exists and runs while grad_W and grad_b are computed. On CUDA the all-reduce
+must be launched before the product of grad_W occupies the device; CUDA_DEVICE_MAX_CONNECTIONS=1 guarantees the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero import comm
+from megazero.comm import ProcessGroup
+from megazero.mpu.mappings import copy_to_model_parallel_region
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(x, weight, bias)  # [..., o/t]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors  # [..., i], [o/t, i]
+        grad_x = grad_weight = grad_bias = work = None
+        rows = grad.reshape(-1, grad.size(-1))  # [tokens, o/t]
+        if ctx.needs_input_grad[0]:
+            grad_x = rows.mm(weight)  # [tokens, i], this rank's partial sum: ours, so the all-reduce may be in place
+            work = comm.all_reduce_(grad_x, ctx.group, async_op=True)
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t().mm(x.reshape(-1, x.size(-1)))
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        if grad_x is not None:
+            grad_x = grad_x.view(*grad.shape[:-1], weight.size(1))
+        return grad_x, grad_weight, grad_bias, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, overlap: bool) -> Tensor:
+    """`F.linear(x, weight, bias)` with the gradient of `x` summed over `group`.
+
+    Under autocast, x is cast before the mapping, so that the gradient of x travels in the lower precision.
+
+    Args:
+        x: [..., i], the same on every rank of `group`.
+        weight: [o/t, i].
+        bias: [o/t] or None.
+        overlap: hide the all-reduce of x's gradient behind the computation of the weight's. The numbers are the same.
+            torch.compile cannot trace an asynchronous collective: there the layer compiles without it.
+
+    Returns:
+        [..., o/t], this rank's columns.
+    """
+    if group.size() == 1:
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = _autocast(x, dtype), _autocast(weight, dtype)
+        bias = bias if bias is None else _autocast(bias, dtype)
+    if overlap and not torch.compiler.is_compiling():
+        return _ColumnLinear.apply(x, weight, bias, group)
+    return F.linear(copy_to_model_parallel_region(x, group), weight, bias)
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` as autocast would hand it to a matrix product: it leaves fp64 and integers alone."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x

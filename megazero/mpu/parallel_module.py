@@ -1,0 +1,69 @@
+"""What every layer with a sharded weight shares: its group, the cut of its parameters, its initial values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from megazero.comm import ProcessGroup
+from megazero.mpu.groups import group_or_default
+from megazero.mpu.init import InitMethod, init_weight_
+from megazero.mpu.partition import Partition
+
+
+class ParallelModule(nn.Module):
+    """A module that belongs to a process group and says how its parameters are cut over it.
+
+    Attributes:
+        group: the ranks that hold the other shards.
+        partitions: the cut of each sharded parameter, by its name in this module.
+        master_weight: the full fp32 weight as drawn, where it was asked for; else None.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group_or_default(group)
+        self.partitions: dict[str, Partition] = {}
+        self.master_weight: Tensor | None = None
+
+    def _init_weight(self, init_method: InitMethod, keep_master_weight: bool = False) -> None:
+        """Draws `weight`. Called last in a constructor, when parameters and partitions are in place."""
+        self._mark_partitions()
+        full = init_weight_(self.weight, init_method, self.partitions["weight"], self.group)
+        self.master_weight = full if keep_master_weight else None
+
+    def _mark_partitions(self) -> None:
+        """Sets `model_parallel = True` on the sharded parameters.
+
+        It is the one attribute that this library hangs on a parameter: code written for Megatron-LM reads it.
+        """
+        for name in self.partitions:
+            getattr(self, name).model_parallel = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A copy that shares the process group, which cannot be copied; torch drops a copied parameter's attributes."""
+        memo[id(self.group)] = self.group
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        new._mark_partitions()
+        return new
+
+
+def shard_size(layer: str, argument: str, full: int, ranks: int, stride: int = 1) -> int:
+    """What one of `ranks` ranks holds of `full`, which is `stride` equal matrices cut one by one.
+
+    Raises:
+        ValueError: it does not come out even; the message names `layer` and `argument`.
+    """
+    if full % (ranks * stride):
+        each = f" in {stride} stacked matrices" if stride > 1 else ""
+        raise ValueError(
+            f"{layer}: {argument}={full}{each} cannot be cut evenly over {ranks} model-parallel ranks. "
+            f"Make it a multiple of {ranks * stride}, or choose another --model-parallel-size."
+        )
+    return full // ranks

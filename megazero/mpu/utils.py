@@ -1,0 +1,76 @@
+"""Small arithmetic shared by the layers: divisions that must come out even, and vocabulary ranges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Returns if `numerator` is a multiple of `denominator`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient.
+
+    Raises:
+        ValueError: there is a remainder.
+    """
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """`num_partitions` equal pieces of the last dimension: views, or copies when `contiguous_split_chunks`.
+
+    Raises:
+        ValueError: the last dimension is not divisible by `num_partitions`.
+    """
+    pieces = tensor.split(divide(tensor.size(-1), num_partitions), dim=-1)
+    return tuple(piece.contiguous() for piece in pieces) if contiguous_split_chunks else tuple(pieces)
+
+
+def check_token_ids(ids: Tensor, vocab_size: int) -> None:
+    """Returns if all `ids` are in [0, vocab_size). Looks at CPU tensors only: reading a CUDA tensor would make it wait.
+
+    Raises:
+        ValueError: one is outside.
+    """
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token id {low if low < 0 else high} is outside of the vocabulary: {vocab_size} ids, 0 to {vocab_size - 1}. "
+            "The data were probably tokenized with another vocabulary than the model has."
+        )
+
+
+class VocabUtility:
+    """Half-open ranges `(first, last)` of the vocabulary ids that a rank holds."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """The range of `rank` when each of the `world_size` ranks holds `per_partition_vocab_size` ids."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """The range of `rank` when `global_vocab_size` ids are split evenly over `world_size` ranks.
+
+        Raises:
+            ValueError: `global_vocab_size` is not divisible by `world_size`.
+        """
+        size = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(size, rank, world_size)

@@ -1,0 +1,85 @@
+"""Which ranks form which groups, in worlds of 1 to 8 ranks cut in every possible way."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero import comm, mpu
+from megazero.mpu.groups import check_model_parallel_size
+from tests.ranks import run_ranks
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def every_size_case():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size in divisors(world):
+        groups = mpu.initialize_model_parallel(size)
+        assert groups is mpu.get_groups() and mpu.model_parallel_is_initialized()
+        first = rank // size * size
+        assert groups.model_ranks == tuple(range(first, first + size))
+        assert groups.data_ranks == tuple(range(rank % size, world, size))
+        assert groups.model_parallel_size == mpu.get_model_parallel_world_size() == size
+        assert groups.data_parallel_size == mpu.get_data_parallel_world_size() == world // size
+        assert groups.model_parallel_rank == mpu.get_model_parallel_rank() == rank % size
+        assert groups.data_parallel_rank == mpu.get_data_parallel_rank() == rank // size
+        assert mpu.get_model_parallel_src_rank() == mpu.get_tensor_model_parallel_src_rank() == first
+        assert (
+            mpu.get_tensor_model_parallel_world_size() == size and mpu.get_tensor_model_parallel_rank() == rank % size
+        )
+        assert mpu.get_tensor_model_parallel_group() is mpu.get_model_parallel_group() is groups.model
+        assert mpu.get_data_parallel_group() is groups.data
+        # The groups do what they say: each sums exactly its own members, in its own order.
+        mine = torch.tensor([float(10**rank)], dtype=torch.float64)
+        assert comm.all_reduce(mine, groups.model).item() == sum(10**r for r in groups.model_ranks)
+        assert comm.all_reduce(mine, groups.data).item() == sum(10**r for r in groups.data_ranks)
+        assert [int(x) for x in comm.all_gather(torch.tensor([rank]), groups.model)] == list(groups.model_ranks)
+        assert [int(x) for x in comm.all_gather(torch.tensor([rank]), groups.data)] == list(groups.data_ranks)
+        with pytest.raises(
+            RuntimeError, match=rf"exist already, with model-parallel size {size}.*destroy_model_parallel"
+        ):
+            mpu.initialize_model_parallel(size)
+        mpu.destroy_model_parallel()
+        assert not mpu.model_parallel_is_initialized()
+        comm.all_reduce(mine, groups.model)  # layers that hold a group outlive the reset
+    with pytest.raises(
+        ValueError, match=f"--model-parallel-size {world + 1} does not divide the world of {world} ranks"
+    ):
+        mpu.initialize_model_parallel(world + 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_model_ranks_are_neighbours_and_data_ranks_strided(world_size):
+    run_ranks(world_size, every_size_case)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12])
+def test_sizes_that_divide_the_world_are_accepted_and_no_others(world_size):
+    for size in range(-1, 2 * world_size + 1):
+        if size in divisors(world_size):
+            check_model_parallel_size(world_size, size)
+        else:
+            with pytest.raises(ValueError, match=f"--model-parallel-size {size} ") as error:
+                check_model_parallel_size(world_size, size)
+            assert ", ".join(str(d) for d in divisors(world_size)) in str(error.value)
+
+
+def test_getters_before_initialisation_say_what_to_call():
+    names = [name for name in mpu.__all__ if name.startswith("get_") and name != "get_cuda_rng_tracker"]
+    assert len(names) == 12
+    for name in names:
+        with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+            getattr(mpu, name)()
+
+
+def test_initialisation_without_torch_distributed_says_what_to_call():
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        mpu.initialize_model_parallel(1)
+
+
+def test_groups_are_frozen(one_rank):
+    with pytest.raises(AttributeError):
+        mpu.get_groups().model_ranks = (1,)

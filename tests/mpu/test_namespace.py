@@ -1,0 +1,33 @@
+"""Every name of Megatron-LM's mpu is there."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megazero import mpu
+
+MEGATRON = """initialize_model_parallel model_parallel_is_initialized destroy_model_parallel get_model_parallel_rank
+get_data_parallel_rank get_model_parallel_group get_data_parallel_group get_model_parallel_world_size
+get_data_parallel_world_size get_model_parallel_src_rank ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
+ParallelEmbedding copy_to_model_parallel_region gather_from_model_parallel_region reduce_from_model_parallel_region
+scatter_to_model_parallel_region vocab_parallel_cross_entropy broadcast_data clip_grad_norm checkpoint
+partition_activations_in_checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed GPT2ParallelTransformer
+BertParallelSelfAttention BertParallelTransformerLayer LayerNorm""".split()
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatrons_name_is_exported(name):
+    assert name in mpu.__all__ and callable(getattr(mpu, name))
+
+
+def test_all_names_exist_and_others_do_not():
+    assert all(hasattr(mpu, name) for name in mpu.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = mpu.nothing
+
+
+def test_importing_mpu_does_not_import_higher_levels():
+    code = "import sys, megazero.mpu; print([m for m in sys.modules if m.startswith('megazero.') and 'mpu' not in m])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "model" not in found and "activation_checkpointing" not in found
