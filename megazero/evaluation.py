@@ -1,0 +1,282 @@
+"""What a language model is worth: perplexity of a text by sliding windows, and accuracy on the last word of passages.
+
+Both run on every rank: each data-parallel rank takes its share of the work, in equally many forward passes, and all ranks
+return the same result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megazero import comm, mpu
+
+_LARGEST_EXPONENT = 20.0  # as in Megatron-LM, a hopeless loss is reported as exp(20) rather than as an overflow
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that evaluation needs."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Result of `sliding_window_perplexity`."""
+
+    loss: float  # nats per token
+    ppl: float  # exp(loss)
+    adjusted_ppl: float | None  # exp(nats per word of the original text): comparable between tokenizers
+    tokens: int  # tokens predicted
+
+
+@dataclass(frozen=True)
+class LastWordAccuracy:
+    """Result of `last_word_accuracy`."""
+
+    correct: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of passages whose last word was predicted."""
+        return self.correct / self.total
+
+
+@torch.no_grad()
+def sliding_window_perplexity(
+    model: nn.Module,
+    tokens: Sequence[int] | Tensor,
+    *,
+    seq_length: int,
+    overlapping_eval: int,
+    batch_size: int,
+    groups: mpu.ParallelGroups,
+    original_word_count: int | None = None,
+    device: torch.device | None = None,
+) -> Perplexity:
+    """Perplexity of a token stream, every token but the first predicted once.
+
+    Windows of `seq_length` advance by `overlapping_eval` tokens, and only tokens that no earlier window has predicted count,
+    so each is predicted from at least seq_length - overlapping_eval tokens where the stream has them. A stride equal to
+    `seq_length` is the cheapest, a stride of 1 gives each token the longest context.
+
+    Args:
+        model: called as `model(tokens, targets=targets)`, both [b, s]; returns the loss of each token [b, s] in nats.
+        tokens: the whole stream, 1-D.
+        batch_size: windows per forward pass and rank.
+        original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`.
+        device: where the model is; this process's device by default.
+
+    Raises:
+        ValueError: fewer than two tokens, or a stride outside [1, seq_length].
+    """
+    stream = torch.as_tensor(tokens, dtype=torch.int64)
+    if stream.numel() < 2:
+        raise ValueError(
+            f"the text has {stream.numel()} tokens; perplexity needs at least 2 (the first is not predicted)."
+        )
+    length = min(seq_length, stream.numel() - 1)
+    starts, counts = sliding_windows(stream.numel() - 1, seq_length, overlapping_eval)
+    device = device or comm.local_device()
+    place = torch.arange(length + 1)
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    with _evaluating(model):
+        for rows, is_real in _share(len(starts), batch_size, groups):
+            window = stream[starts[rows, None] + place].to(device)  # [b, length + 1]
+            scored = (
+                place[:length] >= length - (counts[rows] * is_real)[:, None]
+            )  # [b, length]: the last counts[i] places
+            loss = model(window[:, :-1].contiguous(), targets=window[:, 1:].contiguous())
+            nats += (loss.double() * scored.to(device)).sum()
+    total = comm.all_reduce(nats, groups.data).item()
+    loss_per_token = total / (stream.numel() - 1)
+    return Perplexity(
+        loss=loss_per_token,
+        ppl=_exp(loss_per_token),
+        adjusted_ppl=None if original_word_count is None else _exp(total / original_word_count),
+        tokens=stream.numel() - 1,
+    )
+
+
+def sliding_windows(targets: int, seq_length: int, stride: int) -> tuple[Tensor, Tensor]:
+    """Where each window starts and how many of its last targets are new: two int64 tensors [windows].
+
+    The first window counts all its targets, each later one `stride` more; the last one ends with the stream, so that every
+    window is full (or there is one, as long as the stream).
+
+    Raises:
+        ValueError: `stride` is not in [1, seq_length].
+    """
+    if not 1 <= stride <= seq_length:
+        raise ValueError(
+            f"--overlapping-eval {stride} must be between 1 and --seq-length {seq_length}: it is the number of new tokens that "
+            "each window predicts."
+        )
+    first = min(seq_length, targets)
+    later = torch.arange(first, targets, stride)  # targets predicted before each later window
+    ends = torch.cat([torch.tensor([first]), (later + stride).clamp(max=targets)])
+    counts = torch.cat([ends[:1], ends[1:] - later])
+    return ends - first, counts
+
+
+@torch.no_grad()
+def last_word_accuracy(
+    model: nn.Module,
+    texts: Sequence[str],
+    tokenizer: Encoder,
+    *,
+    seq_length: int,
+    batch_size: int,
+    vocab_size: int,
+    groups: mpu.ParallelGroups,
+    device: torch.device | None = None,
+) -> LastWordAccuracy:
+    """How often the model predicts the last word of a passage (LAMBADA, arXiv:1606.06031).
+
+    A word counts if each of its tokens is the likeliest one after the tokens before it (teacher forcing). Passages longer than
+    `seq_length` lose their beginning.
+
+    Args:
+        model: called as `model(tokens)`, [b, s]; returns this model-parallel rank's logits [b, s, v_padded/t].
+        vocab_size: logits from here on are padding.
+        device: where the model is; this process's device by default.
+
+    Raises:
+        ValueError: no text, a text of fewer than two words, or a last word that does not fit `seq_length`.
+    """
+    if not texts:
+        raise ValueError("there is no text to predict the last word of.")
+    examples = [_last_word_example(i, text, tokenizer, seq_length) for i, text in enumerate(texts)]
+    device = device or comm.local_device()
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    with _evaluating(model):
+        for rows, is_real in _share(len(examples), batch_size, groups):
+            batch = [examples[i] for i in rows.tolist()]
+            longest = max(len(ids) for ids, _ in batch)
+            tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch], device=device)
+            wanted = torch.zeros(len(batch), longest - 1, dtype=torch.bool)
+            for row, (ids, word_tokens) in enumerate(batch):
+                wanted[row, len(ids) - 1 - word_tokens : len(ids) - 1] = True
+            logits = model(tokens[:, :-1].contiguous())
+            predicted = _global_argmax(logits, wanted.to(device), vocab_size, groups)
+            is_right = torch.ones_like(wanted, device=device)
+            is_right[wanted.to(device)] = predicted == tokens[:, 1:][wanted.to(device)]
+            correct += (is_right.all(dim=1) & is_real.to(device)).sum()
+    return LastWordAccuracy(correct=int(comm.all_reduce(correct, groups.data)), total=len(texts))
+
+
+def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
+    """The texts of a file of JSON lines, such as LAMBADA's.
+
+    Raises:
+        ValueError: a line is not a JSON object with a string under `text_key`; names file and line.
+    """
+    texts = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
+            text = record.get(text_key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(
+                    f'{path}:{number}: expected an object like {{"{text_key}": "..."}}, found {line[:60]!r}.'
+                )
+            texts.append(text)
+    return texts
+
+
+# WikiText separates punctuation by spaces. The order matters and is that of Megatron-LM's evaluation, so that results compare.
+_WIKITEXT_REPAIRS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"s '", "s'"),
+        *((rf" @{re.escape(separator)}@ ", separator) for separator in "-,."),  # 1 @,@ 000 -> 1,000
+        *((rf" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+        (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
+        (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+        (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
+        (r'"\s*([^"]*?)\s*"', r'"\1"'),
+        (r"'\s*([^']*?)\s*'", r"'\1'"),
+        *((" ".join("=" * depth), "=" * depth) for depth in (4, 3, 2)),  # headings
+        (r" ° ", "°"),
+        (r" \n", "\n"),
+        (r"\n ", "\n"),
+        (r" N ", " 1 "),
+        (r" 's", "'s"),
+    )
+)
+
+
+def wikitext_detokenize(text: str) -> str:
+    """WikiText's spaced-out text as a writer would have typed it, which is what GPT-2's tokenizer knows."""
+    for pattern, replacement in _WIKITEXT_REPAIRS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def word_count(text: str) -> int:
+    """Words of WikiText's original text: pieces between single spaces. An end of line stands between spaces and counts as one."""
+    return len(text.strip().split(" "))
+
+
+def _last_word_example(index: int, text: str, tokenizer: Encoder, seq_length: int) -> tuple[list[int], int]:
+    """(token ids, how many of the last ones are the last word)."""
+    parts = text.strip().rsplit(None, 1)
+    if len(parts) < 2:
+        raise ValueError(
+            f"text {index} has fewer than two words ({text[:60]!r}): there is no context for its last word."
+        )
+    context, word = parts
+    ids = tokenizer.encode(f"{context} {word}")
+    before = tokenizer.encode(context)
+    shared = next((i for i, (x, y) in enumerate(zip(ids, before, strict=False)) if x != y), min(len(ids), len(before)))
+    word_tokens = len(ids) - max(shared, 1)
+    if not 0 < word_tokens <= seq_length:
+        raise ValueError(f"text {index}: its last word has {word_tokens} tokens, --seq-length is {seq_length}.")
+    return ids[-(seq_length + 1) :], word_tokens
+
+
+def _share(count: int, batch_size: int, groups: mpu.ParallelGroups) -> Iterator[tuple[Tensor, Tensor]]:
+    """(indices [batch_size], which of them are real [batch_size]) of each forward pass of this data-parallel rank.
+
+    Every rank makes equally many passes, since forward passes may communicate: the last ones repeat an index, marked not real.
+    """
+    step = batch_size * groups.data_parallel_size
+    for start in range(0, count, step):
+        index = torch.arange(batch_size) + start + batch_size * groups.data_parallel_rank
+        yield index.clamp(max=count - 1), index < count
+
+
+def _global_argmax(logits: Tensor, wanted: Tensor, vocab_size: int, groups: mpu.ParallelGroups) -> Tensor:
+    """Likeliest token at each wanted place, [number wanted], from this rank's part of the logits [b, s, v_padded/t]."""
+    full = mpu.gather_from_model_parallel_region(logits[wanted], groups.model)  # [number wanted, v_padded]
+    return full[:, :vocab_size].argmax(dim=-1)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(_LARGEST_EXPONENT, x))

@@ -1,0 +1,100 @@
+"""Multi-head self-attention, its heads split over the model-parallel group."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero import mpu
+from megazero.comm import ProcessGroup
+from megazero.model.cache import LayerCache
+from megazero.model.config import GPT2Config
+from megazero.mpu.init import InitMethod
+
+
+def split_heads(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[s, b, 3h/t] stacked as [Q; K; V] -> three views [b, n/t, s, d]."""
+    s, b = qkv.shape[:2]
+    q, k, v = (x.view(s, b, -1, head_size).permute(1, 2, 0, 3) for x in qkv.chunk(3, dim=-1))
+    return q, k, v
+
+
+def merge_heads(context: Tensor) -> Tensor:
+    """[b, n/t, s, d] -> [s, b, h/t]."""
+    return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, dropout: float, model_parallel_size: int
+) -> Tensor:
+    """softmax(q k' / sqrt(d) + mask) v, with dropout of the weights: [b, n/t, s, d].
+
+    Ranks hold different heads, so dropout must differ between them: it draws from the tracker's model-parallel stream. One rank
+    holds every head and draws from the default stream, which needs no seeding and does not break a compiled graph.
+
+    Args:
+        mask: None, or [b or 1, 1, s, keys]: bool (True = may read) or a float added to the scores.
+    """
+    in_own_stream = dropout > 0.0 and model_parallel_size > 1
+    with mpu.get_cuda_rng_tracker().fork() if in_own_stream else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
+
+
+class ParallelSelfAttention(nn.Module):
+    """Causal self-attention: one column-parallel layer for Q, K and V, one row-parallel projection, one all-reduce.
+
+    The attention itself is `F.scaled_dot_product_attention` over this rank's heads and needs no communication
+    (arXiv:1909.08053, fig. 3b).
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        init_method: InitMethod,
+        output_init_method: InitMethod,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.head_size = config.head_size
+        self.dropout = config.attention_dropout
+        self.query_key_value = mpu.ColumnParallelLinear(
+            h, 3 * h, gather_output=False, init_method=init_method, stride=3, group=group, device=device, dtype=dtype
+        )
+        self.dense = mpu.RowParallelLinear(
+            h,
+            h,
+            input_is_parallel=True,
+            init_method=output_init_method,
+            skip_bias_add=True,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> ([s, b, h] without its bias, that bias [h]).
+
+        Args:
+            mask: None for causal attention; else [b or 1, 1, s, keys], bool (True = may read) or added to the scores.
+            cache: keys and values of earlier tokens, to which those of `x` are added; `mask` then covers all of them.
+        """
+        q, k, v = split_heads(self.query_key_value(x), self.head_size)  # [b, n/t, s, d] each
+        if cache is not None:
+            k, v = cache.append(k, v)  # [b, n/t, keys, d]
+        context = attend(
+            q,
+            k,
+            v,
+            mask,
+            is_causal=mask is None,
+            dropout=self.dropout if self.training else 0.0,
+            model_parallel_size=self.query_key_value.group.size(),
+        )
+        return self.dense(merge_heads(context))

@@ -1,0 +1,75 @@
+"""Keys and values of tokens already read, so that generation computes each token once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.model.config import GPT2Config
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of a `KeyValueCache` during one forward pass."""
+
+    keys: Tensor  # [b, n/t, max_length, d]
+    values: Tensor  # [b, n/t, max_length, d]
+    slots: Tensor  # [b, s] int64: where each row writes its s new tokens
+    length: int  # slots to read
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes new [b, n/t, s, d] into their slots; returns all keys and values [b, n/t, length, d] (views)."""
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        self.keys[rows, :, self.slots] = k.transpose(1, 2)  # indexing puts the indexed [b, s] first: [b, s, n/t, d]
+        self.values[rows, :, self.slots] = v.transpose(1, 2)
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+class KeyValueCache:
+    """Preallocated keys and values of every layer: 2 x num_layers x [b, n/t, max_length, d] on this rank.
+
+    A token's slot is its position. Rows may have different lengths: a slot that a row has not filled lies behind its position
+    and is masked. Every forward pass of s tokens may fill slots below `length` + s.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        batch_size: int,
+        max_length: int,
+        *,
+        model_parallel_size: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        config.check_parallel(model_parallel_size)
+        self.max_length = max_length
+        self.length = 0
+        shape = (batch_size, config.num_attention_heads // model_parallel_size, max_length, config.head_size)
+        # Zeros, not empty: masked weights are 0, and 0 x NaN of uninitialised memory would still be NaN.
+        self._keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+
+    def extend(self, tokens: int) -> None:
+        """Makes room for one more forward pass of `tokens` tokens.
+
+        Raises:
+            ValueError: the cache would be longer than `max_length`.
+        """
+        if self.length + tokens > self.max_length:
+            raise ValueError(
+                f"the key-value cache holds {self.max_length} positions, {self.length} are taken and {tokens} more were asked "
+                "for. Make it with a larger max_length."
+            )
+        self.length += tokens
+
+    def layers(self, slots: Tensor) -> list[LayerCache]:
+        """Each layer's part for a forward pass over tokens at `slots` [b, s]."""
+        return [LayerCache(k, v, slots, self.length) for k, v in zip(self._keys, self._values, strict=True)]
+
+    def mask(self, slots: Tensor) -> Tensor:
+        """[b, 1, s, length] bool, True where the token at a slot may read: itself and what is before it."""
+        keys = torch.arange(self.length, device=slots.device)
+        return keys <= slots[:, None, :, None]

@@ -1,0 +1,172 @@
+"""The shape of a GPT-2: its flags, their checks, and what follows from them (padded vocabulary, parameters, FLOPs)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megazero.option import option
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "checkpoint_num_layers",
+)
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Architecture of a GPT-2 (Radford et al. 2019) with Megatron-LM's flag names and defaults.
+
+    Raises:
+        ValueError: a size is not positive, a probability not in [0, 1), or heads do not divide the hidden size.
+    """
+
+    num_layers: int = option(24, "transformer blocks")
+    hidden_size: int = option(1024, "width of the residual stream")
+    num_attention_heads: int = option(16, "attention heads; must divide the hidden size")
+    intermediate_size: int | None = option(None, "width of the MLP; 4 x hidden size when not given")
+    max_position_embeddings: int = option(512, "learned positions: the longest sequence the model can read")
+    vocab_size: int | None = option(
+        None, "tokens in the vocabulary, before padding; taken from the tokenizer if not given"
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, "the vocabulary is padded to a multiple of this x model-parallel size"
+    )
+    attention_dropout: float = option(0.1, "dropout probability of attention weights")
+    hidden_dropout: float = option(
+        0.1, "dropout probability of embeddings and of what each sub-block adds to the residual"
+    )
+    layernorm_epsilon: float = option(1e-5, "added to the variance in layer norm")
+    init_method_std: float = option(0.02, "standard deviation of initial weights")
+    checkpoint_activations: bool = option(False, "recompute activations in the backward pass instead of storing them")
+    checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations")
+    layernorm: Literal["torch", "apex"] = option(
+        "torch",
+        "layer norm kernel; apex needs NVIDIA apex (not the package of that name on PyPI)",
+        choices=("torch", "apex"),
+    )
+    compile: bool = option(False, "torch.compile each transformer block")
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{_flag(name)} is {value}, and a size must be at least 1.")
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
+        if self.layernorm not in ("torch", "apex"):
+            raise ValueError(f"--layernorm is {self.layernorm!r}; choose torch or apex.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
+                "every head has the same size. Change one of them."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Width of the MLP's hidden layer: `intermediate_size`, or 4 x `hidden_size`."""
+        return self.intermediate_size or 4 * self.hidden_size
+
+    def require_vocab_size(self) -> int:
+        """`vocab_size`, once it is known.
+
+        Raises:
+            ValueError: it was neither given nor taken from a tokenizer.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not set: pass --vocab-size, or build the tokenizer first and use its size.")
+        return self.vocab_size
+
+    def padded_vocab_size(self, model_parallel_size: int) -> int:
+        """`vocab_size` rounded up so that every model-parallel rank holds the same, hardware-friendly number of rows."""
+        multiple = self.make_vocab_size_divisible_by * model_parallel_size
+        return -(-self.require_vocab_size() // multiple) * multiple
+
+    def check_parallel(self, model_parallel_size: int) -> None:
+        """Checks that heads and widths split evenly over `model_parallel_size` ranks. Communicates nothing.
+
+        Raises:
+            ValueError: one does not; the message names both flags.
+        """
+        for name, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.mlp_size),
+        ):
+            if value % model_parallel_size:
+                raise ValueError(
+                    f"{_flag(name)} {value} is not divisible by --model-parallel-size {model_parallel_size}: every rank holds "
+                    f"an equal share. Change {_flag(name)}, or use a --model-parallel-size that divides {value}."
+                )
+
+    def check_sequence(self, seq_length: int) -> None:
+        """Checks that there is a position for every token of a sequence.
+
+        Raises:
+            ValueError: the sequence is longer than `max_position_embeddings`.
+        """
+        if seq_length > self.max_position_embeddings:
+            raise ValueError(
+                f"a sequence of {seq_length} tokens (--seq-length) does not fit --max-position-embeddings "
+                f"{self.max_position_embeddings}: positions are learned, one vector each. Shorten the sequence or train a "
+                "model with more positions."
+            )
+
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and full shape (unsharded, vocabulary without padding) of every parameter of a `GPT2Model`, in its order."""
+        h, f = self.hidden_size, self.mlp_size
+        block: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (h,),
+            "input_layernorm.bias": (h,),
+            "attention.query_key_value.weight": (3 * h, h),
+            "attention.query_key_value.bias": (3 * h,),
+            "attention.dense.weight": (h, h),
+            "attention.dense.bias": (h,),
+            "post_attention_layernorm.weight": (h,),
+            "post_attention_layernorm.bias": (h,),
+            "mlp.dense_h_to_4h.weight": (f, h),
+            "mlp.dense_h_to_4h.bias": (f,),
+            "mlp.dense_4h_to_h.weight": (h, f),
+            "mlp.dense_4h_to_h.bias": (h,),
+        }
+        return {
+            "word_embeddings.weight": (self.require_vocab_size(), h),
+            "position_embeddings.weight": (self.max_position_embeddings, h),
+            **{
+                f"transformer.layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in block.items()
+            },
+            "transformer.final_layernorm.weight": (h,),
+            "transformer.final_layernorm.bias": (h,),
+        }
+
+    def num_parameters(self) -> int:
+        """Logical parameters: the vocabulary without padding, the tied head counted once."""
+        return sum(math.prod(shape) for shape in self.full_shapes().values())
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """Model FLOPs per token of a forward and a backward pass, without recomputation.
+
+        Counts matrix products only: 6 per weight that multiplies (the head included, embedding look-ups not), and
+        12 x seq_length x hidden_size per block for attention scores and values. The scores count in full although half are
+        masked, as in Megatron-LM (arXiv:2104.04473) and PaLM (arXiv:2204.02311, app. B), so that numbers compare.
+        """
+        h, f = self.hidden_size, self.mlp_size
+        weights = self.num_layers * (4 * h * h + 2 * h * f) + self.require_vocab_size() * h
+        return 6 * weights + 12 * self.num_layers * seq_length * h
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,125 @@
+"""GPT-2 with model (tensor) parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero import mpu
+from megazero.comm import ProcessGroup
+from megazero.model.block import Transformer
+from megazero.model.cache import KeyValueCache
+from megazero.model.config import GPT2Config
+from megazero.model.documents import document_mask
+from megazero.model.init import normal_init, scaled_normal_init
+from megazero.mpu.init import init_weight_
+from megazero.mpu.linear_overlap import column_linear
+
+
+class GPT2Model(nn.Module):
+    """GPT-2: learned positions, pre-LN blocks, and a head tied to the word embeddings.
+
+    Every rank of `group` holds 1/t of the vocabulary (padded, see `GPT2Config.padded_vocab_size`), of the heads and of the MLPs;
+    norms, positions and row-parallel biases are replicated. Parameter names are Megatron-LM's. Initial values do not depend
+    on the size of `group`.
+
+    Args:
+        config: the architecture; `vocab_size` must be set.
+        group: the model-parallel group; mpu's own by default.
+        device: of the parameters; "meta" makes them without storage.
+        dtype: of the parameters and of the computation; torch's default if None. Losses are fp32 in any case.
+
+    Raises:
+        ValueError: `config` does not split over the group, or has no `vocab_size`. Raised before any communication.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        group = group if group is not None else mpu.get_model_parallel_group()
+        config.check_parallel(group.size())
+        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
+        init_method = normal_init(config.init_method_std)
+        self.word_embeddings = mpu.VocabParallelEmbedding(
+            config.require_vocab_size(),
+            config.hidden_size,
+            init_method=init_method,
+            padded_num_embeddings=config.padded_vocab_size(group.size()),
+            **where,
+        )
+        positions = torch.empty(config.max_position_embeddings, config.hidden_size, device=device, dtype=dtype)
+        init_weight_(positions, init_method)
+        self.position_embeddings = nn.Embedding.from_pretrained(positions, freeze=False)
+        self.transformer = Transformer(
+            config, init_method, scaled_normal_init(config.init_method_std, config.num_layers), **where
+        )
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The model-parallel group that the model is split over."""
+        return self.word_embeddings.group  # the layers hold it, and know how to be copied with it
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logit_index: Tensor | None = None,
+    ) -> Tensor:
+        """Per-token loss [b, s] fp32 if `targets` are given, else this rank's logits [b, s, v_padded/t].
+
+        All arguments are equal on every rank of the model-parallel group.
+
+        Args:
+            tokens: [b, s] int64.
+            position_ids: [b, s] int64; 0, 1, 2, ... (after what `cache` holds) by default.
+            document_ids: [b, s] integers; tokens read only tokens of the same number. None: one document per row, without the
+                cost of a mask.
+            targets: [b, s] int64, the token to predict at each place. The loss is in nats, not masked and not averaged.
+            cache: what earlier calls have read; the keys and values of `tokens` are added, at their positions.
+            logit_index: [b] int64; the head is computed for this one place of each row only, and logits are [b, 1, v_padded/t].
+
+        Raises:
+            ValueError: more positions than the model has or than fit the cache, or `document_ids` with a cache.
+        """
+        s = tokens.size(1)
+        first = cache.length if cache is not None else 0
+        self.config.check_sequence(first + s)
+        if position_ids is None:
+            position_ids = torch.arange(first, first + s, device=tokens.device)[None]  # [1, s]
+        x = self.word_embeddings(tokens.t()) + self.position_embeddings(position_ids.t())  # [s, b, h]
+        x = F.dropout(x, self.config.hidden_dropout, self.training)
+        x = self._transform(x, position_ids, document_ids, cache)
+        if logit_index is not None:
+            x = x[logit_index, torch.arange(tokens.size(0), device=tokens.device)][None]  # [1, b, h]
+        # The tied head: a column-parallel product with the vocabulary's rows as outputs, [s, b, v_padded/t].
+        logits = column_linear(x, self.word_embeddings.weight, None, self.group, overlap=x.is_cuda)
+        if targets is None:
+            return logits.transpose(0, 1)
+        loss = mpu.vocab_parallel_cross_entropy(
+            logits, targets.t(), group=self.group, vocab_size=self.config.vocab_size
+        )
+        return loss.t()
+
+    def _transform(
+        self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        if cache is None:
+            return self.transformer(x, None if document_ids is None else document_mask(document_ids))
+        if document_ids is not None:
+            raise ValueError("document_ids cannot be used with a cache: generate each document as a row of its own.")
+        slots = position_ids.expand(x.size(1), -1)  # [b, s]
+        cache.extend(x.size(0))
+        return self.transformer(x, cache.mask(slots), cache.layers(slots))

@@ -1,0 +1,169 @@
+"""Names and layouts of Hugging Face's GPT-2, both ways: pure functions on dicts of full tensors.
+
+Their linear layers are `Conv1D`, whose weight is [in, out]; ours is [out, in] as in `nn.Linear`. Their `c_attn` stacks
+query, key and value along the output, as our `query_key_value` does, so a transpose is all it takes. The transformers package
+is not needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megazero.model.config import GPT2Config
+
+# ours inside transformer.layers.{i} -> theirs inside h.{i}; whether the weight is a Conv1D
+_BLOCK = (
+    ("input_layernorm", "ln_1", False),
+    ("attention.query_key_value", "attn.c_attn", True),
+    ("attention.dense", "attn.c_proj", True),
+    ("post_attention_layernorm", "ln_2", False),
+    ("mlp.dense_h_to_4h", "mlp.c_fc", True),
+    ("mlp.dense_4h_to_h", "mlp.c_proj", True),
+)
+_HEAD = "lm_head.weight"
+_CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers that old versions of transformers saved
+
+
+def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
+    """The state dict of `transformers.GPT2LMHeadModel` with the same function as our full (merged, unpadded) one.
+
+    `lm_head.weight` is the same tensor object as `transformer.wte.weight`: the head is tied.
+
+    Raises:
+        ValueError: names are missing or unknown, or a tensor has another shape than `config` says; all are listed.
+    """
+    _check_names(full_state_dict, (ours for ours, _, _ in _names(config)), "the megazero state dict")
+    _check_shapes(full_state_dict, config.full_shapes(), "the megazero state dict")
+    out = {
+        f"transformer.{theirs}": (full_state_dict[ours].t().contiguous() if transposed else full_state_dict[ours])
+        for ours, theirs, transposed in _names(config)
+    }
+    out[_HEAD] = out["transformer.wte.weight"]
+    return out
+
+
+def from_huggingface(state_dict: Mapping[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
+    """Our full (unpadded) state dict with the same function as that of a Hugging Face GPT-2.
+
+    Args:
+        state_dict: of `GPT2LMHeadModel` or of `GPT2Model` (without the `transformer.` prefix). Causal-mask buffers are ignored.
+        config: its sizes; see `config_from_huggingface`.
+
+    Raises:
+        ValueError: names are missing or unknown, a tensor has another shape than `config` says, or `lm_head.weight` is not
+            tied to the embedding (this model has no separate head).
+    """
+    theirs_found = {
+        name: tensor
+        for name, tensor in ((key.removeprefix("transformer."), value) for key, value in state_dict.items())
+        if not _CAUSAL_MASK.fullmatch(name)
+    }
+    head = theirs_found.pop(_HEAD, None)
+    _check_names(theirs_found, (theirs for _, theirs, _ in _names(config)), "the Hugging Face state dict")
+    out = {
+        ours: (theirs_found[theirs].t().contiguous() if transposed else theirs_found[theirs])
+        for ours, theirs, transposed in _names(config)
+    }
+    _check_shapes(out, config.full_shapes(), "the Hugging Face state dict (in megazero's names and layout)")
+    if head is not None and not torch.equal(head, theirs_found["wte.weight"]):
+        raise ValueError(
+            f"{_HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no separate "
+            "one. Import a checkpoint with tie_word_embeddings=true."
+        )
+    return out
+
+
+def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
+    """The `config.json` that goes with `to_huggingface`'s state dict."""
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "vocab_size": config.require_vocab_size(),
+        "n_positions": config.max_position_embeddings,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.intermediate_size,
+        "attn_pdrop": config.attention_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "resid_pdrop": config.hidden_dropout,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "initializer_range": config.init_method_std,
+        "tie_word_embeddings": True,
+    }
+
+
+def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
+    """The `GPT2Config` of a Hugging Face `config.json`; keys that it leaves out have GPT-2's defaults.
+
+    Raises:
+        ValueError: it describes something that this model cannot compute (another activation, an untied head, ...).
+    """
+    for key, supported in (
+        ("model_type", ("gpt2",)),
+        ("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
+        ("tie_word_embeddings", (True,)),
+        ("scale_attn_weights", (True,)),
+        ("scale_attn_by_inverse_layer_idx", (False,)),
+        ("add_cross_attention", (False,)),
+    ):
+        if key in config and config[key] not in supported:
+            raise ValueError(
+                f"the Hugging Face config says {key}={config[key]!r}, and this model supports only "
+                f"{' or '.join(map(repr, supported))}."
+            )
+
+    def get(key: str, default: float | None) -> float | None:
+        value = config.get(key, default)
+        return value if isinstance(value, (int, float)) else default
+
+    given: dict[str, object] = {
+        "vocab_size": get("vocab_size", 50257),
+        "max_position_embeddings": get("n_positions", 1024),
+        "hidden_size": get("n_embd", 768),
+        "num_layers": get("n_layer", 12),
+        "num_attention_heads": get("n_head", 12),
+        "intermediate_size": get("n_inner", None),
+        "attention_dropout": get("attn_pdrop", 0.1),
+        "hidden_dropout": get("resid_pdrop", 0.1),
+        "layernorm_epsilon": get("layer_norm_epsilon", 1e-5),
+        "init_method_std": get("initializer_range", 0.02),
+    }
+    return GPT2Config(**given)  # type: ignore[arg-type]
+
+
+def _names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
+    """(our name, their name without `transformer.`, transposed) of every parameter."""
+    yield "word_embeddings.weight", "wte.weight", False
+    yield "position_embeddings.weight", "wpe.weight", False
+    for i in range(config.num_layers):
+        for ours, theirs, is_conv in _BLOCK:
+            yield f"transformer.layers.{i}.{ours}.weight", f"h.{i}.{theirs}.weight", is_conv
+            yield f"transformer.layers.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
+    yield "transformer.final_layernorm.weight", "ln_f.weight", False
+    yield "transformer.final_layernorm.bias", "ln_f.bias", False
+
+
+def _check_names(found: Mapping[str, Tensor], expected_names: Iterator[str], what: str) -> None:
+    expected = set(expected_names)
+    missing, unknown = sorted(expected - found.keys()), sorted(found.keys() - expected)
+    if missing or unknown:
+        raise ValueError(
+            f"{what} does not match the configuration: missing {', '.join(missing) or 'nothing'}; "
+            f"unknown {', '.join(unknown) or 'nothing'}. Check --num-layers, and that this is a GPT-2."
+        )
+
+
+def _check_shapes(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+    wrong = [
+        f"{name} has {list(found[name].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if tuple(found[name].shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"{what} has other sizes than the configuration says: {'; '.join(wrong)}.")

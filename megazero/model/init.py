@@ -1,0 +1,27 @@
+"""How weights begin: normal, with residual projections scaled down by depth."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from megazero.mpu.init import InitMethod
+
+
+def normal_init(std: float) -> InitMethod:
+    """An initialiser that draws from N(0, std^2)."""
+
+    def fill(weight: Tensor) -> Tensor:
+        return nn.init.normal_(weight, mean=0.0, std=std)
+
+    return fill
+
+
+def scaled_normal_init(std: float, num_layers: int) -> InitMethod:
+    """An initialiser for the 2 x `num_layers` projections that add to the residual stream: N(0, std^2 / (2 num_layers)).
+
+    Independent contributions add in variance, so the stream leaves the last block as wide as one unscaled contribution
+    (GPT-2, sec. 2.3).
+    """
+    return normal_init(std / math.sqrt(2.0 * num_layers))

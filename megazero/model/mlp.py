@@ -1,0 +1,58 @@
+"""The transformer's MLP, its hidden layer split over the model-parallel group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero import mpu
+from megazero.comm import ProcessGroup
+from megazero.model.config import GPT2Config
+from megazero.mpu.init import InitMethod
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x + bias), with GPT-2's tanh approximation. Pure, so that torch.compile makes one kernel of it."""
+    return F.gelu(x + bias, approximate="tanh")
+
+
+class ParallelMLP(nn.Module):
+    """h -> 4h -> h with GELU between: a column-parallel and a row-parallel layer, one all-reduce (arXiv:1909.08053, fig. 3a)."""
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        init_method: InitMethod,
+        output_init_method: InitMethod,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dense_h_to_4h = mpu.ColumnParallelLinear(
+            config.hidden_size,
+            config.mlp_size,
+            gather_output=False,
+            init_method=init_method,
+            skip_bias_add=True,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
+        self.dense_4h_to_h = mpu.RowParallelLinear(
+            config.mlp_size,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=output_init_method,
+            skip_bias_add=True,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> ([s, b, h] without its bias, that bias [h]): the caller fuses the bias with dropout and residual."""
+        hidden, bias = self.dense_h_to_4h(x)  # [s, b, 4h/t]
+        return self.dense_4h_to_h(bias_gelu(hidden, bias))

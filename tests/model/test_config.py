@@ -1,0 +1,130 @@
+"""The configuration's arithmetic and its checks."""
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from tests.model.plain_gpt2 import PlainGPT2
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "parameters"),
+    [
+        (12, 768, 12, 124_439_808),
+        (24, 1024, 16, 354_823_168),  # sold as 345M
+        (48, 1600, 16, 1_557_611_200),
+        (50, 4096, 32, 10_279_047_168),
+    ],
+)
+def test_tutorial_sizes_have_the_published_number_of_parameters(one_rank, layers, hidden, heads, parameters):
+    config = GPT2Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=50257,
+        max_position_embeddings=1024,
+        make_vocab_size_divisible_by=1,
+    )
+    model = GPT2Model(config, device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters() == parameters
+
+
+def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
+    config = GPT2Config(
+        num_layers=2,
+        hidden_size=12,
+        num_attention_heads=3,
+        intermediate_size=20,
+        max_position_embeddings=7,
+        vocab_size=11,
+    )
+    plain = {name: tuple(p.shape) for name, p in PlainGPT2(config).named_parameters()}
+    assert config.full_shapes() == plain
+    ours = {name: tuple(p.shape) for name, p in GPT2Model(config, device="meta").named_parameters()}
+    assert ours == {**plain, "word_embeddings.weight": (128, 12)}
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
+def test_vocabulary_is_padded_to_a_multiple_of_128_times_ranks(size, padded):
+    assert GPT2Config(vocab_size=50257).padded_vocab_size(size) == padded
+
+
+def test_a_vocabulary_that_fits_is_not_padded():
+    assert GPT2Config(vocab_size=512).padded_vocab_size(4) == 512
+
+
+def test_flops_per_token_are_three_times_what_torch_counts_in_the_forward_pass():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = GPT2Config(
+        num_layers=3,
+        hidden_size=24,
+        num_attention_heads=4,
+        intermediate_size=40,
+        max_position_embeddings=16,
+        vocab_size=31,
+    )
+    plain, s = PlainGPT2(config), 16
+    with FlopCounterMode(display=False) as counter:
+        plain(torch.zeros(2, s, dtype=torch.int64))
+    assert config.flops_per_token(s) == 3 * counter.get_total_flops() // (2 * s)
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (3, ("--num-attention-heads 16", "--model-parallel-size 3")),
+        (32, ("--num-attention-heads 16", "--model-parallel-size 32")),
+    ],
+)
+def test_heads_that_do_not_split_are_refused(size, flags):
+    with pytest.raises(ValueError) as error:
+        GPT2Config().check_parallel(size)
+    assert all(flag in str(error.value) for flag in flags)
+
+
+def test_an_mlp_that_does_not_split_is_refused():
+    with pytest.raises(ValueError, match="--intermediate-size 1001 .*--model-parallel-size 2"):
+        GPT2Config(intermediate_size=1001).check_parallel(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "--hidden-size 100 .*--num-attention-heads 3"),
+        ({"num_layers": 0}, "--num-layers is 0"),
+        ({"attention_dropout": 1.0}, "--attention-dropout is 1.0"),
+        ({"hidden_dropout": -0.1}, "--hidden-dropout is -0.1"),
+        ({"layernorm": "fused"}, "--layernorm is 'fused'"),
+    ],
+)
+def test_impossible_values_are_refused(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        GPT2Config(**options)
+
+
+def test_a_missing_vocabulary_size_says_what_to_pass(one_rank):
+    with pytest.raises(ValueError, match="--vocab-size"):
+        GPT2Model(GPT2Config(num_layers=1), device="meta")
+
+
+def test_a_sequence_longer_than_the_positions_is_refused(one_rank):
+    model = GPT2Model(
+        GPT2Config(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, max_position_embeddings=6)
+    )
+    with pytest.raises(ValueError, match="7 tokens .*--max-position-embeddings 6"):
+        model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+def test_apex_layernorm_without_apex_says_so(one_rank):
+    config = GPT2Config(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, layernorm="apex")
+    try:
+        import apex.normalization  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match="--layernorm apex"):
+            GPT2Model(config)
+    else:
+        assert not isinstance(GPT2Model(config).transformer.final_layernorm, nn.LayerNorm)

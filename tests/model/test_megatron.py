@@ -1,0 +1,153 @@
+"""The first Megatron's transformer classes against plain torch statements of what they compute."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from megazero import mpu
+from megazero.model.megatron import (
+    BertParallelSelfAttention,
+    BertParallelTransformerLayer,
+    GPT2ParallelMLP,
+    GPT2ParallelSelfAttention,
+    GPT2ParallelTransformer,
+    GPT2ParallelTransformerLayer,
+)
+from megazero.model.state_dict import merge_full, slice_full
+from tests.model.plain_gpt2 import PlainBlock, randomize
+from tests.ranks import run_ranks
+
+B, S, H, HEADS = 2, 5, 12, 4
+
+
+class PlainBertLayer(nn.Module):
+    """Post-LN: norm(x + attention(x)), then norm(x + mlp(x)), on [b, s, h]."""
+
+    def __init__(self, h, f, activation, epsilon):
+        super().__init__()
+        self.attention = nn.ModuleDict({"query_key_value": nn.Linear(h, 3 * h)})
+        self.self_output = nn.ModuleDict({"dense": nn.Linear(h, h), "layernorm": nn.LayerNorm(h, eps=epsilon)})
+        self.intermediate = nn.Linear(h, f)
+        self.output = nn.ModuleDict({"dense": nn.Linear(f, h), "layernorm": nn.LayerNorm(h, eps=epsilon)})
+        self.activation = activation
+
+    def attend(self, x, additive_mask):
+        q, k, v = (y.view(B, S, HEADS, -1).transpose(1, 2) for y in self.attention["query_key_value"](x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(H // HEADS) + additive_mask
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, H)
+
+    def forward(self, x, additive_mask):
+        x = self.self_output["layernorm"](x + self.self_output["dense"](self.attend(x, additive_mask)))
+        y = self.output["dense"](self.activation(self.intermediate(x)))
+        return self.output["layernorm"](x + y)
+
+
+def load_same(model, plain):
+    randomize(plain)
+    groups = mpu.get_groups()
+    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
+
+
+def assert_same(got, want, x, model, plain):
+    """Outputs, gradients of the input and of every weight."""
+    assert_close(got, want, atol=1e-5, rtol=1e-5)
+    weight = torch.rand(want.shape, generator=torch.Generator().manual_seed(4))
+    (want * weight).sum().backward()
+    want_x, x.grad = x.grad, None
+    (got * weight).sum().backward()  # torch.autograd.grad cannot pass a checkpointed function
+    assert_close(x.grad, want_x, atol=1e-5, rtol=1e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    merged = merge_full(gradients, mpu.partitions(model), mpu.get_model_parallel_group())
+    for name, parameter in plain.named_parameters():
+        assert_close(merged[name], parameter.grad, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def hidden_states():
+    return torch.randn(B, S, H, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def bert_case(is_bool):
+    mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    model = BertParallelTransformerLayer(H, 20, HEADS, 0.0, 0.0, F.relu, 1e-12)
+    plain = PlainBertLayer(H, 20, F.relu, 1e-12)
+    load_same(model, plain)
+    may_read = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)[:, None, None]  # [b, 1, 1, s]
+    additive = torch.zeros(may_read.shape).masked_fill(~may_read, -10000.0)
+    x = hidden_states()
+    assert_same(model(x, may_read if is_bool else additive), plain(x, additive), x, model, plain)
+
+    assert_close(model(x, None), plain(x, 0.0), atol=1e-5, rtol=1e-5)
+    whole = BertParallelSelfAttention(H, HEADS, 0.0)  # gathers its heads
+    whole.load_state_dict(model.attention.state_dict())
+    assert_close(whole(x, additive), plain.attend(x, additive), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_bert_layer_equals_plain_torch(world_size, is_bool):
+    run_ranks(world_size, bert_case, is_bool)
+
+
+def gpt2_case(is_checkpointed):
+    mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    plain = nn.Module()
+    plain.layers = nn.ModuleList(PlainBlock(H, HEADS, 4 * H) for _ in range(3))
+    plain.final_layernorm = nn.LayerNorm(H)
+    model = GPT2ParallelTransformer(3, H, HEADS, 0.0, 0.0, is_checkpointed, checkpoint_num_layers=2)
+    load_same(model, plain)
+    mask = torch.ones(1, 1, S, S).tril()  # ones and zeros, as the first Megatron has it
+    mask[0, 0, 3:, :2] = 0
+    x = hidden_states()
+    want = x
+    for layer in plain.layers:
+        want = layer(want, mask.bool())
+    assert_same(model(x, mask), plain.final_layernorm(want), x, model, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_gpt2_transformer_equals_plain_torch(world_size, is_checkpointed):
+    run_ranks(world_size, gpt2_case, is_checkpointed)
+
+
+def gpt2_pieces_case():
+    mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    init = nn.init.xavier_normal_
+    plain = PlainBlock(H, HEADS, 4 * H)
+    layer = GPT2ParallelTransformerLayer(H, HEADS, 0.0, 0.0, 1e-5, init)
+    load_same(layer, plain)
+    attention = GPT2ParallelSelfAttention(H, HEADS, 0.0, 0.0, init)
+    attention.load_state_dict(layer.attention.state_dict())
+    mlp = GPT2ParallelMLP(H, 0.0, init)
+    mlp.load_state_dict(layer.mlp.state_dict())
+    x = hidden_states()
+    causal = torch.ones(1, 1, S, S).tril()
+    want = plain(x, causal.bool())
+    middle = x + attention(layer.input_layernorm(x), causal)
+    assert_close(middle + mlp(layer.post_attention_layernorm(middle)), want, atol=1e-5, rtol=1e-5)
+    assert_same(layer(x, causal), want, x, layer, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gpt2_layer_and_its_halves_equal_plain_torch(world_size):
+    run_ranks(world_size, gpt2_pieces_case)
+
+
+def test_output_dropout_acts_inside_the_v0_modules(one_rank):
+    x = hidden_states()
+    for module in (
+        GPT2ParallelSelfAttention(H, HEADS, 0.0, 0.9, nn.init.xavier_normal_),
+        GPT2ParallelMLP(H, 0.9, nn.init.xavier_normal_),
+    ):
+        assert (module(x) == 0).float().mean() > 0.5
+        assert not (module.eval()(x) == 0).any()
+
+
+def test_mpu_hands_out_the_classes():
+    assert mpu.GPT2ParallelTransformer is GPT2ParallelTransformer
+    assert mpu.BertParallelSelfAttention is BertParallelSelfAttention
+    assert mpu.BertParallelTransformerLayer is BertParallelTransformerLayer

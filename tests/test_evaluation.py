@@ -1,0 +1,221 @@
+"""Perplexity and last-word accuracy against the naive way to compute them."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero import mpu
+from megazero.evaluation import (
+    last_word_accuracy,
+    load_texts,
+    sliding_window_perplexity,
+    sliding_windows,
+    wikitext_detokenize,
+    word_count,
+)
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from megazero.model.state_dict import slice_full
+from tests.model.plain_gpt2 import PlainGPT2, randomize
+from tests.ranks import run_ranks
+
+CONFIG = GPT2Config(
+    num_layers=1,
+    hidden_size=12,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    vocab_size=29,
+    make_vocab_size_divisible_by=8,
+)
+
+
+class Letters:
+    """A tokenizer of one token per character, a space belonging to the letter after it as in GPT-2's vocabulary."""
+
+    def encode(self, text):
+        ids, is_after_space = [], False
+        for letter in text:
+            if letter == " ":
+                is_after_space = True
+            else:
+                ids.append((ord(letter) + 13 * is_after_space) % CONFIG.vocab_size)
+                is_after_space = False
+        return ids
+
+
+def same_model(model_parallel_size):
+    groups = mpu.initialize_model_parallel(model_parallel_size)
+    plain, model = PlainGPT2(CONFIG), GPT2Model(CONFIG)
+    randomize(plain)
+    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
+    return model, plain, groups
+
+
+def naive_nats(plain, stream, seq_length, stride):
+    """Each target alone, from the context that its window gives it."""
+    total, targets = 0.0, len(stream) - 1
+    for target in range(targets):
+        if target < seq_length:
+            end = min(seq_length, targets)
+        else:
+            end = min(seq_length + stride * ((target - seq_length) // stride + 1), targets)
+        start = max(0, end - seq_length)
+        context = torch.tensor([stream[start : target + 1]])
+        total -= F.log_softmax(plain(context)[0, -1], dim=-1)[stream[target + 1]].item()
+    return total
+
+
+@torch.no_grad()
+def perplexity_case(model_parallel_size):
+    model, plain, groups = same_model(model_parallel_size)
+    for length, seq_length, stride in ((30, 7, 3), (6, 9, 9), (23, 11, 11)):
+        assert_perplexity_of_a_random_stream(model, plain, groups, length, seq_length, stride)
+
+
+def assert_perplexity_of_a_random_stream(model, plain, groups, length, seq_length, stride):
+    stream = torch.randint(29, (length,), generator=torch.Generator().manual_seed(5)).tolist()
+    got = sliding_window_perplexity(
+        model,
+        stream,
+        seq_length=seq_length,
+        overlapping_eval=stride,
+        batch_size=2,
+        groups=groups,
+        original_word_count=11,
+    )
+    nats = naive_nats(plain, stream, seq_length, stride)
+    assert got.tokens == length - 1
+    assert got.loss == pytest.approx(nats / (length - 1), rel=1e-5)
+    assert got.ppl == pytest.approx(math.exp(nats / (length - 1)), rel=1e-4)
+    assert got.adjusted_ppl == pytest.approx(math.exp(min(20, nats / 11)), rel=1e-3)
+    assert model.training
+
+
+@pytest.mark.parametrize(("world_size", "model_parallel_size"), [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_perplexity_equals_predicting_each_token_alone(world_size, model_parallel_size):
+    run_ranks(world_size, perplexity_case, model_parallel_size)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.data())
+def test_windows_count_each_target_once_with_full_context(targets, seq_length, data):
+    stride = data.draw(st.integers(1, seq_length))
+    starts, counts = sliding_windows(targets, seq_length, stride)
+    length = min(seq_length, targets)
+    scored = [
+        target
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+        for target in range(start + length - count, start + length)
+    ]
+    assert scored == list(range(targets))
+    assert (counts[1:] <= stride).all() and counts[0] == length
+    assert starts.min() >= 0
+
+
+@pytest.mark.parametrize("stride", [0, 9])
+def test_a_stride_outside_the_window_is_refused(stride):
+    with pytest.raises(ValueError, match=f"--overlapping-eval {stride} .*--seq-length 8"):
+        sliding_windows(20, 8, stride)
+
+
+TEXTS = ["ab cd", "the cat sat on the mat", "x y", "one two three", "a very long passage that will be cut somewhere"]
+
+
+def naive_is_right(plain, text, seq_length):
+    context, word = text.rsplit(" ", 1)
+    before, last = Letters().encode(context), Letters().encode(" " + word)
+    ids = (before + last)[-(seq_length + 1) :]
+    predicted = plain(torch.tensor([ids[:-1]]))[0].argmax(dim=-1).tolist()
+    return predicted[-len(last) :] == last
+
+
+def letter_of(token, is_after_space=False):
+    return next(chr(c) for c in range(97, 126) if (c + 13 * is_after_space) % CONFIG.vocab_size == token)
+
+
+def with_predicted_word(plain, context, is_first_letter_wrong=False):
+    """`context` and a word of two letters, each the likeliest one after what stands before it, but perhaps the first."""
+    ids = Letters().encode(context)
+    first = (plain(torch.tensor([ids]))[0, -1].argmax().item() + is_first_letter_wrong) % CONFIG.vocab_size
+    second = plain(torch.tensor([[*ids, first]]))[0, -1].argmax().item()
+    return f"{context} {letter_of(first, is_after_space=True)}{letter_of(second)}"
+
+
+@torch.no_grad()
+def last_word_case(model_parallel_size):
+    model, plain, groups = same_model(model_parallel_size)
+    texts = [
+        *TEXTS,
+        with_predicted_word(plain, "ab"),
+        with_predicted_word(plain, "other words", is_first_letter_wrong=True),
+        with_predicted_word(plain, "more words"),
+    ]
+    right = [naive_is_right(plain, text, 12) for text in texts]
+    assert right[-3:] == [True, False, True] and not all(right[:-3])
+    sizes = {"seq_length": 12, "batch_size": 3, "vocab_size": CONFIG.vocab_size, "groups": groups}
+    got = last_word_accuracy(model, texts, Letters(), **sizes)
+    assert (got.correct, got.total) == (sum(right), len(texts))
+    assert got.accuracy == sum(right) / len(texts)
+
+    # Every logit negative, so that those of the padding (0) would win.
+    for parameter, value in ((model.word_embeddings.weight, -1.0), (model.transformer.final_layernorm.bias, 1.0)):
+        torch.nn.init.constant_(parameter, value)
+    torch.nn.init.zeros_(model.transformer.final_layernorm.weight)
+    if groups.model_parallel_rank == 0:
+        model.word_embeddings.weight[3] = -0.5  # the likeliest token
+    first, last = model.group.rank() * model.word_embeddings.weight.size(0), CONFIG.vocab_size
+    model.word_embeddings.weight[max(0, last - first) :] = 0
+    text = f"ab {letter_of(3, is_after_space=True)}"
+    assert last_word_accuracy(model, [text], Letters(), **sizes).correct == 1
+
+
+@pytest.mark.parametrize(("world_size", "model_parallel_size"), [(1, 1), (2, 2), (2, 1)])
+def test_last_word_accuracy_equals_each_passage_alone(world_size, model_parallel_size):
+    run_ranks(world_size, last_word_case, model_parallel_size)
+
+
+@pytest.mark.parametrize("texts", [[], ["word"], ["fine here", "  "]])
+def test_passages_without_a_context_are_refused(one_rank, texts):
+    with pytest.raises(ValueError, match="no text|fewer than two words"):
+        last_word_accuracy(
+            GPT2Model(CONFIG), texts, Letters(), seq_length=8, batch_size=1, vocab_size=29, groups=mpu.get_groups()
+        )
+
+
+def test_texts_are_read_and_bad_lines_are_named(tmp_path):
+    path = tmp_path / "passages.jsonl"
+    path.write_text('{"text": "a b"}\n\n{"text": "c d"}\n')
+    assert load_texts(path) == ["a b", "c d"]
+    path.write_text('{"text": "a b"}\n{"txt": "c d"}\n')
+    with pytest.raises(ValueError, match=r"passages.jsonl:2: expected an object"):
+        load_texts(path)
+    path.write_text("a b\n")
+    with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
+        load_texts(path)
+    path.write_text(json.dumps(["text"]))
+    with pytest.raises(ValueError, match="expected an object"):
+        load_texts(path)
+
+
+@pytest.mark.parametrize(
+    ("spaced", "typed"),
+    [
+        ("a 1 @,@ 000 @.@ 5 mid @-@ air one", "a 1,000.5 mid-air one"),
+        ("He came , saw ; and won : all . Yes !", "He came, saw; and won: all. Yes !"),
+        ("It ( the dog ) is [ sic ] here", "It (the dog) is [sic] here"),
+        ('he said " no way " twice', 'he said "no way" twice'),
+        (" \n = = = Early life = = = \n Born", "\n=== Early life ===\nBorn"),
+        ("the dog 's bone", "the dog's bone"),
+        ("at 5 ° C", "at 5°C"),
+    ],
+)
+def test_wikitext_is_detokenized(spaced, typed):
+    assert wikitext_detokenize(spaced) == typed
+
+
+def test_words_are_counted_between_spaces():
+    assert word_count(" = Title = \n Some words . \n ") == 7
