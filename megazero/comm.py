@@ -56,6 +56,13 @@ def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> No
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def world() -> ProcessGroup:
+    """The group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "init_distributed comes first"
+    return group
+
+
 def local_device() -> torch.device:
     """The device that this process computes on: its CUDA device where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -250,7 +250,7 @@ class Engine:
         self._check_shapes(reader)
         load_optimizer_states = load_optimizer_states and not load_module_only and reader.index["optimizer"] is not None
         if load_optimizer_states:
-            kinds = {key.partition("/")[0] for key in reader.keys()} - {MASTER}
+            kinds = {key.partition("/")[0] for key in reader.tensors} - {MASTER}
             self.optimizer.allocate_state(sorted(kinds), reader.index["optimizer"])
         size, rank = self.groups.model_parallel_size, self.groups.model_parallel_rank
         for bucket, segment in self.segments():
@@ -289,19 +289,14 @@ class Engine:
 
     def _check_shapes(self, reader: store.Reader) -> None:
         saved, wanted = reader.index["shapes"], self._full_shapes()
-        if saved == wanted:
-            return
-        lines = [
-            f"{name}: saved {saved.get(name, 'nothing')}, model {wanted.get(name, 'nothing')}"
-            for name in {**saved, **wanted}
-        ]
-        different = [
-            line for line, name in zip(lines, {**saved, **wanted}, strict=True) if saved.get(name) != wanted.get(name)
-        ]
-        raise ValueError(
-            f"The checkpoint {reader.path} is of a model of another shape; {len(different)} parameters differ, first {different[0]}. "
-            "Give the --num-layers, --hidden-size, --max-position-embeddings and vocabulary that it was trained with."
-        )
+        different = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+        if different:
+            first = different[0]
+            raise ValueError(
+                f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
+                f"{first}: saved {saved.get(first, 'nothing')}, model {wanted.get(first, 'nothing')}. Give the --num-layers, "
+                "--hidden-size, --max-position-embeddings and vocabulary that it was trained with."
+            )
 
     def _cut(self, name: str, full: Tensor, shape: tuple[int, ...], size: int, rank: int) -> Tensor:
         if name not in self.partitions:

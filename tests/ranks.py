@@ -12,7 +12,9 @@ from typing import Any
 
 # One server process imports torch once; ranks are forked from it before it has started any thread of its own.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "tests.ranks"])
+# torch.distributed.tensor is what torch.testing.assert_close imports in its first call: 0.5 s that each rank would spend.
+_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.testing", "numpy", "pytest", "tests.ranks"]
+_context.set_forkserver_preload(_PRELOAD)
 
 
 def _rank_main(

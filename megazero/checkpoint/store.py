@@ -153,15 +153,12 @@ class Reader:
             found = (self.path / name).stat().st_size if (self.path / name).is_file() else None
             if found != size:
                 raise ValueError(
-                    f"Checkpoint file {self.path / name} has {found if found is not None else 'no'} bytes where the index says {size}: "
-                    "it is damaged. Load another tag by writing its name into `latest`, or copy the checkpoint again."
+                    f"Checkpoint file {self.path / name} has {found or 'no'} bytes where the index says {size}: it is "
+                    "damaged. Load another tag by writing its name into `latest`, or copy the checkpoint again."
                 )
         self._saved_cuts = {name: Partition(**cut) for name, cut in self.index["partitions"].items()}
         self._shards = [self._open(_model_file(r)) for r in range(self.index["model_parallel_size"])]
-
-    def keys(self) -> set[str]:
-        """The names of the tensors, "<state>/<parameter>"."""
-        return set(self._shards[0].keys())
+        self.tensors = list(self._shards[0].keys())  # "<state>/<parameter>"
 
     def read(self, key: str) -> Tensor:
         """The full, unpadded tensor of `key`, merged over the model-parallel ranks that saved it; fp32, CPU."""

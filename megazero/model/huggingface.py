@@ -24,6 +24,19 @@ _BLOCK = (
     ("mlp.dense_h_to_4h", "mlp.c_fc", True),
     ("mlp.dense_4h_to_h", "mlp.c_proj", True),
 )
+# our field, their key, their default
+_CONFIG = (
+    ("vocab_size", "vocab_size", 50257),
+    ("max_position_embeddings", "n_positions", 1024),
+    ("hidden_size", "n_embd", 768),
+    ("num_layers", "n_layer", 12),
+    ("num_attention_heads", "n_head", 12),
+    ("intermediate_size", "n_inner", None),
+    ("attention_dropout", "attn_pdrop", 0.1),
+    ("hidden_dropout", "resid_pdrop", 0.1),  # theirs has one more for embeddings, embd_pdrop; GPT-2's are equal
+    ("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+    ("init_method_std", "initializer_range", 0.02),
+)
 _HEAD = "lm_head.weight"
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers that old versions of transformers saved
 
@@ -83,18 +96,9 @@ def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu_new",
-        "vocab_size": config.require_vocab_size(),
-        "n_positions": config.max_position_embeddings,
-        "n_embd": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_attention_heads,
-        "n_inner": config.intermediate_size,
-        "attn_pdrop": config.attention_dropout,
-        "embd_pdrop": config.hidden_dropout,
-        "resid_pdrop": config.hidden_dropout,
-        "layer_norm_epsilon": config.layernorm_epsilon,
-        "initializer_range": config.init_method_std,
         "tie_word_embeddings": True,
+        "embd_pdrop": config.hidden_dropout,
+        **{theirs: getattr(config, ours) for ours, theirs, _ in _CONFIG},
     }
 
 
@@ -118,22 +122,7 @@ def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
                 f"{' or '.join(map(repr, supported))}."
             )
 
-    def get(key: str, default: float | None) -> float | None:
-        value = config.get(key, default)
-        return value if isinstance(value, (int, float)) else default
-
-    given: dict[str, object] = {
-        "vocab_size": get("vocab_size", 50257),
-        "max_position_embeddings": get("n_positions", 1024),
-        "hidden_size": get("n_embd", 768),
-        "num_layers": get("n_layer", 12),
-        "num_attention_heads": get("n_head", 12),
-        "intermediate_size": get("n_inner", None),
-        "attention_dropout": get("attn_pdrop", 0.1),
-        "hidden_dropout": get("resid_pdrop", 0.1),
-        "layernorm_epsilon": get("layer_norm_epsilon", 1e-5),
-        "init_method_std": get("initializer_range", 0.02),
-    }
+    given = {ours: config.get(theirs, default) for ours, theirs, default in _CONFIG}
     return GPT2Config(**given)  # type: ignore[arg-type]
 
 

@@ -31,12 +31,15 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        # Compiled, the bias is added in GELU's kernel. Eager, the matrix product adds it for nothing and an addition of its own
+        # would cost a pass over [s, b, 4h].
+        self.fuse_bias_gelu = config.compile
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
             config.mlp_size,
             gather_output=False,
             init_method=init_method,
-            skip_bias_add=True,
+            skip_bias_add=self.fuse_bias_gelu,
             group=group,
             device=device,
             dtype=dtype,
@@ -54,5 +57,8 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, h] -> ([s, b, h] without its bias, that bias [h]): the caller fuses the bias with dropout and residual."""
-        hidden, bias = self.dense_h_to_4h(x)  # [s, b, 4h/t]
-        return self.dense_4h_to_h(bias_gelu(hidden, bias))
+        if self.fuse_bias_gelu:
+            hidden = bias_gelu(*self.dense_h_to_4h(x))
+        else:
+            hidden = F.gelu(self.dense_h_to_4h(x), approximate="tanh")
+        return self.dense_4h_to_h(hidden)  # of [s, b, 4h/t]

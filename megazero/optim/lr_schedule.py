@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
+from typing import Any, Protocol
 
 from megazero.option import option
 
@@ -31,6 +30,15 @@ class LRScheduleConfig:
             raise ValueError(f"--lr-decay-iters must be at least 1, got {self.lr_decay_iters}.")
 
 
+class HasParamGroups(Protocol):
+    """A torch optimizer, or anything else that shows its parameter groups."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups whose "lr" is set."""
+        ...
+
+
 class AnnealingLR:
     """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay.
 
@@ -41,7 +49,7 @@ class AnnealingLR:
         cosine   lr / 2 * (cos(pi * (n - w) / e) + 1)
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: LRScheduleConfig, train_iters: int) -> None:
+    def __init__(self, optimizer: HasParamGroups, config: LRScheduleConfig, train_iters: int) -> None:
         self.optimizer = optimizer
         self.config = config
         self.warmup_iters = config.warmup * train_iters

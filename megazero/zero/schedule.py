@@ -9,7 +9,6 @@ from megazero import comm
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import BucketLayout, Segment
 
-
 ROOT = -1  # unit number of the parameters outside all units
 
 

@@ -1,0 +1,192 @@
+"""What the engine costs on one process: its training step beside a plain hand-written PyTorch loop of the same GPT-2.
+
+    python benchmarks/single_process.py                      # 12 x 768, fp32, CPU
+    python benchmarks/single_process.py --bf16 --layers 24 --hidden 1024 --heads 16 --batch 8     # on a GPU
+
+Both train the same weights on the same batches in one process, a step of one after a step of the other, and must agree in the
+loss. Prints one JSON line: medians, quartiles, and the ratio of medians (engine / plain).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero import comm, mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from megazero.optim.adam import OptimizerConfig
+from megazero.throughput import keep_freed_memory, peak_tflops
+
+
+class PlainBlock(nn.Module):
+    """A pre-LN transformer block as anyone would write it."""
+
+    def __init__(self, h: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.ln2, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]."""
+        b, s, h = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(h, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
+        x = x + self.proj(y)
+        return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
+
+
+class PlainGPT2(nn.Module):
+    """GPT-2 with a tied head, without any library."""
+
+    def __init__(self, config: GPT2Config, vocab: int) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.wte, self.wpe = nn.Embedding(vocab, h), nn.Embedding(config.max_position_embeddings, h)
+        self.blocks = nn.ModuleList(PlainBlock(h, config.num_attention_heads) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(h)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss."""
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def copy_from(self, model: GPT2Model) -> None:
+        """Takes the library model's weights; both stack Q, K and V alike."""
+        ours = iter(model.parameters())
+        order = [self.wte.weight, self.wpe.weight]
+        for block in self.blocks:
+            for layer in (block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down):
+                order += [layer.weight, layer.bias]
+        with torch.no_grad():
+            for mine in [*order, self.ln_f.weight, self.ln_f.bias]:
+                mine.copy_(next(ours))
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Runs both sides and returns the result line."""
+    keep_freed_memory()
+    comm.init_distributed()
+    groups = mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    device, dtype = comm.local_device(), torch.bfloat16 if args.bf16 else torch.float32
+    config = GPT2Config(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=args.heads,
+        max_position_embeddings=args.seq_length,
+        vocab_size=args.vocab,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        compile=args.compile,
+    )
+    ours = GPT2Model(config, device=device, dtype=dtype)
+    plain = PlainGPT2(config, config.padded_vocab_size(1)).to(device, dtype)
+    plain.copy_from(ours)
+    if args.compile:
+        for block in plain.blocks:
+            block.compile()
+    engine = Engine(ours, groups, OptimizerConfig().factory(), *weight_decay_groups(ours, 0.01), clip_grad=1.0)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-4
+    decay = [
+        {"params": [p for p in plain.parameters() if (p.ndim < 2) == i], "weight_decay": 0.0 if i else 0.01}
+        for i in (False, True)
+    ]
+    adam = torch.optim.AdamW(decay, lr=1e-4, fused=True)
+
+    def plain_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = plain(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def engine_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets=targets).mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    sides = {"plain": plain_step, "engine": engine_step}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    generator = torch.Generator().manual_seed(1)
+    for step in range(args.warmup + args.steps):
+        text = torch.randint(0, args.vocab, (args.batch, args.seq_length + 1), generator=generator).to(device)
+        order = (
+            list(sides) if step % 2 else list(reversed(sides))
+        )  # neither side always runs on the other's warm caches
+        for name in order:
+            start = time.perf_counter()
+            loss = float(sides[name](text[:, :-1].contiguous(), text[:, 1:].contiguous()))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if step >= args.warmup:
+                times[name].append(time.perf_counter() - start)
+            losses[name].append(loss)
+    if not args.bf16:  # in bf16 the sides differ on purpose: the engine keeps fp32 master weights
+        torch.testing.assert_close(torch.tensor(losses["engine"]), torch.tensor(losses["plain"]), rtol=1e-4, atol=1e-4)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    peak, source = peak_tflops(device, dtype)
+    flops = config.flops_per_token(args.seq_length) * args.batch * args.seq_length
+    return {
+        "question": "step time of the engine / of a plain loop, one process",
+        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
+        "batch": f"{args.batch} x {args.seq_length}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "compile": args.compile,
+        "device": torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "steps": args.steps,
+        "median_s": {name: round(value, 4) for name, value in median.items()},
+        "quartiles_s": {
+            name: [round(q, 4) for q in statistics.quantiles(values, n=4)[::2]] for name, values in times.items()
+        },
+        "median_of_pair_ratios": round(
+            statistics.median(e / p for e, p in zip(times["engine"], times["plain"], strict=True)), 4
+        ),
+        "ratio": round(median["engine"] / median["plain"], 4),
+        "tokens_per_s": round(args.batch * args.seq_length / median["engine"], 1),
+        "mfu": round(flops / median["engine"] / 1e12 / peak, 4),
+        "peak_tflops": f"{peak:.3f} ({source})",
+        "last_loss": {name: round(values[-1], 6) for name, values in losses.items()},
+    }
+
+
+def main() -> None:
+    """Parses the sizes, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (
+        ("layers", 12),
+        ("hidden", 768),
+        ("heads", 12),
+        ("seq-length", 512),
+        ("batch", 1),
+        ("vocab", 50257),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    print(json.dumps(measure(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Evaluates a checkpoint: perplexity of a text, WikiText's word-level perplexity, or LAMBADA's last-word accuracy.
+
+python evaluate_gpt2.py --load DIR --task wikitext --valid-data wiki.test.tokens
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.arguments import load_components
+from megazero.evaluation import (
+    last_word_accuracy,
+    load_texts,
+    sliding_window_perplexity,
+    wikitext_detokenize,
+    word_count,
+)
+from megazero.inference import InferenceConfig, load_model, open_checkpoint
+from megazero.logging import exit_on_all_ranks, setup_logging
+from megazero.metrics import table
+from megazero.mpu.groups import check_model_parallel_size
+from megazero.option import option
+
+logger = logging.getLogger("megazero.evaluate")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is evaluated."""
+
+    task: str = option(
+        "perplexity",
+        "of a plain text file, of WikiText, or LAMBADA's JSON lines",
+        choices=("perplexity", "wikitext", "lambada"),
+    )
+    valid_data: str | None = option(None, "the text file, or JSON lines for lambada")
+    text_key: str = option("text", "key of the text in JSON lines")
+    overlapping_eval: int = option(
+        32, "new tokens that each window predicts; the smaller, the longer the context and the run"
+    )
+    seq_length: int | None = option(
+        None, "tokens per window (default: that of the training job)", aliases=("--eval-seq-length",)
+    )
+    batch_size: int = option(
+        8, "windows or passages per forward pass and data-parallel rank", aliases=("--eval-batch-size",)
+    )
+
+    def __post_init__(self) -> None:
+        if self.valid_data is None or not Path(self.valid_data).is_file():
+            raise ValueError(f"--valid-data {self.valid_data or 'is missing'}: name the file to evaluate on.")
+
+
+def main() -> None:
+    """Loads the checkpoint and prints its result on the task."""
+    setup_logging(int(os.environ.get("RANK", 0)))
+    try:
+        config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
+        check_model_parallel_size(int(os.environ.get("WORLD_SIZE", 1)), config.model_parallel_size)
+        reader, tokenizer = open_checkpoint(config)
+    except (ValueError, OSError) as error:
+        exit_on_all_ranks(error)
+    model, groups = load_model(config, reader)
+    seq_length = task.seq_length or reader.index["client_state"]["seq_length"]
+    assert task.valid_data is not None
+    if task.task == "lambada":
+        texts = load_texts(task.valid_data, task.text_key)
+        assert model.config.vocab_size is not None
+        words = last_word_accuracy(
+            model,
+            texts,
+            tokenizer,
+            seq_length=seq_length,
+            batch_size=task.batch_size,
+            vocab_size=model.config.vocab_size,
+            groups=groups,
+        )
+        rows = [("last words", f"{words.correct} of {words.total}"), ("accuracy", f"{words.accuracy:.4f}")]
+    else:
+        text = Path(task.valid_data).read_text(encoding="utf-8")
+        original_words = word_count(text)
+        result = sliding_window_perplexity(
+            model,
+            tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text),
+            seq_length=seq_length,
+            overlapping_eval=task.overlapping_eval,
+            batch_size=task.batch_size,
+            groups=groups,
+            original_word_count=original_words,
+        )
+        rows = [
+            ("tokens", f"{result.tokens:,}, {original_words:,} words"),
+            ("loss", f"{result.loss:.4f} nats per token"),
+            ("perplexity", f"{result.ppl:.3f} per token"),
+            ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),
+        ]
+    logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The command line: flags are generated from the configuration's fields, never written twice."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, NoReturn
+
+from megazero.config import Config
+
+# Flags of Megatron-LM's first GPT-2 trainer that ask for what always happens here: accepted, with the reason.
+ALWAYS_SO = {
+    "--lazy-loader": "data is always memory-mapped",
+    "--loose-json": "the kind of a data file is seen from its name",
+    "--shuffle": "samples are always shuffled, by --seed",
+    "--resume-dataloader": "data order always continues exactly",
+    "--fp32-allreduce": "gradients are accumulated and reduced in fp32",
+    "--fp32-layernorm": "normalisation accumulates in fp32",
+    "--deepspeed-activation-checkpointing": "there is one activation checkpointing: --checkpoint-activations",
+}
+
+# Flags of the same trainer that cannot mean anything here: refused, with what to do.
+REFUSED = {
+    "--pretrained-bert": "BERT is not trained here",
+    "--fp32-tokentypes": "token types belong to BERT",
+    "--fp32-embedding": "parameters have one dtype; the optimizer's copy of every one of them is fp32",
+    "--deep-init": "output layers are always scaled by 1/sqrt(2 x layers), as GPT-2's are",
+    "--presplit-sentences": "sentences are BERT's; GPT-2 reads documents",
+    "--max-preds-per-seq": "masked prediction belongs to BERT",
+    "--eval-max-preds-per-seq": "masked prediction belongs to BERT",
+    "--use-tfrecords": "use .bin/.idx from data_tools/preprocess_data.py, or JSON lines",
+    "--use-npy-data-loader": "use .bin/.idx from data_tools/preprocess_data.py with --train-data",
+    "--train-data-path": "use --train-data",
+    "--val-data-path": "use --valid-data",
+    "--test-data-path": "use --test-data",
+    "--input-data-sizes-file": "sizes are in the .idx file",
+    "--delim": "use JSON lines, one document a line",
+    "--eval-text-key": "--text-key holds for every JSON file",
+    "--tokenizer-model-type": "name the vocabulary's files: --vocab-file and --merge-file, or --tokenizer-path",
+    "--cpu-optimizer": "the optimizer runs on the device that holds the weights",
+    "--cpu_torch_adam": "the optimizer runs on the device that holds the weights",
+    "--cloze-eval": "use evaluate_gpt2.py --task lambada",
+    "--eval-hf": "import the weights first: megazero.model.huggingface",
+    "--load-openai": "import the weights first: megazero.model.huggingface",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing, so that the caller decides which rank speaks."""
+        raise ValueError(message)
+
+
+def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
+    """One flag for each field of a configuration dataclass that is described by `option`."""
+    group = parser.add_argument_group(component.__name__, (component.__doc__ or "").splitlines()[0])
+    hints = typing.get_type_hints(component)
+    for field in fields(component):
+        if "help" in field.metadata:
+            names = [field.metadata["flag"] or "--" + field.name.replace("_", "-"), *field.metadata["aliases"]]
+            group.add_argument(
+                *names, dest=field.name, default=argparse.SUPPRESS, **_argparse_kind(field, hints[field.name])
+            )
+
+
+def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
+    default = field.default if field.default is not MISSING else None
+    text = field.metadata["help"].replace("%", "%%")
+    if default not in (None, False) and "default" not in text:
+        text += f" (default: {default})"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        hint = str
+    if hint is bool:
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction, "help": text}
+    kind: dict[str, Any] = {"help": text, "choices": field.metadata["choices"]}
+    if typing.get_origin(hint) in (list, tuple):
+        return {**kind, "nargs": "+", "type": typing.get_args(hint)[0]}
+    return {**kind, "type": hint, "metavar": None if kind["choices"] else hint.__name__.upper()}
+
+
+def make_parser(components: Sequence[type], description: str) -> argparse.ArgumentParser:
+    """A parser with the flags of every component, strict about their names."""
+    parser = _Parser(description=description, allow_abbrev=False, usage="%(prog)s [flags]")
+    for component in components:
+        add_flags(parser, component)
+    for flag, reason in ALWAYS_SO.items():
+        parser.add_argument(
+            flag, action="store_true", default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS
+        )
+        parser.epilog = (parser.epilog or "Accepted and always so:") + f" {flag} ({reason});"
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags that were given, by field name; absent flags are absent.
+
+    Raises:
+        ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
+    """
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if flag in REFUSED:
+            raise ValueError(f"{flag} does not apply here: {REFUSED[flag]}. Drop it.")
+    given, rest = parser.parse_known_args(argv)
+    known = [name for action in parser._actions for name in action.option_strings]
+    for argument in rest:
+        flag = argument.partition("=")[0]
+        if flag.startswith("-"):
+            near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
+            raise ValueError(
+                f"Unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else " --help lists all flags.")
+            )
+        raise ValueError(f"Stray argument {argument!r}: every value follows a flag. --help lists all flags.")
+    return {name: value for name, value in vars(given).items() if not name.startswith("_")}
+
+
+def load_components(components: Sequence[type], description: str, argv: Sequence[str] | None = None) -> list[Any]:
+    """One checked configuration object per dataclass, from the command line.
+
+    Raises:
+        ValueError: flags that are unknown, or values that are wrong.
+    """
+    given = parse(make_parser(components, description), sys.argv[1:] if argv is None else argv)
+    return [
+        component(**{f.name: given[f.name] for f in fields(component) if f.name in given}) for component in components
+    ]
+
+
+def load_config(argv: Sequence[str] | None = None) -> Config:
+    """The training job's configuration from the command line, checked.
+
+    Raises:
+        ValueError: flags that are unknown, wrong by themselves, or contradict each other.
+    """
+    components = typing.get_type_hints(Config)
+    parts = load_components(list(components.values()), "Pretrain GPT-2.", argv)
+    return Config(**dict(zip(components, parts, strict=True)))

@@ -1,0 +1,127 @@
+"""The configuration of a training job: one dataclass per component, composed and checked as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megazero.checkpoint.store import CheckpointConfig
+from megazero.data.build import DataConfig
+from megazero.model.config import GPT2Config
+from megazero.mpu.groups import check_model_parallel_size
+from megazero.optim.adam import OptimizerConfig
+from megazero.optim.loss_scaler import PrecisionConfig
+from megazero.optim.lr_schedule import LRScheduleConfig
+from megazero.option import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the world is divided and how its ranks talk."""
+
+    model_parallel_size: int = option(
+        1, "ranks that split each layer (tensor parallelism)", aliases=("--tensor-model-parallel-size",)
+    )
+    distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
+    distributed_timeout_s: float = option(600.0, "seconds after which a collective that some rank never entered raises")
+    local_rank: int | None = option(
+        None, "set by old launchers; LOCAL_RANK of the environment is what counts", flag="--local_rank"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch sizes, lengths and intervals of the training loop."""
+
+    batch_size: int = option(4, "sequences per micro-batch and data-parallel rank", aliases=("--micro-batch-size",))
+    global_batch_size: int | None = option(
+        None, "sequences per optimizer step (default: micro-batch x data-parallel size)"
+    )
+    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs")
+    eval_iters: int = option(100, "batches per evaluation")
+    eval_interval: int = option(1000, "optimizer steps between evaluations on validation data")
+    eval_batch_size: int | None = option(None, "sequences per evaluation micro-batch (default: --batch-size)")
+    log_interval: int = option(100, "optimizer steps between log lines")
+    exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this")
+    seed: int = option(1234, "seed of weights, data order and dropout")
+    reset_position_ids: bool = option(False, "positions start again after each end-of-text token")
+    reset_attention_mask: bool = option(False, "tokens do not attend across end-of-text tokens")
+    tensorboard_dir: str | None = option(
+        None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)"
+    )
+    no_tensorboard: bool = option(False, "write no TensorBoard scalars")
+    peak_tflops: float | None = option(
+        None, "peak of one device for MFU (default: by device name, else measured by a matmul)"
+    )
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_size",
+            "global_batch_size",
+            "train_iters",
+            "eval_interval",
+            "eval_batch_size",
+            "log_interval",
+            "exit_interval",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if self.eval_iters < 0:
+            raise ValueError(f"--eval-iters must be 0 (no evaluation) or more, got {self.eval_iters}.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a job is told. `check_world` must pass before the first collective."""
+
+    model: GPT2Config
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: LRScheduleConfig
+    precision: PrecisionConfig
+    checkpoint: CheckpointConfig
+    parallel: ParallelConfig
+
+    def __post_init__(self) -> None:
+        if self.data.seq_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"--seq-length {self.data.seq_length} is longer than --max-position-embeddings "
+                f"{self.model.max_position_embeddings}: there is no embedding for the last positions. "
+                f"Use --max-position-embeddings {self.data.seq_length}."
+            )
+
+    def check_world(self, world_size: int) -> None:
+        """Checks what depends on the number of ranks.
+
+        Raises:
+            ValueError: a size does not divide; the message shows the arithmetic.
+        """
+        mp = self.parallel.model_parallel_size
+        check_model_parallel_size(world_size, mp)
+        self.model.check_parallel(mp)
+        dp, micro = world_size // mp, self.training.batch_size
+        total = self.training.global_batch_size or micro * dp
+        if total % (micro * dp):
+            raise ValueError(
+                f"--global-batch-size {total} is not a multiple of --batch-size {micro} x data-parallel size {dp} "
+                f"(world size {world_size} / --model-parallel-size {mp}) = {micro * dp}. "
+                f"Use --global-batch-size {max(1, round(total / (micro * dp))) * micro * dp}."
+            )
+
+    def global_batch_size(self, data_parallel_size: int) -> int:
+        """Sequences per optimizer step."""
+        return self.training.global_batch_size or self.training.batch_size * data_parallel_size
+
+    def accumulation_steps(self, data_parallel_size: int) -> int:
+        """Micro-batches per optimizer step."""
+        return self.global_batch_size(data_parallel_size) // (self.training.batch_size * data_parallel_size)
+
+    def describe(self) -> str:
+        """The effective configuration, a line per component."""
+        lines = []
+        for part in fields(self):
+            component = getattr(self, part.name)
+            values = ", ".join(f"{f.name}={getattr(component, f.name)!r}" for f in fields(component))
+            lines.append(f"{part.name}: {values}")
+        return "\n".join(lines)

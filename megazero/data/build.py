@@ -1,0 +1,149 @@
+"""From flags to datasets: corpora are found, tokenized where they are text, checked, split, sampled and blended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data.blend import BlendedDataset, BlendOrder
+from megazero.data.corpora import Corpus, find_corpora
+from megazero.data.gpt2_dataset import GPT2Dataset
+from megazero.data.gpt2_index import parse_split, split_ranges
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.sources import Sources
+from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megazero.option import option
+
+Dataset = GPT2Dataset | BlendedDataset
+_PARTS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from, how it is divided, and which tokenizer reads it."""
+
+    train_data: list[str] | None = option(
+        None,
+        "prefixes of .bin/.idx files, JSON lines (.json, .jsonl, also .gz, .xz, .zst), or the names webtext and wikipedia "
+        "(in data/); several are mixed by size, or by weights in front of them: 0.3 data/a 0.7 data/b",
+    )
+    valid_data: list[str] | None = option(None, "validation data of its own, instead of a part of --train-data")
+    test_data: list[str] | None = option(None, "test data of its own, instead of a part of --train-data")
+    split: str = option("1000,1,1", "shares of --train-data for training, validation and test, by documents")
+    seq_length: int = option(512, "tokens per sample")
+    data_cache_path: str | None = option(
+        None,
+        "folder for index arrays and tokenized JSON (default: cache/ beside the data)",
+        aliases=("--cache-dir",),
+    )
+    tokenizer_type: str = option("GPT2BPETokenizer", "kind of vocabulary", choices=TOKENIZER_TYPES)
+    vocab_file: str | None = option(None, "GPT-2's encoder.json, also known as vocab.json")
+    merge_file: str | None = option(None, "GPT-2's vocab.bpe, also known as merges.txt")
+    tokenizer_path: str | None = option(None, "vocabulary file (*.model, tokenizer.json), or the folder that holds it")
+    text_key: str = option("text", "which entry of each JSON line is the text")
+    num_workers: int = option(2, "processes that read samples ahead, on each rank; 0 reads in the training process")
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise ValueError(f"--seq-length must be at least 1, got {self.seq_length}.")
+        if self.num_workers < 0:
+            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}.")
+        parse_split(self.split)
+
+
+def build_tokenizer_from(config: DataConfig) -> Tokenizer:
+    """The tokenizer that the flags name; raises as `build_tokenizer` does."""
+    return build_tokenizer(config.tokenizer_type, config.vocab_file, config.merge_file, config.tokenizer_path)
+
+
+def build_datasets(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    rank: int = 0,
+    barrier: Callable[[], object] = lambda: None,
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """The training, validation and test datasets; every rank calls this.
+
+    Rank 0 builds first and stores everything; after the barrier the others find it, or build the same themselves where the
+    cache is not shared between machines. Rank 0 passes the barrier on errors too: all ranks then end with a message.
+
+    Args:
+        num_samples: needed of each dataset at least; the data is repeated for as many epochs as that takes.
+        seed: of all orders; the same on every rank.
+        rank: of this process among all.
+        barrier: returns when all ranks have called it.
+
+    Returns:
+        Three map-style datasets; None where no samples are asked for, no data is given, or the weight in --split is 0.
+
+    Raises:
+        FileNotFoundError: a corpus is missing.
+        ValueError: files are damaged or made with another tokenizer, a split is empty, or the cache cannot be written.
+    """
+    builder = _Builder(config, tokenizer, seed, rank)
+    if rank == 0:
+        try:
+            return builder.build(num_samples)
+        finally:
+            barrier()
+    barrier()
+    return builder.build(num_samples)
+
+
+class _Builder:
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, rank: int) -> None:
+        self.config, self.seed = config, seed
+        self.sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
+
+    def build(self, num_samples: tuple[int, int, int]) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+        separate = (None, self.config.valid_data, self.config.test_data)
+        weights = [0.0 if own else w for own, w in zip(separate, parse_split(self.config.split), strict=True)]
+        total = sum(weights)
+        shares = [w / total if total else 0.0 for w in weights]
+        datasets: list[Dataset | None] = []
+        for part, own in enumerate(separate):
+            if own:
+                flag = f"--{_PARTS[part]}-data"
+                whole = [float(p == part) for p in range(3)]
+                datasets.append(self._dataset(find_corpora(own, flag), whole, part, num_samples[part]))
+            else:
+                corpora = find_corpora(self.config.train_data or ())
+                datasets.append(self._dataset(corpora, shares, part, num_samples[part]))
+        return datasets[0], datasets[1], datasets[2]
+
+    def _dataset(self, corpora: list[Corpus], shares: list[float], part: int, samples: int) -> Dataset | None:
+        if samples <= 0 or not corpora or shares[part] == 0:
+            return None
+        name = _PARTS[part]
+        sources = [self.sources.open(corpus) for corpus in corpora]
+        ranges = [self._range(source, shares, part) for source in sources]
+        if len(sources) == 1:
+            return self._samples(sources[0], ranges[0], name, samples)
+        weights = [
+            corpus.weight or float(source.sizes[start:stop].sum(dtype=np.int64))
+            for corpus, source, (start, stop) in zip(corpora, sources, ranges, strict=True)
+        ]
+        order = BlendOrder(weights, samples, name, self.sources.cache(sources[0].prefix.parent))
+        parts = [
+            self._samples(source, documents, name, count)
+            for source, documents, count in zip(sources, ranges, order.counts, strict=True)
+        ]
+        return BlendedDataset(parts, order)
+
+    def _samples(self, source: IndexedDataset, documents: tuple[int, int], name: str, count: int) -> GPT2Dataset:
+        seq_length, cache = self.config.seq_length, self.sources.cache(source.prefix.parent)
+        return GPT2Dataset(source, documents, name, count, seq_length, self.seed, cache)
+
+    def _range(self, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:
+        documents = split_ranges((shares[0], shares[1], shares[2]), len(source))[part]
+        if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
+            raise ValueError(
+                f"--split {self.config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has {len(source)} documents, "
+                f"and a share of {shares[part]:.4f} of them is none that holds text. Give the part a larger weight (--split "
+                "90,5,5), a weight of 0 to do without, or data of its own (--valid-data, --test-data)."
+            )
+        return documents

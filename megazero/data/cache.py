@@ -1,0 +1,104 @@
+"""Index arrays on disk, found again by a hash of everything that determines them.
+
+An entry is one .npy file per array and one .json with the full description, written last. Files are written aside and renamed, so
+any number of jobs may build the same entry at once: they write the same bytes, and readers see whole files only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.files import append_suffix, written_aside
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+Arrays = Mapping[str, np.ndarray]
+
+
+def key_of(description: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a description that consists of JSON values."""
+    return hashlib.sha256(_canonical(description)).hexdigest()
+
+
+class ArrayCache:
+    """Entries in one folder.
+
+    Args:
+        folder: where they lie; made at the first write.
+        is_expected: True where another rank has just built everything: an entry that is absent all the same is reported
+            once, since the folder then is not shared between the machines.
+    """
+
+    def __init__(self, folder: str | Path, is_expected: bool = False) -> None:
+        self.folder = Path(folder)
+        self._is_expected = is_expected
+
+    def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
+        """The arrays of `description`, memory-mapped and read-only; built and stored where they are absent.
+
+        Args:
+            description: JSON values; its "kind" and "name" begin the file names.
+            build: returns the arrays by name, always the same names for one kind.
+
+        Raises:
+            ValueError: an entry is damaged, or the folder cannot be written.
+        """
+        description = {**description, "format": FORMAT}
+        stem = self._stem(description)
+        if not append_suffix(stem, ".json").is_file():
+            if self._is_expected:
+                self._is_expected = False
+                logger.warning(
+                    "%s lacks what rank 0 has stored (is it not shared between the machines?): building it here too",
+                    self.folder,
+                )
+            start = time.perf_counter()
+            self._store(stem, description, build())
+            logger.info("built %s in %.2f s", stem.name, time.perf_counter() - start)
+        return self._load(stem, description)
+
+    def _stem(self, description: Mapping[str, Any]) -> Path:
+        return self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:32]}"
+
+    def _store(self, stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, array in arrays.items():
+                with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
+                    np.save(file, array, allow_pickle=False)
+            with written_aside(append_suffix(stem, ".json")) as file:
+                content = {"description": description, "arrays": sorted(arrays)}
+                file.write(json.dumps(content, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise ValueError(
+                f"cannot write the index cache {self.folder}: {error}. Choose a folder that this job can write with "
+                "--data-cache-path."
+            ) from error
+
+    def _load(self, stem: Path, description: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        record = append_suffix(stem, ".json")
+        try:
+            content = json.loads(record.read_bytes())
+            if _canonical(content["description"]) != _canonical(description):
+                raise ValueError("it describes other data")
+            return {
+                name: np.load(append_suffix(stem, f"-{name}.npy"), mmap_mode="r", allow_pickle=False)
+                for name in content["arrays"]
+            }
+        except (ValueError, KeyError, TypeError, EOFError, FileNotFoundError) as error:
+            raise ValueError(
+                f"{record} or an array beside it is damaged ({error}). Delete {stem}* and start again."
+            ) from error
+
+
+def _canonical(description: Mapping[str, Any]) -> bytes:
+    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()

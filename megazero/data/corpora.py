@@ -1,0 +1,131 @@
+"""What --train-data names: indexed files, loose JSON, well-known corpora under data/, each with or without a weight."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.data.files import append_suffix
+from megazero.data.sidecar import read_sidecar
+
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+_COMPRESSED = (".gz", ".xz", ".zst")
+
+# Megatron-LM's names for corpora and where it expects them: a tokenized one is preferred to the text that it came from.
+NAMED_CORPORA = {
+    "webtext": ("data/webtext/*.bin", "data/webtext/data.json"),
+    "wikipedia": ("data/wikipedia/*.bin", "data/wikipedia/wikidump_lines.json"),
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One source of documents.
+
+    Attributes:
+        path: prefix of .bin/.idx files, or a file of JSON lines.
+        is_indexed: which of the two.
+        weight: as given on the command line; None where no weights were.
+    """
+
+    path: Path
+    is_indexed: bool
+    weight: float | None = None
+
+
+def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Corpus]:
+    """The corpora that a flag's values name, in order.
+
+    Args:
+        entries: paths or names, or weights and paths in turn ("0.3 a 0.7 b").
+
+    Raises:
+        FileNotFoundError: a name stands for nothing that exists; says what was looked for.
+        ValueError: weights are not positive, or given for some of the corpora only.
+    """
+    corpora = []
+    for weight, entry in _weighted(entries, flag):
+        found = _find(entry, flag)
+        # Several files of one name share its weight evenly.
+        corpora += [Corpus(c.path, c.is_indexed, None if weight is None else weight / len(found)) for c in found]
+    return corpora
+
+
+def _weighted(entries: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
+    weights = [_number(entry) for entry in entries]
+    if not any(weight is not None for weight in weights):
+        return [(None, entry) for entry in entries]
+    pairs = list(zip(weights[::2], entries[1::2], strict=False))
+    is_paired = (
+        len(entries) % 2 == 0 and all(w is not None for w in weights[::2]) and all(w is None for w in weights[1::2])
+    )
+    if not is_paired:
+        raise ValueError(
+            f"{flag} {' '.join(entries)}: give a weight before every corpus (0.3 data/a 0.7 data/b) or none at all; "
+            "a path that looks like a number is written ./7"
+        )
+    for weight, path in pairs:
+        if weight is None or weight <= 0:
+            raise ValueError(
+                f"{flag}: the weight {weight} of {path} is not a positive number. Drop the corpus or weigh it more."
+            )
+    return pairs
+
+
+def _number(entry: str) -> float | None:
+    return float(entry) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", entry) else None
+
+
+def _find(entry: str, flag: str) -> list[Corpus]:
+    if entry in NAMED_CORPORA and not Path(entry).exists() and _indexed_prefix(Path(entry)) is None:
+        return _find_named(entry, flag)
+    path = Path(entry)
+    prefix = _indexed_prefix(path)
+    if prefix is not None:
+        return [Corpus(prefix, True)]
+    if path.is_file():
+        if is_json(path):
+            return [Corpus(path, False)]
+        raise ValueError(
+            f"{flag} {entry} is neither an indexed corpus (.bin/.idx) nor loose JSON ({', '.join(_JSON_SUFFIXES)}, also "
+            f"{', '.join(_COMPRESSED)}). Tokenize it with data_tools/preprocess_data.py."
+        )
+    raise FileNotFoundError(
+        f"{flag} {entry}: found no {entry}.idx, no {entry}_text_document.idx and no file of that name. Give the prefix of a "
+        f".bin/.idx pair, a file of JSON lines, or one of {', '.join(NAMED_CORPORA)}."
+    )
+
+
+def _find_named(name: str, flag: str) -> list[Corpus]:
+    pattern, text = NAMED_CORPORA[name]
+    prefixes = [Path(found).with_suffix("") for found in sorted(glob.glob(pattern))]
+    if prefixes:
+        return [Corpus(prefix, True) for prefix in prefixes]
+    if Path(text).is_file():
+        return [Corpus(Path(text), False)]
+    raise FileNotFoundError(
+        f"{flag} {name}: there is neither {pattern} nor {text} below {Path.cwd()}. Put the corpus there (a link will do: "
+        f"ln -s WHERE-IT-IS {Path(text).parent}), or give its path."
+    )
+
+
+def is_json(path: Path) -> bool:
+    """Whether the file's name says JSON lines, compressed or not."""
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return name.suffix in _JSON_SUFFIXES
+
+
+def _indexed_prefix(path: Path) -> Path | None:
+    """The prefix that `path` means: a prefix itself, one without its key and ending, or one of its files."""
+    if path.suffix in (".bin", ".idx"):
+        return path.with_suffix("")
+    for prefix in (path, append_suffix(path, "_text_document")):
+        if any(append_suffix(prefix, suffix).is_file() for suffix in (".idx", ".bin")):
+            return prefix
+    if path.suffix == ".json" and append_suffix(path.with_suffix(""), ".idx").is_file():
+        prefix = path.with_suffix("")
+        return prefix if read_sidecar(prefix) is not None else None
+    return None

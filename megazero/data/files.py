@@ -1,0 +1,132 @@
+"""Files that are whole or absent: written aside under another name, synced, then renamed; and one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import hashlib
+import io
+import logging
+import lzma
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+logger = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+_SAMPLE_BYTES = 1 << 16
+
+
+def append_suffix(prefix: str | Path, suffix: str) -> Path:
+    """`prefix` + `suffix` as a path; unlike Path.with_suffix it never cuts off a part of the name ("corpus.v2" + ".bin")."""
+    return Path(f"{prefix}{suffix}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames inside `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that becomes `path` when the block ends well, and leaves nothing behind when it raises.
+
+    Readers and other writers of `path` see the old file or the whole new one, never a part of it.
+    """
+    aside = append_suffix(path, f".tmp{os.getpid()}")
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`, waiting for another process that does; a killed holder lets go by itself.
+
+    On a file system without locks it warns and goes on: then nobody else may write the same output.
+    """
+    while True:
+        file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
+        try:
+            _lock(file, path)
+            if _is_still(path, file):
+                break
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # the holder before us removed the file while we waited for it: lock the new one
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another process that holds %s", path)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning("%s: this file system has no locks; make sure that no second process writes this output", path)
+
+
+def _is_still(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def fingerprint(path: Path) -> dict[str, int | str]:
+    """What tells one version of a large file from another without reading it all: size, time and a hash of three samples."""
+    stat = path.stat()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for start in (0, stat.st_size // 2, max(0, stat.st_size - _SAMPLE_BYTES)):
+            file.seek(start)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "samples_sha256": digest.hexdigest()}
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether `open_bytes` decompresses this file."""
+    return path.suffix in (".gz", ".xz", ".zst")
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The (decompressed) bytes of a plain, .gz, .xz or .zst file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a .zst file, and the package zstandard is not installed.
+    """
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.open(path, "rb"))
+    if path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ValueError(f"{path}: reading .zst needs the package zstandard (pip install zstandard)") from error
+        return cast(BinaryIO, io.BufferedReader(zstandard.open(path, "rb")))
+    return open(path, "rb")

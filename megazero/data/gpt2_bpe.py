@@ -1,0 +1,112 @@
+"""Reads the two files of a GPT-2 vocabulary into the form that tiktoken takes, and finds them where nobody named them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+DEFAULT_FOLDERS = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
+_VOCAB_NAMES = ("encoder.json", "vocab.json")
+_MERGE_NAMES = ("vocab.bpe", "merges.txt")
+
+
+def byte_of_character() -> dict[str, int]:
+    """The printable character by which a byte-level BPE writes each byte, as a table from character to byte.
+
+    Printable Latin-1 bytes stand for themselves; the other 68 are numbered from U+0100 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def find_gpt2_files(
+    vocab_file: str | Path | None, merge_file: str | Path | None, folder: str | Path | None
+) -> tuple[Path, Path]:
+    """Paths of vocabulary and merges: the two named ones, else those in `folder`, else those in the default folders.
+
+    Raises:
+        FileNotFoundError: they are nowhere; says where they were looked for.
+        ValueError: only one of the two was named.
+    """
+    if vocab_file and merge_file:
+        return Path(vocab_file), Path(merge_file)
+    if vocab_file or merge_file:
+        given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
+        raise ValueError(f"{given} {vocab_file or merge_file} needs {missing} too: the two files are one vocabulary")
+    if folder is not None and Path(folder).is_file():
+        folder = Path(folder).parent
+    folders = DEFAULT_FOLDERS if folder is None else (Path(folder),)
+    for place in folders:
+        vocab = next((place / name for name in _VOCAB_NAMES if (place / name).is_file()), None)
+        merges = next((place / name for name in _MERGE_NAMES if (place / name).is_file()), None)
+        if vocab and merges:
+            return vocab, merges
+    raise FileNotFoundError(
+        "GPT2BPETokenizer needs --vocab-file (encoder.json or vocab.json) and --merge-file (vocab.bpe or merges.txt); "
+        f"neither was given, and {' and '.join(str(place) + '/' for place in folders)} do not hold them. "
+        "Nothing is downloaded: name the files, or train a vocabulary of your own with data_tools/train_tokenizer.py and use "
+        "--tokenizer-type SentencePieceTokenizer."
+    )
+
+
+def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+    """The tokens as bytes -> id, and the special tokens as text -> id (every entry that no merge makes).
+
+    A token's id doubles as its merge priority, as it does in GPT-2's own files; that is checked.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the files do not belong together, are no byte-level BPE, or lack `<|endoftext|>`.
+    """
+    for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
+        if not path.is_file():
+            raise FileNotFoundError(f"{flag} {path}: there is no such file")
+    vocabulary = _read_vocabulary(vocab_file)
+    alphabet = byte_of_character()
+    absent = [character for character in alphabet if character not in vocabulary]
+    if absent:
+        raise ValueError(
+            f"{vocab_file} is not a byte-level BPE vocabulary: {len(absent)} of the 256 byte tokens are missing "
+            f"(the first: {absent[0]!r}). For other kinds use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json."
+        )
+    ordinary = dict.fromkeys(alphabet)
+    last = -1
+    for line, pair in _read_merges(merge_file):
+        token = "".join(pair)
+        if token not in vocabulary or not all(part in ordinary for part in pair):
+            raise ValueError(f"{merge_file}:{line}: merge {' '.join(pair)!r} does not belong to {vocab_file}")
+        if vocabulary[token] <= last:
+            raise ValueError(
+                f"{merge_file}:{line}: the ids in {vocab_file} do not rise in the order of the merges, as GPT-2's do. "
+                "Use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json."
+            )
+        last = vocabulary[token]
+        ordinary[token] = None
+    special = {token: i for token, i in vocabulary.items() if token not in ordinary}
+    if END_OF_TEXT not in special:
+        raise ValueError(f"{vocab_file} has no entry {END_OF_TEXT}, which separates documents")
+    return {bytes(alphabet[c] for c in token): vocabulary[token] for token in ordinary}, special
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--vocab-file {path} is not JSON: {error}") from error
+    if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
+        raise ValueError(f"--vocab-file {path} is not a table from token to id, as encoder.json and vocab.json are")
+    return content
+
+
+def _read_merges(path: Path) -> list[tuple[int, tuple[str, str]]]:
+    merges = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise ValueError(f"--merge-file {path}:{number}: expected two tokens and a space, found {line[:60]!r}")
+        merges.append((number, (pair[0], pair[1])))
+    return merges

@@ -1,0 +1,136 @@
+"""The order of GPT-2 training samples: three index arrays over the documents of a split, as Megatron-core builds them.
+
+Documents are repeated for E epochs and shuffled (`doc_idx`), laid end to end as one stream of tokens, and cut every L tokens
+(`sample_idx`); the samples are then shuffled (`shuffle_idx`). Sample i covers the L + 1 tokens from i * L on, so neighbours share
+one token: the last target of one is the first input of the next. For the same seed the arrays equal Megatron-core's.
+"Document" means a sequence of the indexed files here, as it does there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+# The last epoch is shuffled apart from the others when less than this share of its samples is needed.
+_WHOLE_EPOCH_SHARE = 0.80
+_MAX_INT32 = np.iinfo(np.int32).max
+_MAX_UINT32 = np.iinfo(np.uint32).max
+
+
+class GPT2Index(NamedTuple):
+    """The index arrays of one split.
+
+    Attributes:
+        doc_idx: [epochs * documents] int32, numbers of documents in the order of the stream.
+        sample_idx: [samples + 1, 2] int32 (int64 where positions need it), position in doc_idx and offset in tokens where
+            sample i starts; row i + 1 is where it ends (inclusive).
+        shuffle_idx: [samples] uint32 (int64 from 2**32 - 2 samples on), the sample shown at each place of the training order.
+    """
+
+    doc_idx: npt.NDArray[np.int32]
+    sample_idx: npt.NDArray[np.integer]
+    shuffle_idx: npt.NDArray[np.integer]
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The weights of train, validation and test in "949,50,1" (also with `/`; missing ones are 0), normalised to sum 1.
+
+    Raises:
+        ValueError: not one to three non-negative numbers with a positive sum.
+    """
+    parts = [part for part in re.split(r"[,/\s]+", split.strip()) if part]
+    try:
+        weights = np.array([float(part) for part in parts])
+    except ValueError:
+        weights = np.array([-1.0])
+    if not 1 <= len(weights) <= 3 or not np.all(np.isfinite(weights)) or np.any(weights < 0) or weights.sum() == 0:
+        raise ValueError(
+            f"--split {split!r} should be the weights of training, validation and test data: one to three numbers, none "
+            "negative, not all 0, for example 949,50,1"
+        )
+    train, valid, test = [*(weights / weights.sum()).tolist(), 0.0, 0.0][:3]
+    return train, valid, test
+
+
+def split_ranges(weights: tuple[float, float, float], num_documents: int) -> list[tuple[int, int] | None]:
+    """Which documents [start, stop) train, validation and test get; None for a weight of 0.
+
+    Boundaries are the rounded cumulative weights times the number of documents (Python's round, half to even). A range may come
+    out empty when there are few documents: that is for the caller to refuse.
+    """
+    cumulative = [0.0, *np.cumsum(np.asarray(weights, dtype=np.float64)).tolist()]
+    bounds = [round(share * float(num_documents)) for share in cumulative]
+    return [(bounds[i], bounds[i + 1]) if weight != 0 else None for i, weight in enumerate(weights)]
+
+
+def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
+    """The smallest E >= 1 with E * tokens_per_epoch >= num_samples * seq_length + 1."""
+    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def build_index(
+    sizes: npt.NDArray[np.int32], documents: tuple[int, int], num_samples: int, seq_length: int, seed: int
+) -> GPT2Index:
+    """The index arrays for at least `num_samples` samples from the documents [start, stop).
+
+    Args:
+        sizes: lengths in tokens of all documents of the corpus, int32; not only of those in the range.
+
+    Raises:
+        ValueError: the range has no tokens.
+    """
+    start, stop = documents
+    tokens_per_epoch = int(sizes[start:stop].sum(dtype=np.int64))
+    if tokens_per_epoch == 0:
+        raise ValueError(f"documents {start} to {stop} hold no tokens")
+    epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
+    samples = (epochs * tokens_per_epoch - 1) // seq_length
+    before_last = (
+        (epochs - 1) * tokens_per_epoch - 1
+    ) // seq_length  # samples that end before the last epoch does begin
+    per_epoch = (tokens_per_epoch - 1) // seq_length
+    is_last_apart = epochs > 1 and num_samples - before_last < int(_WHOLE_EPOCH_SHARE * per_epoch)
+
+    random = np.random.RandomState(seed)  # the one source, consumed in this order: documents, then samples
+    if is_last_apart:
+        parts = [_shuffled_documents(start, stop, count, random) for count in (epochs - 1, 1)]
+        doc_idx = np.concatenate(parts)
+    else:
+        doc_idx = _shuffled_documents(start, stop, epochs, random)
+    sample_idx = build_sample_idx(sizes[doc_idx], seq_length, samples)
+    shuffle_idx = _shuffled_samples(before_last if is_last_apart else samples, samples, random)
+    return GPT2Index(doc_idx, sample_idx, shuffle_idx)
+
+
+def build_sample_idx(sizes: npt.NDArray[np.int32], seq_length: int, num_samples: int) -> npt.NDArray[np.integer]:
+    """Where each sample starts, [num_samples + 1, 2], for documents of these sizes in the order of the stream.
+
+    Token k of the stream lies in the first document whose end is beyond k: one binary search per sample over the ends.
+    """
+    ends = np.cumsum(sizes, dtype=np.int64)
+    is_wide = max(len(sizes), int(sizes.max())) > _MAX_INT32
+    first_tokens = np.arange(num_samples + 1, dtype=np.int64) * seq_length
+    positions = np.searchsorted(ends, first_tokens, side="right")
+    index = np.empty((num_samples + 1, 2), dtype=np.int64 if is_wide else np.int32)
+    index[:, 0] = positions
+    index[:, 1] = first_tokens - (ends[positions] - sizes[positions])
+    index[0] = 0  # also when the stream begins with empty documents
+    return index
+
+
+def _shuffled_documents(start: int, stop: int, epochs: int, random: np.random.RandomState) -> npt.NDArray[np.int32]:
+    documents = np.tile(np.arange(start, stop, dtype=np.int32), epochs)
+    random.shuffle(documents)
+    return documents
+
+
+def _shuffled_samples(first: int, total: int, random: np.random.RandomState) -> npt.NDArray[np.integer]:
+    """0..total in random order, the samples before `first` among themselves and the rest among themselves."""
+    order = np.arange(total, dtype=np.uint32 if total < _MAX_UINT32 - 1 else np.int64)
+    random.shuffle(order[:first])
+    if first < total:
+        random.shuffle(order[first:])
+    return order

@@ -1,0 +1,181 @@
+"""Token sequences in two memory-mapped files: PREFIX.bin holds the tokens, PREFIX.idx says where each sequence lies.
+
+Files written here are byte-identical to Megatron-LM's for the same tokens, and Megatron-LM's are read; the format is in mmidx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from megazero.data import mmidx
+from megazero.data.files import append_suffix
+
+
+class IndexedDatasetWriter:
+    """Writes PREFIX.bin and PREFIX.idx; a context manager, whose files appear, whole, when its block ends well.
+
+    Args:
+        prefix: path of the two files without their endings; the folder is made where it is missing.
+        dtype: integer dtype of the tokens, see `mmidx.token_dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in mmidx.CODE_OF:
+            raise ValueError(f"dtype={self.dtype} cannot hold tokens; use one of {[str(d) for d in mmidx.CODE_OF]}")
+        self._limits = np.iinfo(self.dtype)
+        self._sizes: list[int] = []
+        self._doc_idx: list[int] = [0]
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._aside = append_suffix(self.prefix, f".bin.tmp{os.getpid()}")
+        self._bin = open(self._aside, "wb")  # noqa: SIM115 (closed by finalize or abort)
+
+    def add_sequence(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one sequence to the current document.
+
+        Raises:
+            ValueError: a token is no integer or does not fit the dtype; the sequence is longer than the format's 2**31 - 1.
+        """
+        array = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"tokens of dtype {array.dtype} are not integers ({self.prefix}.bin)")
+        if len(array) > mmidx.MAX_SEQUENCE:
+            raise ValueError(
+                f"a sequence of {len(array)} tokens: the .idx format stores lengths up to {mmidx.MAX_SEQUENCE}"
+            )
+        if len(array) and (array.min() < self._limits.min or array.max() > self._limits.max):
+            raise ValueError(
+                f"token ids from {array.min()} to {array.max()} do not fit {self.dtype} ({self.prefix}.bin); "
+                "open the writer with a wider dtype"
+            )
+        self._bin.write(np.ascontiguousarray(array, dtype=self.dtype).data)
+        self._sizes.append(len(array))
+
+    def end_document(self) -> None:
+        """Ends the current document after the sequences added so far."""
+        self._doc_idx.append(len(self._sizes))
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends a document that is one sequence."""
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def finalize(self) -> None:
+        """Puts both files in place, the .idx last: where it exists, the .bin is whole."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
+        mmidx.publish(self.prefix, self._aside, self.dtype, sizes, doc_idx)
+
+    def abort(self) -> None:
+        """Removes what has been written."""
+        self._bin.close()
+        self._aside.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.abort()
+
+
+class IndexedDataset:
+    """Read access to PREFIX.bin and PREFIX.idx, memory-mapped; opens Megatron's files and our own.
+
+    Attributes:
+        sizes: [sequences] int32, length of each sequence in tokens.
+        doc_idx: [documents + 1] int64, where each document starts, counted in sequences.
+        dtype: dtype of the stored tokens.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: a file is truncated, damaged, or of another format.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self.index_path = append_suffix(self.prefix, ".idx")
+        self.bin_path = append_suffix(self.prefix, ".bin")
+        for path in (self.index_path, self.bin_path):
+            if not path.is_file():
+                raise FileNotFoundError(_missing(self.prefix, path))
+        self.dtype, self.sizes, self._pointers, self.doc_idx = mmidx.read_index(self.index_path)
+        self.num_tokens = int(self.sizes.sum(dtype=np.int64))
+        self._check_size()
+        # np.memmap refuses an empty file; a plain ndarray is faster to slice than the memmap class.
+        has_tokens = self.num_tokens > 0
+        self._tokens = (
+            np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if has_tokens else np.empty(0, self.dtype)
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens of sequence `i` from `offset` on (all, or `length` of them): a read-only view into the mapped file.
+
+        Raises:
+            IndexError: sequence `i` has no such tokens.
+        """
+        size = int(self.sizes[i])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(
+                f"{self.prefix}: sequence {i} has {size} tokens, asked for {length} from token {offset} on"
+            )
+        start = int(self._pointers[i]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of dtype, sizes and document boundaries: equal for equal indices, wherever and whenever they were written."""
+        digest = hashlib.sha256(f"{self.dtype.str} {len(self.sizes)} {len(self.doc_idx)} ".encode())
+        digest.update(np.ascontiguousarray(self.sizes).data)
+        digest.update(np.ascontiguousarray(self.doc_idx).data)
+        return digest.hexdigest()
+
+    def token_range(self) -> tuple[int, int]:
+        """The smallest and the largest token id, from one pass over the whole .bin; (0, -1) without tokens."""
+        low, high = 0, -1
+        step = 1 << 24
+        for start in range(0, len(self._tokens), step):
+            chunk = self._tokens[start : start + step]
+            smallest, largest = int(chunk.min()), int(chunk.max())
+            low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
+        return low, high
+
+    def _check_size(self) -> None:
+        want, found = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
+        if want != found:
+            state = "truncated" if found < want else "of another run"
+            raise ValueError(
+                f"{self.bin_path} has {found} bytes, {self.index_path.name} describes {want} ({self.num_tokens} tokens of "
+                f"{self.dtype}): the .bin is {state}. Copy both files again, or make them anew with "
+                "data_tools/preprocess_data.py."
+            )
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (str(self.prefix),)  # a data-loader worker maps the files itself
+
+
+def _missing(prefix: Path, path: Path) -> str:
+    if append_suffix(prefix, ".partial.json").exists():
+        return (
+            f"{path} is not there yet: an unfinished preprocessing run is. Start it again, it goes on where it stopped."
+        )
+    return f"{path} is missing. A corpus is a .bin and an .idx of one prefix; data_tools/preprocess_data.py makes them."

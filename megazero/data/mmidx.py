@@ -1,0 +1,146 @@
+"""The .idx file of Megatron's memory-mapped format, byte for byte.
+
+Little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 number of sequences n, u64 length m of the document
+index, i32 sizes[n] in tokens, i64 pointers[n] in bytes, i64 doc_idx[m] (document d is the sequences doc_idx[d] up to
+doc_idx[d + 1]). The .bin file is the tokens alone.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megazero.data.files import append_suffix, sync_folder, written_aside
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPE_CODES: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+CODE_OF = {dtype: code for code, dtype in DTYPE_CODES.items()}
+_HEADER = struct.Struct("<9sQBQQ")
+# Megatron's limit, a little below 2**16: other readers of these files choose the dtype by the same rule.
+_LARGEST_UINT16_VOCAB = 65_500
+MAX_SEQUENCE = 2**31 - 1
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype in which tokens of this vocabulary are stored: uint16 where it fits, else int32."""
+    return np.dtype("<u2") if vocab_size < _LARGEST_UINT16_VOCAB else np.dtype("<i4")
+
+
+def write_index(
+    path: Path, dtype: np.dtype, sizes: npt.NDArray[np.int32], doc_idx: npt.NDArray[np.int64] | None = None
+) -> None:
+    """Writes a whole .idx file; without `doc_idx` every sequence is a document of its own."""
+    pointers = np.zeros(len(sizes), dtype="<i8")
+    np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= dtype.itemsize
+    if doc_idx is None:
+        doc_idx = np.arange(len(sizes) + 1, dtype=np.int64)
+    with written_aside(path) as file:
+        file.write(_HEADER.pack(MAGIC, VERSION, CODE_OF[np.dtype(dtype)], len(sizes), len(doc_idx)))
+        file.write(np.ascontiguousarray(sizes, dtype="<i4").data)
+        file.write(pointers.data)
+        file.write(np.ascontiguousarray(doc_idx, dtype="<i8").data)
+
+
+def publish(
+    prefix: Path,
+    tokens_aside: Path,
+    dtype: np.dtype,
+    sizes: npt.NDArray[np.int32],
+    doc_idx: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Renames a finished file of tokens to PREFIX.bin and writes PREFIX.idx after it.
+
+    An old .idx goes first, so that at no moment an index and the tokens of another run stand side by side.
+    """
+    append_suffix(prefix, ".idx").unlink(missing_ok=True)
+    os.replace(tokens_aside, append_suffix(prefix, ".bin"))
+    sync_folder(prefix.parent)
+    write_index(append_suffix(prefix, ".idx"), dtype, sizes, doc_idx)
+
+
+class Index(NamedTuple):
+    """What an .idx file says."""
+
+    dtype: np.dtype
+    sizes: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    doc_idx: npt.NDArray[np.int64]
+
+
+def read_index(path: Path) -> Index:
+    """The index in `path`, memory-mapped and checked.
+
+    Raises:
+        ValueError: the file is truncated, damaged, or of another format.
+    """
+    dtype, num_sequences, num_boundaries = _header(path)
+    raw = np.memmap(path, mode="r").view(np.ndarray)  # a plain ndarray is faster to slice than the memmap class
+    start = _HEADER.size
+    index = Index(
+        dtype,
+        _section(raw, start, num_sequences, "<i4"),
+        _section(raw, start + 4 * num_sequences, num_sequences, "<i8"),
+        _section(raw, start + 12 * num_sequences, num_boundaries, "<i8"),
+    )
+    _check(path, index)
+    return index
+
+
+def _check(path: Path, index: Index) -> None:
+    sizes, pointers, boundaries = index.sizes, index.pointers, index.doc_idx
+    n = len(sizes)
+    if n and int(sizes.min()) < 0:
+        raise ValueError(_damaged(path, f"sequence {int(sizes.argmin())} has a negative length"))
+    ends = np.cumsum(sizes, dtype=np.int64) * index.dtype.itemsize
+    if n and not (pointers[0] == 0 and np.array_equal(pointers[1:], ends[:-1])):
+        raise ValueError(_damaged(path, "its byte pointers do not follow from its lengths"))
+    rises = len(boundaries) > 0 and not np.any(boundaries[1:] < boundaries[:-1])
+    if not rises or boundaries[0] != 0 or boundaries[-1] != n:
+        raise ValueError(_damaged(path, f"its document boundaries do not rise from 0 to {n}"))
+
+
+def _section(raw: np.ndarray, start: int, count: int, dtype: str) -> np.ndarray:
+    return raw[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+def _header(path: Path) -> tuple[np.dtype, int, int]:
+    with open(path, "rb") as file:
+        head = file.read(_HEADER.size)
+    if head[: len(MAGIC)] != MAGIC:
+        raise ValueError(
+            f"{path} is not an MMIDIDX index (it starts with {head[: len(MAGIC)]!r}). Give the prefix of a .bin/.idx pair "
+            "made by data_tools/preprocess_data.py or Megatron-LM (--dataset-impl mmap)."
+        )
+    if len(head) < _HEADER.size:
+        raise ValueError(_damaged(path, f"it ends after {len(head)} bytes, inside the header"))
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(_damaged(path, f"version {version}, only version {VERSION} is known"))
+    if code not in DTYPE_CODES:
+        raise ValueError(_damaged(path, f"dtype code {code} is not an integer type ({sorted(DTYPE_CODES)})"))
+    want, found = _HEADER.size + 12 * num_sequences + 8 * num_boundaries, path.stat().st_size
+    if want != found:
+        raise ValueError(
+            _damaged(
+                path, f"{num_sequences} sequences and {num_boundaries} boundaries take {want} bytes, found {found}"
+            )
+        )
+    return DTYPE_CODES[code], num_sequences, num_boundaries
+
+
+def _damaged(path: Path, what: str) -> str:
+    return f"{path} is damaged or foreign: {what}. Copy it again, or make it anew with data_tools/preprocess_data.py."

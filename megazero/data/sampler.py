@@ -1,0 +1,88 @@
+"""Which samples a data-parallel rank sees, in an order that depends neither on the number of ranks nor on micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class DataParallelBatchSampler:
+    """Yields lists of sample indices, one per micro-batch, for one data-parallel rank.
+
+    Global batch k of B samples is [consumed + k * B, consumed + (k + 1) * B). Rank r takes the r-th contiguous slice of it,
+    cut into micro-batches. So a run that continues after `consumed_samples` sees the same global batches under any other
+    data-parallel size and micro-batch size that make the same B.
+
+    A last global batch of less than B samples is not yielded: datasets are built for the samples that a run needs. Iteration
+    then just ends, because a data loader reads ahead of what training uses; see `until_exhausted`.
+
+    Args:
+        total_samples: length of the dataset.
+        consumed_samples: samples that all ranks together have used before.
+        micro_batch_size: samples per yielded list.
+        data_parallel_rank, data_parallel_size: which slice of how many.
+        micro_batches_per_step: lists per global batch on each rank (gradient accumulation steps).
+
+    Raises:
+        ValueError: a size is not positive, the rank is outside, or no complete global batch is left.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        micro_batches_per_step: int = 1,
+    ) -> None:
+        if min(micro_batch_size, data_parallel_size, micro_batches_per_step) < 1 or consumed_samples < 0:
+            raise ValueError(
+                f"micro_batch_size={micro_batch_size}, data_parallel_size={data_parallel_size} and micro_batches_per_step="
+                f"{micro_batches_per_step} must be at least 1, consumed_samples={consumed_samples} at least 0"
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data_parallel_rank={data_parallel_rank} is not in [0, {data_parallel_size})")
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.samples_per_rank = micro_batch_size * micro_batches_per_step
+        self.global_batch_size = self.samples_per_rank * data_parallel_size
+        self.first = data_parallel_rank * self.samples_per_rank
+        if consumed_samples + self.global_batch_size > total_samples:
+            raise ValueError(
+                f"no complete global batch is left: {total_samples} samples, {consumed_samples} consumed, global batch size "
+                f"{micro_batch_size} x {micro_batches_per_step} x {data_parallel_size} = {self.global_batch_size}. "
+                "Lower the batch size, or give more data."
+            )
+
+    @property
+    def global_batches(self) -> int:
+        """Complete global batches that are left."""
+        return (self.total_samples - self.consumed_samples) // self.global_batch_size
+
+    def __len__(self) -> int:
+        return self.global_batches * (self.samples_per_rank // self.micro_batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.global_batches):
+            start = self.consumed_samples + step * self.global_batch_size + self.first
+            for micro in range(start, start + self.samples_per_rank, self.micro_batch_size):
+                yield list(range(micro, micro + self.micro_batch_size))
+
+
+def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
+    """The items of `loader`, then a clear error where a bare iterator would raise StopIteration.
+
+    Raises:
+        RuntimeError: one more item was asked for than there are.
+    """
+    count = 0
+    for item in loader:
+        yield item
+        count += 1
+    raise RuntimeError(
+        f"the {name} data is exhausted after {count} batches of this run: it was built for fewer samples than are asked for. "
+        "Build it for all iterations (--train-iters x --global-batch-size), which repeats it for as many epochs as that takes."
+    )

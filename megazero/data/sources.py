@@ -1,0 +1,102 @@
+"""Corpora opened for training: text is tokenized at its first use, and tokens are checked against the tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.cache import ArrayCache, key_of
+from megazero.data.corpora import Corpus
+from megazero.data.files import fingerprint
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.sidecar import check_tokenizer, sidecar_path
+from megazero.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Sources:
+    """The corpora of one job; each is opened and checked once.
+
+    Args:
+        tokenizer: the one that the job uses.
+        text_key: which entry of JSON lines is the text.
+        cache_path: folder for tokenized JSON and index arrays; None takes cache/ beside the data.
+        rank: of this process; 0 is the first to open them, and the one that warns.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, text_key: str, cache_path: str | None, rank: int) -> None:
+        self.tokenizer, self.text_key, self.cache_path, self.rank = tokenizer, text_key, cache_path, rank
+        self._caches: dict[Path, ArrayCache] = {}
+        self._opened: dict[Path, IndexedDataset] = {}
+
+    def cache(self, data_folder: Path) -> ArrayCache:
+        """Where index arrays of the data in a folder are stored."""
+        folder = self._cache_folder(data_folder)
+        return self._caches.setdefault(folder, ArrayCache(folder, is_expected=self.rank != 0))
+
+    def open(self, corpus: Corpus) -> IndexedDataset:
+        """The tokens of a corpus.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, was made with another tokenizer, holds ids beyond its vocabulary, or has no text.
+        """
+        if corpus.path not in self._opened:
+            source = IndexedDataset(corpus.path if corpus.is_indexed else self._tokenized(corpus.path))
+            if not check_tokenizer(source.prefix, source.num_tokens, self.tokenizer) and self.rank == 0:
+                logger.warning(
+                    "%s does not record its tokenizer (no %s): cannot check that it was made with this %s of %d entries",
+                    source.prefix,
+                    sidecar_path(source.prefix).name,
+                    self.tokenizer.name,
+                    self.tokenizer.vocab_size,
+                )
+            self._check_ids(source)
+            self._opened[corpus.path] = source
+        return self._opened[corpus.path]
+
+    def _cache_folder(self, data_folder: Path) -> Path:
+        return Path(self.cache_path or data_folder / "cache")
+
+    def _tokenized(self, path: Path) -> Path:
+        """The prefix of the tokens of a JSON file, made at its first use and kept for others."""
+        folder = self._cache_folder(path.parent)
+        content = {**fingerprint(path), "key": self.text_key, "tokenizer": self.tokenizer.sha256}
+        prefix = folder / f"{path.name.split('.')[0]}-{key_of(content)[:16]}_{self.text_key}_document"
+        options = TokenizeOptions(log_interval=100_000, progress=self.rank == 0)
+        try:
+            tokenize_json([path], prefix, self.tokenizer, key=self.text_key, options=options)
+        except PermissionError as error:
+            raise ValueError(
+                f"cannot store the tokens of {path} in {folder}: {error}. Choose a folder that this job can write with "
+                "--data-cache-path."
+            ) from error
+        return prefix
+
+    def _check_ids(self, source: IndexedDataset) -> None:
+        """Every token has an entry in the vocabulary; the range of ids is found once and then remembered."""
+        vocab_size = self.tokenizer.vocab_size
+        if np.iinfo(source.dtype).min >= 0 and np.iinfo(source.dtype).max < vocab_size:
+            return
+        description: dict[str, Any] = {
+            "kind": "ids",
+            "name": source.prefix.name,
+            "corpus": str(source.prefix.resolve()),
+            "corpus_index": source.fingerprint,
+            "bin": fingerprint(source.bin_path),
+        }
+
+        def build() -> dict[str, np.ndarray]:
+            return {"range": np.array(source.token_range(), dtype=np.int64)}
+
+        low, high = self.cache(source.prefix.parent).load_or_build(description, build)["range"].tolist()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{source.bin_path} holds token ids from {low} to {high}, but {self.tokenizer.name} has {vocab_size} entries "
+                f"(0 to {vocab_size - 1}). Give the vocabulary that made the data, or tokenize it again."
+            )

@@ -1,0 +1,278 @@
+"""Tokenizers behind one small interface, always built from local files: nothing is ever downloaded.
+
+All of them encode text as text: a literal `<|endoftext|>` inside a document stays ordinary characters, because a real end of text
+in the middle of a document would cut it in two. The end-of-text id is `eod`, appended by whoever packs documents.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megazero.data.gpt2_bpe import END_OF_TEXT, find_gpt2_files, read_gpt2_vocabulary
+
+PathLike = str | Path
+
+# The word boundaries of GPT-2 with possessive quantifiers, which cannot run into catastrophic backtracking.
+_GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_HF_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back. Picklable: a copy is rebuilt from the same files.
+
+    Attributes:
+        name: the value of --tokenizer-type that builds it.
+        vocab_size: one more than the largest id.
+        eod: id of the end of text.
+        sha256: hex digest of what defines it (contents, never file names); equal digests encode equally.
+    """
+
+    name: str
+    vocab_size: int
+    eod: int
+    sha256: str
+
+    @abstractmethod
+    def encode_array(self, text: str) -> npt.NDArray[np.integer]:
+        """Ids of `text` as a 1-d integer array, possibly read-only; no end of text is added."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; no end of text is added. Unpaired surrogates, which no UTF-8 text has, become U+FFFD."""
+        return self.encode_array(text).tolist()
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        known = [int(i) for i in ids]
+        for i in known:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self.name} ({self.vocab_size} entries)")
+        return known
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """Byte-level BPE as in GPT-2, from encoder.json + vocab.bpe, also known as vocab.json + merges.txt.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the two files do not describe one byte-level BPE with an end of text.
+    """
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: PathLike, merge_file: PathLike) -> None:
+        import tiktoken  # here, not above: the other tokenizers do without it
+
+        self._files = (str(vocab_file), str(merge_file))
+        ranks, special = read_gpt2_vocabulary(Path(vocab_file), Path(merge_file))
+        self._encoding = tiktoken.Encoding(
+            self.name, pat_str=_GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.vocab_size = self._encoding.n_vocab
+        self.eod = special[END_OF_TEXT]
+        # Ids give the order of merges too, so tokens and ids are the whole definition.
+        entries = sorted((i, token.hex()) for token, i in ranks.items())
+        self.sha256 = hashlib.sha256(json.dumps([entries, sorted(special.items())]).encode()).hexdigest()
+
+    def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
+        """Ids of `text`, uint32."""
+        return self._encoding.encode_to_numpy(_valid_unicode(text), disallowed_special=())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids."""
+        return self._encoding.decode(self._known(ids))
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, str]]:
+        return GPT2BPETokenizer, self._files
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model file (BPE or unigram). `eod` is the piece `<|endoftext|>` where there is one, else the model's </s>.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a sentencepiece model, or the model has no end of text.
+    """
+
+    name = "SentencePieceTokenizer"
+    _SPACE = "\u2581"  # stands for a space inside pieces
+
+    def __init__(self, model_file: PathLike) -> None:
+        import sentencepiece
+
+        path = _existing(Path(model_file), "--tokenizer-path")
+        content = path.read_bytes()
+        self._file = str(path)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is not a sentencepiece model: {error}") from error
+        self.vocab_size = self._model.get_piece_size()
+        dedicated = self._model.piece_to_id(END_OF_TEXT)
+        self.eod = dedicated if self._model.is_control(dedicated) else self._model.eos_id()
+        if self.eod < 0:
+            raise ValueError(f"{path} has no end of text: neither the piece {END_OF_TEXT} nor an eos_id")
+        # sentencepiece reads U+2581 as a space; as bytes it survives, in models that have bytes and take text as it is.
+        space_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE.encode()]
+        is_verbatim = self._model.decode(self._model.encode("  a ")) == "  a "
+        self._space_ids = space_bytes if is_verbatim and all(map(self._model.is_byte, space_bytes)) else None
+
+    def encode_array(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of `text`, int32."""
+        text = _valid_unicode(text)
+        if self._space_ids is None or self._SPACE not in text:
+            return np.asarray(self._model.encode(text), dtype=np.int32)
+        first, *rest = text.split(self._SPACE)
+        ids = self._model.encode(first)
+        for part in rest:
+            ids += self._space_ids + self._model.encode(part)
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; the end of text is shown as `<|endoftext|>`."""
+        parts: list[list[int]] = [[]]
+        for i in self._known(ids):
+            if i == self.eod:
+                parts.append([])
+            else:
+                parts[-1].append(i)
+        return END_OF_TEXT.join(self._model.decode(part) for part in parts)
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str]]:
+        return SentencePieceTokenizer, (self._file,)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """Any tokenizer.json, through the package `tokenizers`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
+    """
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, tokenizer_file: PathLike) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ValueError(
+                f"--tokenizer-type {self.name} needs the package tokenizers (pip install tokenizers)"
+            ) from error
+        path = _existing(Path(tokenizer_file), "--tokenizer-path")
+        self._file = str(path)
+        content = path.read_bytes()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _load_tokenizer_json(tokenizers.Tokenizer, path, content)
+        self._tokenizer.encode_special_tokens = True  # special tokens inside a text are text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        found = [vocabulary[token] for token in _HF_END_OF_TEXT if token in vocabulary]
+        if not found:
+            raise ValueError(f"{path} has no end-of-text token; looked for {', '.join(_HF_END_OF_TEXT)}")
+        self.eod = found[0]
+
+    def encode_array(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of `text`, int32."""
+        return np.asarray(self._tokenizer.encode(_valid_unicode(text), add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens shown."""
+        return self._tokenizer.decode(self._known(ids), skip_special_tokens=False)
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str]]:
+        return HuggingFaceTokenizer, (self._file,)
+
+
+TOKENIZER_TYPES = (GPT2BPETokenizer.name, SentencePieceTokenizer.name, HuggingFaceTokenizer.name)
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    vocab_file: PathLike | None = None,
+    merge_file: PathLike | None = None,
+    model_file: PathLike | None = None,
+) -> Tokenizer:
+    """The tokenizer that --tokenizer-type, --vocab-file, --merge-file and --tokenizer-path (`model_file`) ask for.
+
+    Args:
+        model_file: a file, or a folder that holds the files under their usual names: encoder.json and vocab.bpe (or
+            vocab.json and merges.txt), *.model, tokenizer.json.
+
+    Raises:
+        FileNotFoundError: a file was named and is missing, or none was found where they are looked up.
+        ValueError: an unknown type, or files that do not make such a tokenizer.
+    """
+    if tokenizer_type == GPT2BPETokenizer.name:
+        return GPT2BPETokenizer(*find_gpt2_files(vocab_file, merge_file, model_file))
+    if tokenizer_type not in TOKENIZER_TYPES:
+        near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"--tokenizer-type {tokenizer_type!r} is not one of {', '.join(TOKENIZER_TYPES)}.{hint}")
+    path = model_file or vocab_file
+    if path is None:
+        kind = "a sentencepiece .model" if tokenizer_type == SentencePieceTokenizer.name else "a tokenizer.json"
+        raise ValueError(
+            f"--tokenizer-type {tokenizer_type} needs --tokenizer-path: {kind}, or the folder that holds one"
+        )
+    if tokenizer_type == SentencePieceTokenizer.name:
+        return SentencePieceTokenizer(_inside(Path(path), "*.model"))
+    return HuggingFaceTokenizer(_inside(Path(path), "tokenizer.json"))
+
+
+def _inside(path: Path, pattern: str) -> Path:
+    """`path`, or the one file of this name in the folder `path`."""
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob(pattern))
+    if len(found) != 1:
+        names = ", ".join(f.name for f in found) or "none"
+        raise FileNotFoundError(
+            f"--tokenizer-path {path} should hold one file {pattern}; found {names}. Name the file itself."
+        )
+    return found[0]
+
+
+def _existing(path: Path, flag: str) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{flag} {path}: there is no such file")
+    return path
+
+
+def _valid_unicode(text: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell unpaired surrogates ("\ud800")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _load_tokenizer_json(kind: Any, path: Path, content: bytes) -> Any:
+    # The package raises plain Exception for everything, so the likely mistake is looked for before.
+    try:
+        is_tokenizer = isinstance(json.loads(content), dict) and b'"model"' in content
+    except ValueError:
+        is_tokenizer = False
+    if not is_tokenizer:
+        raise ValueError(f'{path} is not a tokenizer.json (JSON with an entry "model")')
+    return kind.from_file(str(path))

@@ -1,0 +1,89 @@
+"""A trained model for use: from a checkpoint's weights, at any model-parallel size, with the tokenizer it was trained with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megazero import comm, mpu
+from megazero.checkpoint.store import Reader
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.engine import MASTER
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from megazero.model.state_dict import slice_full
+from megazero.mpu.groups import ParallelGroups
+from megazero.option import option
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    """Which checkpoint is used, and how its model is computed."""
+
+    load: str | None = option(None, "directory of checkpoints, as given to --save of the training job")
+    tag: str | None = option(None, "which checkpoint of the directory, e.g. global_step200 (default: the latest)")
+    model_parallel_size: int = option(1, "ranks that split each layer; need not be that of the training job")
+    distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
+    fp16: bool = option(False, "compute in fp16")
+    bf16: bool = option(False, "compute in bf16")
+    tokenizer_type: str | None = option(None, "default: that of the training job")
+    tokenizer_path: str | None = option(None, "file or directory of the vocabulary (default: that of the training job)")
+    vocab_file: str | None = option(None, "encoder.json or vocab.json (default: that of the training job)")
+    merge_file: str | None = option(None, "vocab.bpe or merges.txt (default: that of the training job)")
+
+    def __post_init__(self) -> None:
+        if self.load is None:
+            raise ValueError(
+                "--load is missing: name the directory of checkpoints, as given to --save of the training job."
+            )
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other. Drop one of them.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+
+def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
+    """The checkpoint and its tokenizer; communicates nothing.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or no vocabulary where the training job had it.
+        ValueError: the checkpoint is damaged, or the vocabulary is not the one it was trained with.
+    """
+    assert config.load is not None
+    reader = Reader(config.load, config.tag)
+    client = reader.index["client_state"]
+    files: dict[str, Any] = client["tokenizer"]
+    given = {name: getattr(config, name) for name in files if getattr(config, name) is not None}
+    files = {"tokenizer_type": files["tokenizer_type"], **given} if given else files
+    tokenizer = build_tokenizer(
+        files["tokenizer_type"], files.get("vocab_file"), files.get("merge_file"), files.get("tokenizer_path")
+    )
+    if tokenizer.sha256 != client["tokenizer_sha256"]:
+        raise ValueError(
+            f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
+            f"found {tokenizer.sha256[:12]}...). Give the training job's --vocab-file and --merge-file, or --tokenizer-path."
+        )
+    return reader, tokenizer
+
+
+def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:
+    """The model in evaluation mode on this process's device, split over the model-parallel group. Initialises both worlds."""
+    model_config = replace(
+        GPT2Config(**reader.index["client_state"]["model"]), checkpoint_activations=False, compile=False
+    )
+    comm.init_distributed(config.distributed_backend)
+    groups = mpu.initialize_model_parallel(config.model_parallel_size)
+    model = GPT2Model(model_config, group=groups.model, device=comm.local_device(), dtype=config.dtype)
+    full = {name: reader.read(f"{MASTER}/{name}") for name in reader.index["shapes"]}
+    part = slice_full(full, model, groups.model_parallel_rank, groups.model_parallel_size)
+    model.load_state_dict(part)
+    logger.info("loaded %s: %s parameters", reader.path, f"{model_config.num_parameters():,}")
+    return model.eval(), groups

@@ -1,0 +1,217 @@
+"""A training run in progress: how it is set up, loaded and saved, and where its batches come from."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megazero import comm, mpu
+from megazero.checkpoint.store import latest_tag
+from megazero.config import Config
+from megazero.data.sampler import DataParallelBatchSampler
+from megazero.data.tokenizer import Tokenizer
+from megazero.engine import Engine, weight_decay_groups
+from megazero.metrics import StepReport
+from megazero.model.config import GPT2Config
+from megazero.mpu.groups import ParallelGroups
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.lr_schedule import AnnealingLR
+from megazero.throughput import peak_tflops
+from megazero.timers import Timers
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")
+
+ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
+ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT, so that the loop finishes its step and saves before it ends."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: Any) -> None:
+        self.received = signal.Signals(number).name
+
+
+@dataclass
+class Job:
+    """A training run in progress: what stays, and how far it has come."""
+
+    config: Config
+    groups: ParallelGroups
+    device: torch.device
+    tokenizer: Tokenizer
+    engine: Engine
+    forward_step: ForwardStep
+    timers: Timers
+    peak_tflops: float
+    iteration: int = 0
+    consumed_samples: int = 0
+    first_loss: float | None = None
+    last_report: StepReport | None = None
+    stopped: bool = False  # all ranks have agreed to end early
+    stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.config.global_batch_size(self.groups.data_parallel_size)
+
+
+def setup_distributed(config: Config) -> ParallelGroups:
+    """Joins the world, divides it into groups, and seeds the draws of the weights."""
+    comm.init_distributed(config.parallel.distributed_backend, config.parallel.distributed_timeout_s)
+    groups = mpu.initialize_model_parallel(config.parallel.model_parallel_size)
+    torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device
+    return groups
+
+
+def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:
+    """The model's configuration with the tokenizer's vocabulary size.
+
+    Raises:
+        ValueError: --vocab-size is smaller than that.
+    """
+    if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--vocab-size {model.vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer.vocab_size}: some tokens "
+            "would have no embedding. Drop --vocab-size; it follows from the tokenizer."
+        )
+    return replace(model, vocab_size=model.vocab_size or tokenizer.vocab_size)
+
+
+def build_job(
+    config: Config,
+    groups: ParallelGroups,
+    tokenizer: Tokenizer,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+) -> Job:
+    """The model, its engine and what else the loop needs, before anything is loaded."""
+    device, dtype = comm.local_device(), config.precision.dtype
+    model = model_provider(config.model, groups, device, dtype)
+    # Weights are equal on all ranks (same seed); dropout must differ between data-parallel ranks.
+    mpu.model_parallel_cuda_manual_seed(config.training.seed + 100_003 * groups.data_parallel_rank)
+    group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay)
+    engine = Engine(
+        model,
+        groups,
+        config.optimizer.factory(),
+        group_of,
+        group_settings,
+        loss_scaler=LossScaler.from_config(config.precision),
+        clip_grad=config.optimizer.clip_grad,
+        gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
+        lr_scheduler=lambda optimizer: AnnealingLR(optimizer, config.schedule, config.training.train_iters),
+    )
+    peak, source = (
+        (config.training.peak_tflops, "--peak-tflops") if config.training.peak_tflops else peak_tflops(device, dtype)
+    )
+    logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
+    return Job(config, groups, device, tokenizer, engine, forward_step, Timers(device), peak)
+
+
+def load(job: Job) -> None:
+    """Continues from --load, where there is a checkpoint.
+
+    Raises:
+        ValueError: it is damaged, of a model of another shape, or trained with another vocabulary.
+    """
+    flags, directory = job.config.checkpoint, job.config.checkpoint.load
+    if not directory:
+        return
+    tags = comm.all_gather_object(latest_tag(directory))
+    if len(set(tags)) > 1:
+        raise ValueError(
+            f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
+            "Every node must see the same directory."
+        )
+    if tags[0] is None:
+        logger.info("no checkpoint in %s yet: starting from scratch", directory)
+        return
+    path, client = comm.together(
+        lambda: job.engine.load_checkpoint(
+            directory,
+            tags[0],
+            load_optimizer_states=not flags.no_load_optim,
+            load_rng=not flags.no_load_rng,
+            load_module_only=flags.finetune,
+        )
+    )
+    if client.get("tokenizer_sha256") not in (None, job.tokenizer.sha256):
+        raise ValueError(
+            f"The checkpoint {path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., now "
+            f"{job.tokenizer.sha256[:12]}...). Give the --vocab-file/--merge-file or --tokenizer-path that it was trained with."
+        )
+    if not flags.finetune:
+        job.iteration, job.consumed_samples, job.first_loss = (
+            client["iteration"],
+            client["consumed_samples"],
+            client["first_loss"],
+        )
+    logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def save(job: Job) -> None:
+    """Saves a checkpoint from which the job continues exactly."""
+    flags = job.config.checkpoint
+    assert flags.save is not None
+    start = time.perf_counter()
+    client = {
+        "iteration": job.iteration,
+        "consumed_samples": job.consumed_samples,
+        "first_loss": job.first_loss,
+        "tokenizer_sha256": job.tokenizer.sha256,
+        "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
+        "model": asdict(job.config.model),
+        "seq_length": job.config.data.seq_length,
+    }
+    path = job.engine.save_checkpoint(
+        flags.save,
+        client_state=client,
+        save_optimizer=not flags.no_save_optim,
+        save_rng=not flags.no_save_rng,
+        keep_last=flags.keep_last,
+    )
+    logger.info("saved %s in %.1f s", path, time.perf_counter() - start)
+
+
+def batches(job: Job, dataset: Any, batch_size: int, consumed: int, batches_per_step: int = 1) -> Iterator | None:
+    """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
+    if job.groups.model_parallel_rank != 0:
+        return None
+    sampler = DataParallelBatchSampler(
+        total_samples=len(dataset),
+        consumed_samples=consumed,
+        micro_batch_size=batch_size,
+        data_parallel_rank=job.groups.data_parallel_rank,
+        data_parallel_size=job.groups.data_parallel_size,
+        micro_batches_per_step=batches_per_step,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=job.config.data.num_workers,
+        pin_memory=job.device.type == "cuda",
+        generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
+    )
+    return iter(loader)
+
+
+def eval_batch_size(config: Config) -> int:
+    """Sequences per evaluation micro-batch and data-parallel rank."""
+    return config.training.eval_batch_size or config.training.batch_size

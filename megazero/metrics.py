@@ -1,0 +1,144 @@
+"""What a person sees of a run: log lines, TensorBoard scalars, a metrics file, the loss plot and the final summary."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Averages over the iterations since the last log line."""
+
+    iteration: int
+    train_iters: int
+    step_s: float  # seconds per iteration
+    lr: float
+    loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped: int  # iterations skipped for overflow, in total
+    tokens_per_s: float
+    tflops: float  # model TFLOP/s of one rank
+    mfu: float  # of one rank's peak
+    phases_s: dict[str, float]  # seconds per iteration by phase
+
+    def line(self) -> str:
+        """Megatron-LM's log line, then throughput and what is left."""
+        left = timedelta(seconds=round(self.step_s * (self.train_iters - self.iteration)))
+        return (
+            f" iteration {self.iteration:8d}/{self.train_iters:8d} | elapsed time per iteration (ms): {self.step_s * 1e3:.1f} |"
+            f" learning rate {self.lr:.3E} | lm loss {self.loss:.6E} | loss scale {self.loss_scale:.1f} |"
+            f" grad norm {self.grad_norm:.3f} | skipped {self.skipped} | tokens/s {self.tokens_per_s:.0f} |"
+            f" TFLOP/s per rank {self.tflops:.3f} | MFU {100 * self.mfu:.1f}% | ETA {left} |"
+        )
+
+    def phases_line(self) -> str:
+        """Milliseconds per iteration by phase."""
+        return "time (ms)" + "".join(f" | {name}: {seconds * 1e3:.2f}" for name, seconds in self.phases_s.items())
+
+    def scalars(self) -> dict[str, float]:
+        """The report as flat numbers by name."""
+        names = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "tokens_per_s", "tflops", "mfu", "step_s")
+        return {**{name: getattr(self, name) for name in names}, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
+
+
+class MetricsWriter:
+    """Appends scalars to `metrics.jsonl` and TensorBoard; on every rank but the first it does nothing.
+
+    A resumed run drops the lines after its starting iteration, so that the file tells one story.
+
+    Args:
+        directory: holds metrics.jsonl and the plot; None writes nothing.
+        tensorboard_dir: holds the event files; None writes none.
+        start_iteration: what later lines of an earlier, lost run are cut off behind.
+    """
+
+    def __init__(self, directory: str | None, tensorboard_dir: str | None, start_iteration: int) -> None:
+        self.path = Path(directory) / "metrics.jsonl" if directory else None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in self.read() if line["iteration"] <= start_iteration] if start_iteration else []
+            aside = self.path.with_suffix(".tmp")
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            aside.replace(self.path)
+        self._board = None
+        if tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+
+            self._board = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1 if start_iteration else None)
+
+    def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+        """Records scalars of one iteration under a section ("train", "valid", "test")."""
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"iteration": iteration, "section": section, **scalars}) + "\n")
+        if self._board is not None:
+            for name, value in scalars.items():
+                self._board.add_scalar(f"{section}/{name}", value, iteration)
+            self._board.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The recorded lines, oldest first; a half-written last line of a killed run is left out."""
+        if self.path is None or not self.path.is_file():
+            return []
+        lines = []
+        for text in self.path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return lines
+
+    def close(self) -> None:
+        """Closes the event file."""
+        if self._board is not None:
+            self._board.close()
+
+
+def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
+    """Draws training and validation loss over iterations into a PNG; False without matplotlib, which it says."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        logger.warning("no loss plot: matplotlib is not installed (pip install 'megazero[data]')")
+        return False
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    lines = list(lines)
+    for section, style in (("train", {"linewidth": 1.2}), ("valid", {"marker": "o", "markersize": 4, "linewidth": 1})):
+        points = [(line["iteration"], line["loss"]) for line in lines if line["section"] == section]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=f"{section} loss", **style)
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)", title="GPT-2 pretraining")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.tight_layout()
+    aside = path.with_name(path.stem + ".tmp.png")
+    figure.savefig(aside)
+    aside.replace(path)
+    pyplot.close(figure)
+    return True
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), capped as Megatron-LM does so that an untrained model prints a number."""
+    return math.exp(min(20.0, loss))
+
+
+def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Two aligned columns under a title."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])

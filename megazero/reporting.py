@@ -1,0 +1,119 @@
+"""What a job says of itself: at its start, at every log interval, and at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.store import latest_tag
+from megazero.job import Job
+from megazero.metrics import MetricsWriter, StepReport, plot_losses, table
+from megazero.throughput import peak_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def metrics_writer(job: Job) -> MetricsWriter:
+    """Where this rank records its numbers: files on rank 0, nowhere on the others."""
+    if torch.distributed.get_rank() != 0:
+        return MetricsWriter(None, None, job.iteration)
+    save, flags = job.config.checkpoint.save, job.config.training
+    board = flags.tensorboard_dir or (str(Path(save) / "tensorboard") if save else None)
+    return MetricsWriter(save, None if flags.no_tensorboard else board, job.iteration)
+
+
+def describe_start(job: Job) -> str:
+    """A table of what is about to run."""
+    model, groups, training = job.config.model, job.groups, job.config.training
+    mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
+    held = ", ".join(f"{key} {value / 2**30:.3f}" for key, value in job.engine.memory().items())
+    size = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    batch = f"{job.global_batch_size} sequences x {job.config.data.seq_length} tokens"
+    rows = [
+        ("parameters", f"{model.num_parameters():,} ({size})"),
+        ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
+        ("batch", f"{batch}, by {training.batch_size} on each of {dp} data-parallel ranks, {steps} times"),
+        ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
+        ("held per rank (GiB)", f"{held} (moments come with the first step)"),
+    ]
+    return table("job", rows)
+
+
+def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: float) -> None:
+    """Logs and records the averages of the iterations since the last log line.
+
+    Args:
+        losses: of these iterations.
+        seconds: that they took.
+    """
+    flags, engine, steps = job.config.training, job.engine, len(losses)
+    step_s = seconds / steps
+    tokens = job.global_batch_size * job.config.data.seq_length
+    flops = tokens * job.config.model.flops_per_token(job.config.data.seq_length) / torch.distributed.get_world_size()
+    tflops = flops / step_s / 1e12
+    report = StepReport(
+        iteration=job.iteration,
+        train_iters=flags.train_iters,
+        step_s=step_s,
+        lr=engine.get_lr()[0],
+        loss=sum(losses) / steps,
+        loss_scale=engine.loss_scale(),
+        grad_norm=engine.get_global_grad_norm(),
+        skipped=engine.skipped_steps,
+        tokens_per_s=tokens / step_s,
+        tflops=tflops,
+        mfu=tflops / job.peak_tflops,
+        phases_s={name: s / steps for name, s in job.timers.read_and_reset().items()},
+    )
+    logger.info(report.line())
+    logger.info(report.phases_line())
+    if job.last_report is None:
+        logger.info(
+            "after %d iterations memory (MB) | peak: %.1f", job.iteration, peak_memory_bytes(job.device) / 2**20
+        )
+    memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
+    if torch.distributed.get_rank() == 0:
+        metrics.write(job.iteration, {**report.scalars(), **memory}, "train")
+    job.last_report = report
+
+
+def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
+    """The table that a run ends with.
+
+    Args:
+        peaks: peak memory of every rank, bytes.
+    """
+    lines, flags = metrics.read(), job.config
+    train = [line for line in lines if line["section"] == "train"]
+    valid = [line for line in lines if line["section"] == "valid"]
+    rows = [("iterations", f"{job.iteration} of {flags.training.train_iters}")]
+    if job.first_loss is not None and train:
+        rows.append(
+            ("training loss", f"{job.first_loss:.4f} at the first step -> {train[-1]['loss']:.4f} at the last log line")
+        )
+    if valid:
+        rows.append(("validation perplexity", f"{valid[-1]['perplexity']:.2f} (loss {valid[-1]['loss']:.4f})"))
+    if train:
+        speed = sorted(line["tokens_per_s"] for line in train)[len(train) // 2]
+        rows.append(("tokens/s", f"{speed:.0f} (median log line)"))
+        rows.append(
+            (
+                "model TFLOP/s per rank",
+                f"{train[-1]['tflops']:.3f} ({100 * train[-1]['mfu']:.1f}% of the device's peak)",
+            )
+        )
+    rows.append(("peak memory per rank (MB)", ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)))
+    save = flags.checkpoint.save
+    if save:
+        if not flags.training.no_tensorboard:
+            rows.append(("TensorBoard log", flags.training.tensorboard_dir or os.path.join(save, "tensorboard")))
+        plot = Path(save) / "loss.png"
+        if plot_losses(lines, plot):
+            rows.append(("loss plot", str(plot)))
+        if tag := latest_tag(save):
+            rows.append(("checkpoint", os.path.join(save, tag)))
+            rows.append(("generate text", f"LOAD={save} bash scripts/generate_text.sh"))
+    return table("summary", rows)

@@ -1,0 +1,188 @@
+"""The training loop: steps, evaluations, saving in between, and the end. A script brings the model and the loss."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megazero import comm
+from megazero.config import Config
+from megazero.data.build import build_datasets
+from megazero.data.tokenizer import Tokenizer
+from megazero.job import (
+    ForwardStep,
+    Job,
+    ModelProvider,
+    batches,
+    build_job,
+    eval_batch_size,
+    load,
+    save,
+    setup_distributed,
+    with_vocabulary,
+)
+from megazero.metrics import MetricsWriter, perplexity
+from megazero.reporting import describe_start, log_step, metrics_writer, summary
+from megazero.throughput import peak_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider, forward_step: ForwardStep) -> Job:
+    """Runs the job that `config` describes, from set-up to summary, and returns it.
+
+    Args:
+        tokenizer: of the data; its vocabulary size is the model's unless --vocab-size is larger.
+        model_provider: makes the model from its configuration, the groups, device and dtype.
+        forward_step: takes the job and an iterator of micro-batches (None on tensor-parallel ranks other than the first, which
+            get theirs by `mpu.broadcast_data`), and returns the mean loss of the next micro-batch.
+    """
+    groups = setup_distributed(config)
+    config = replace(config, model=with_vocabulary(config.model, tokenizer))
+    flags, global_batch = config.training, config.global_batch_size(groups.data_parallel_size)
+    eval_samples = flags.eval_iters * eval_batch_size(config) * groups.data_parallel_size
+    train, valid, test = build_datasets(
+        config.data,
+        tokenizer,
+        (flags.train_iters * global_batch, eval_samples, eval_samples),
+        flags.seed,
+        rank=torch.distributed.get_rank(),
+        barrier=comm.barrier,
+    )
+    job = build_job(config, groups, tokenizer, model_provider, forward_step)
+    load(job)
+    metrics = metrics_writer(job)
+    logger.info("%s", config.describe())
+    logger.info("%s", describe_start(job))
+    if train is None and job.iteration < flags.train_iters:
+        raise ValueError("The training split is empty: give --train-data, and a first share above 0 in --split.")
+    if job.iteration < flags.train_iters:
+        _train(job, metrics, train, valid)
+    else:
+        logger.info("nothing to train: iteration %d of --train-iters %d is reached", job.iteration, flags.train_iters)
+    if not job.stopped and job.iteration >= flags.train_iters:
+        for section, dataset in (("valid", valid), ("test", test)):
+            evaluate_and_log(job, metrics, dataset, section, "the end of training")
+    _finish(job, metrics)
+    return job
+
+
+def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
+    flags, config = job.config.training, job.config
+    iterator = batches(job, train, flags.batch_size, job.consumed_samples, job.engine.gradient_accumulation_steps())
+    job.engine.train()
+    interval: list[float] = []
+    saved_at, start = job.iteration, time.perf_counter()
+    while job.iteration < flags.train_iters and not job.stopped:
+        loss, stop = train_step(job, iterator)
+        interval.append(loss)
+        if job.iteration % flags.log_interval == 0:
+            log_step(job, metrics, interval, time.perf_counter() - start)
+            interval, start = [], time.perf_counter()
+        if valid is not None and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
+            begin = time.perf_counter()
+            evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
+            start += time.perf_counter() - begin  # the step times that are logged are of training alone
+        if config.checkpoint.save and job.iteration % config.checkpoint.save_interval == 0:
+            begin = time.perf_counter()
+            save(job)
+            saved_at, start = job.iteration, start + time.perf_counter() - begin
+        if stop or (flags.exit_interval and job.iteration % flags.exit_interval == 0):
+            job.stopped = True
+            logger.info(
+                "stopping after iteration %d: %s", job.iteration, stop or f"--exit-interval {flags.exit_interval}"
+            )
+    if config.checkpoint.save and saved_at != job.iteration:
+        save(job)
+
+
+def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
+    """One optimizer step.
+
+    Returns:
+        The loss averaged over micro-batches and data-parallel ranks, and the reason to stop now that any rank has, if any.
+
+    Raises:
+        FloatingPointError: the loss of some rank is not finite; on every rank, naming that one and its samples.
+    """
+    engine, timers = job.engine, job.timers
+    steps = engine.gradient_accumulation_steps()
+    total = torch.zeros((), device=job.device)
+    for _ in range(steps):
+        with timers("forward"):
+            loss = job.forward_step(job, iterator)
+        with timers("backward"):
+            total += engine.backward(loss)
+        if engine.is_gradient_accumulation_boundary():
+            timers.add("allreduce", engine.exposed_reduce_s)
+            engine.exposed_reduce_s = 0.0
+        with timers("optimizer"):
+            engine.step()
+    # One collective tells every rank the mean loss, and whether any rank was asked to stop or has lost its numbers.
+    finite = torch.isfinite(total)
+    report = torch.stack(
+        [torch.where(finite, total, 0.0), (~finite).float(), total.new_tensor(float(job.stop.received is not None))]
+    )
+    mean, broken, stops = comm.all_reduce(report, comm.world()).tolist()
+    if broken:
+        _raise_not_finite(job, float(total))
+    job.iteration += 1
+    job.consumed_samples += job.global_batch_size
+    loss_value = mean / torch.distributed.get_world_size()
+    job.first_loss = loss_value if job.first_loss is None else job.first_loss
+    return loss_value, (job.stop.received or "another rank was signalled") if stops else None
+
+
+def _raise_not_finite(job: Job, loss: float) -> None:
+    rank, size = job.groups.data_parallel_rank, job.global_batch_size // job.groups.data_parallel_size
+    first = job.consumed_samples + rank * size
+    samples = f"samples {first} to {first + size - 1} of the shuffled training data"
+    mine = f"rank {torch.distributed.get_rank()}: loss {loss}, {samples}"
+    bad = [text for text in comm.all_gather_object(None if math.isfinite(loss) else mine) if text]
+    raise FloatingPointError(
+        f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights were not updated. "
+        "Lower --lr, raise --warmup, or look at these samples; the last checkpoint is good."
+    )
+
+
+def evaluate(job: Job, dataset: Any) -> float:
+    """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare."""
+    engine, flags = job.engine, job.config.training
+    iterator = batches(job, dataset, eval_batch_size(job.config), 0)
+    engine.eval()
+    total = torch.zeros((), device=job.device)
+    with torch.no_grad():
+        for _ in range(flags.eval_iters):
+            total += job.forward_step(job, iterator)
+    engine.train()
+    job.timers.read_and_reset()  # an evaluation's phases are not a training step's
+    return float(comm.all_reduce(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
+
+
+def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> None:
+    """Evaluates and logs Megatron-LM's validation line; nothing without data or with --eval-iters 0."""
+    if dataset is None or job.config.training.eval_iters == 0:
+        return
+    loss = evaluate(job, dataset)
+    name = "validation" if section == "valid" else section
+    line = f" {name} loss at {where} | LM loss: {loss:.6E} | LM PPL: {perplexity(loss):.6E}"
+    logger.info("-" * len(line))
+    logger.info(line)
+    logger.info("-" * len(line))
+    if torch.distributed.get_rank() == 0:
+        metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
+
+
+def _finish(job: Job, metrics: MetricsWriter) -> None:
+    peaks = comm.all_gather_object(peak_memory_bytes(job.device))
+    if torch.distributed.get_rank() == 0:
+        logger.info("%s", summary(job, metrics, peaks))
+    metrics.close()
+    comm.barrier()
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Pretrains GPT-2. `python pretrain_gpt2.py --help` lists the flags; scripts/pretrain_gpt2.sh is the way to start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megazero import mpu
+from megazero.arguments import load_config
+from megazero.data.build import build_tokenizer_from
+from megazero.job import Job
+from megazero.logging import exit_on_all_ranks, setup_logging
+from megazero.model.config import GPT2Config
+from megazero.model.documents import document_positions
+from megazero.model.gpt2 import GPT2Model
+from megazero.mpu.groups import ParallelGroups
+from megazero.throughput import keep_freed_memory
+from megazero.training import pretrain
+
+
+def make_model(config: GPT2Config, groups: ParallelGroups, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """GPT-2 on `device`, split over the tensor-parallel group."""
+    return GPT2Model(config, group=groups.model, device=device, dtype=dtype)
+
+
+def get_batch(iterator: Iterator[dict[str, Tensor]] | None, job: Job) -> tuple[Tensor, Tensor]:
+    """The next micro-batch: inputs and targets [b, s] int64, the same on every tensor-parallel rank."""
+    data = None
+    if iterator is not None:
+        with job.timers("data loader"):
+            data = next(iterator)
+    text = mpu.broadcast_data(["text"], data, torch.int64, group=job.groups.model, device=job.device)[
+        "text"
+    ]  # [b, s + 1]
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tensor:
+    """The mean loss of the next micro-batch. What follows an end-of-text token cannot be predicted and does not count."""
+    with job.timers("batch generator"):
+        tokens, targets = get_batch(iterator, job)
+    flags, eod = job.config.training, job.tokenizer.eod
+    position_ids = document_ids = None
+    if flags.reset_position_ids or flags.reset_attention_mask:
+        positions, documents = document_positions(tokens, eod)
+        position_ids = positions if flags.reset_position_ids else None
+        document_ids = documents if flags.reset_attention_mask else None
+    losses = job.engine(tokens, position_ids=position_ids, document_ids=document_ids, targets=targets)  # [b, s] fp32
+    counts = (tokens != eod).float()
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+def main() -> None:
+    """Checks the command line, then trains."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    setup_logging(rank)
+    try:
+        config = load_config()
+        config.check_world(world_size)
+    except ValueError as error:
+        exit_on_all_ranks(error)
+    keep_freed_memory()
+    try:
+        pretrain(config, build_tokenizer_from(config.data), make_model, forward_step)
+    except (ValueError, OSError, FloatingPointError) as error:  # wrong input; anything else keeps its traceback
+        sys.exit(f"error (rank {rank}): {error}")
+
+
+if __name__ == "__main__":
+    main()

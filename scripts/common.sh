@@ -1,0 +1,99 @@
+# Shared by the scripts beside it (source it): finds or makes a Python environment, prepares data, starts torchrun
+# (megazero.launch is torchrun with readable error messages).
+# Variables that matter to every script, with their defaults:
+#   PYTHON          the interpreter; without it .venv/ of the repository, else python3 if it has the packages, else a new .venv/
+#   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes, or RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$REPO"
+CORES=$(getconf _NPROCESSORS_ONLN)
+
+# has_packages PYTHON MODULE...: whether the interpreter finds all modules (without importing them, which takes seconds)
+has_packages() {
+  local python=$1
+  shift
+  "$python" -c 'import sys, importlib.util as u; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))' "$@" 2>/dev/null
+}
+
+# use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules, installing the extra into .venv/ if need be
+use_python() {
+  local extra=$1 candidate
+  shift
+  if [ -n "${PYTHON:-}" ]; then
+    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON lacks some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    return
+  fi
+  for candidate in .venv/bin/python python3; do
+    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@"; then
+      PYTHON=$candidate
+      return
+    fi
+  done
+  echo "no Python environment with the needed packages yet: making .venv (a minute or two)"
+  [ -x .venv/bin/python ] || python3 -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extra]"
+  PYTHON=.venv/bin/python
+}
+
+JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm matplotlib tokenizers)
+
+# launch SCRIPT ARG...: torchrun on this node; a signal reaches the ranks, which finish their step, save and exit 0
+launch() {
+  local gpus where=()
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  NPROC=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( CORES / NPROC > 0 ? CORES / NPROC : 1 ))}
+  if [ -n "${RDZV_ENDPOINT:-}" ]; then
+    where=(--nnodes "${NNODES:-1}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-megazero}")
+  elif [ "${NNODES:-1}" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then
+    where=(--nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+    [ "${NODE_RANK:-0}" -ne 0 ] || check_port "${MASTER_PORT:-29500}"
+  else
+    where=(--standalone)
+  fi
+  # In a session of its own, torchrun gets neither the terminal's Ctrl-C nor the batch system's signal, which it would answer
+  # by killing its ranks after 30 seconds; the ranks get it from here.
+  $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --nproc-per-node "$NPROC" "$@" &
+  local torchrun=$! status=0
+  trap 'pkill -TERM -P '"$torchrun"' || true' TERM INT HUP
+  while :; do
+    wait "$torchrun" && status=0 || status=$?
+    kill -0 "$torchrun" 2>/dev/null || break  # a signal ends `wait`, not torchrun
+  done
+  trap - TERM INT HUP
+  return "$status"
+}
+
+# check_port PORT: one clear line instead of torchrun's traceback
+check_port() {
+  "$PYTHON" - "$1" <<'PYTHON'
+import socket, sys
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("", int(sys.argv[1])))
+    except OSError as error:
+        sys.exit(f"error: MASTER_PORT={sys.argv[1]} cannot be used on this host ({error}). Choose a free one, or unset it on a single node.")
+PYTHON
+}
+
+# prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, made on this machine once
+prepare_sample_data() {
+  local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-8192}
+  [ -f "$dir/corpus.jsonl" ] || "$PYTHON" data_tools/make_sample_corpus.py --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
+  [ -f "$dir/spm.model" ] || "$PYTHON" data_tools/train_tokenizer.py --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
+  TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$dir/spm.model")
+  [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" data_tools/preprocess_data.py --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
+    --append-eod --workers "$CORES" "${TOKENIZER_ARGS[@]}"
+  TRAIN_DATA=$dir/sample_text_document
+}
+
+# tokenizer_args: TOKENIZER_ARGS from TOKENIZER_TYPE, TOKENIZER_PATH, VOCAB_FILE and MERGE_FILE, those that are set
+tokenizer_args() {
+  TOKENIZER_ARGS=(--tokenizer-type "${TOKENIZER_TYPE:-GPT2BPETokenizer}")
+  [ -z "${TOKENIZER_PATH:-}" ] || TOKENIZER_ARGS+=(--tokenizer-path "$TOKENIZER_PATH")
+  [ -z "${VOCAB_FILE:-}" ] || TOKENIZER_ARGS+=(--vocab-file "$VOCAB_FILE")
+  [ -z "${MERGE_FILE:-}" ] || TOKENIZER_ARGS+=(--merge-file "$MERGE_FILE")
+}

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Pretrains GPT-2 345M on webtext by data parallelism: every GPU of this node, and of others by NNODES, NODE_RANK, MASTER_ADDR.
+#   TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
+#   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=6000 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
+source "$(dirname "$0")/common.sh"
+use_python data "${JOB_PACKAGES[@]}"
+tokenizer_args
+
+SAVE=${SAVE:-checkpoints/gpt2_345m}
+MODEL_ARGS=(
+  --num-layers "${NUM_LAYERS:-24}" --hidden-size "${HIDDEN_SIZE:-1024}" --num-attention-heads "${NUM_HEADS:-16}"
+  --seq-length "${SEQ_LENGTH:-1024}" --max-position-embeddings "${SEQ_LENGTH:-1024}" --checkpoint-activations
+)
+DATA_ARGS=(--train-data ${TRAIN_DATA:-webtext} --split "${SPLIT:-949,50,1}" "${TOKENIZER_ARGS[@]}")
+TRAIN_ARGS=(
+  --model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" --batch-size "${BATCH_SIZE:-8}" --train-iters "${TRAIN_ITERS:-320000}"
+  --lr "${LR:-1.5e-4}" --lr-decay-style cosine --warmup .01 --weight-decay 1e-2 --clip-grad 1.0 "${PRECISION:---fp16}"
+)
+CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-5000}")
+
+launch pretrain_gpt2.py "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Passes the tests: style, types, then pytest. Arguments go to pytest: `bash scripts/test.sh -m slow`, `... tests/mpu -x`.
+source "$(dirname "$0")/common.sh"
+use_python test "${JOB_PACKAGES[@]}" pytest pytest_timeout hypothesis mypy ruff transformers
+
+if [ $# -eq 0 ]; then
+  "$PYTHON" -m ruff check .
+  "$PYTHON" -m ruff format --check .
+  "$PYTHON" -m mypy
+fi
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "$@"

@@ -1,0 +1,260 @@
+"""From flags to datasets: splits, separate files, blends, JSON, checks of the tokenizer, and many ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megazero.data.blend import BlendedDataset
+from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.tokenizer import build_tokenizer
+from tests.ranks import run_ranks
+from tests.vocabularies import make_texts, write_jsonl
+
+
+@pytest.fixture
+def corpora(tmp_path, tokenizer):
+    """a and b: tokenized corpora of 100 and 40 documents; their text beside them."""
+    for name, count in (("a", 100), ("b", 40)):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", make_texts(count, seed=count))
+        tokenize_json([path], tmp_path / f"{name}_text_document", tokenizer, options=TokenizeOptions(1, progress=False))
+    return tmp_path
+
+
+def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, barrier=lambda: None, **flags):
+    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, barrier)
+
+
+def texts(dataset):
+    return [dataset[i]["text"].tolist() for i in range(len(dataset))]
+
+
+def test_three_parts_of_one_corpus(corpora, tokenizer):
+    train, valid, test = build(tokenizer, train_data=[str(corpora / "a")], split="80,15,5")
+    assert [len(d) >= n for d, n in zip((train, valid, test), (30, 10, 5), strict=True)] == [True] * 3
+    assert [sorted(set(d.index.doc_idx.tolist())) for d in (train, valid, test)] == [
+        list(range(80)),
+        list(range(80, 95)),
+        list(range(95, 100)),
+    ]
+    assert all(len(text) == 9 for text in texts(train))
+    assert (corpora / "cache").is_dir()
+
+
+def test_cache_folder_can_be_chosen(corpora, tokenizer):
+    build(tokenizer, train_data=[str(corpora / "a")], split="1", data_cache_path=str(corpora / "elsewhere"))
+    assert list((corpora / "elsewhere").glob("gpt2-train-*")) and not (corpora / "cache").exists()
+
+
+def test_zero_weight_no_samples_and_no_data_are_none(corpora, tokenizer):
+    train, valid, test = build(tokenizer, train_data=[str(corpora / "a")], split="90,0,10", num_samples=(5, 5, 0))
+    assert train is not None and valid is None and test is None
+    assert build(tokenizer) == (None, None, None)
+
+
+@pytest.mark.parametrize("split, part", [("1000,1,1", "valid"), ("1000,100,1", "test")])
+def test_empty_part_names_the_flag(corpora, tokenizer, split, part):
+    with pytest.raises(
+        ValueError, match=f"--split {split} leaves no {part} data of .*a_text_document: it has 100 documents"
+    ):
+        build(tokenizer, train_data=[str(corpora / "a")], split=split)
+
+
+def test_files_of_their_own_beat_the_split(corpora, tokenizer):
+    train, valid, test = build(
+        tokenizer,
+        train_data=[str(corpora / "a")],
+        valid_data=[str(corpora / "b")],
+        split="60,39,1",
+        num_samples=(30, 90, 1),
+    )
+    assert (
+        sorted(set(valid.index.doc_idx.tolist())) == list(range(40)) and valid.indexed.prefix.name == "b_text_document"
+    )
+    assert set(train.index.doc_idx.tolist()) == set(range(98)), "60 of 61 parts of 100 documents"
+    assert set(test.index.doc_idx.tolist()) == {98, 99}
+    train, valid, test = build(tokenizer, valid_data=[str(corpora / "b")], split="0,1,0")
+    assert (train, test) == (None, None) and len(valid) >= 10
+
+
+def test_blend_by_weights_and_by_size(corpora, tokenizer):
+    a, b = str(corpora / "a"), str(corpora / "b")
+    train, valid, _ = build(tokenizer, train_data=["1", a, "3", b], split="8,2", num_samples=(40, 8, 0))
+    assert isinstance(train, BlendedDataset) and train.order.counts == [10, 30] and valid.order.counts == [2, 6]
+    assert len(train) == 40 and len(texts(train)) == 40
+    train, _, _ = build(tokenizer, train_data=[a, b], split="1", num_samples=(70, 0, 0))
+    sizes = [d.tokens_per_epoch for d in train.datasets]
+    assert train.order.counts[0] == round(70 * sizes[0] / sum(sizes)), "each corpus gives its share of all tokens"
+
+
+def test_json_equals_its_preprocessed_files(corpora, tokenizer):
+    ready = build(tokenizer, train_data=[str(corpora / "a")], split="80,15,5")
+    loose = build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="80,15,5")
+    for one, other in zip(ready, loose, strict=True):
+        assert texts(one) == texts(other)
+    (made,) = (corpora / "cache").glob("a-*_text_document.bin")
+    stamp = made.stat().st_mtime_ns
+    build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="80,15,5", seed=2)
+    assert made.stat().st_mtime_ns == stamp, "tokenized at the first use only"
+    write_jsonl(corpora / "a.jsonl", make_texts(50))
+    changed, _, _ = build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1")
+    assert len(changed.indexed) == 50 and len(list((corpora / "cache").glob("a-*.bin"))) == 2
+
+
+def test_json_is_kept_for_each_tokenizer(corpora, tokenizer, spm_file):
+    other = build_tokenizer("SentencePieceTokenizer", model_file=spm_file)
+    for one in (tokenizer, other, tokenizer):
+        train, _, _ = build(one, train_data=[str(corpora / "a.jsonl")], split="1")
+        assert train.indexed.get(0).tolist() == [*one.encode(make_texts(100, seed=100)[0]), one.eod]
+    assert len(list((corpora / "cache").glob("a-*.bin"))) == 2
+
+
+def test_json_with_another_key(corpora, tokenizer):
+    train, _, _ = build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1", text_key="url")
+    assert train.indexed.get(3).tolist() == [*tokenizer.encode("u3"), tokenizer.eod]
+    with pytest.raises(ValueError, match="under the key 'body'.*--text-key"):
+        build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1", text_key="body")
+
+
+def test_webtext_by_name(corpora, tokenizer, monkeypatch):
+    monkeypatch.chdir(corpora)
+    os.makedirs("data/webtext")
+    shutil.copy("a.jsonl", "data/webtext/data.json")
+    train, _, _ = build(tokenizer, train_data=["webtext"], split="1")
+    assert len(train.indexed) == 100
+
+
+def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_file):
+    other = build_tokenizer("SentencePieceTokenizer", model_file=spm_file)
+    with pytest.raises(
+        ValueError, match="tokenized with GPT2BPETokenizer \\(.*sha256 .*uses SentencePieceTokenizer \\("
+    ):
+        build(other, train_data=[str(corpora / "a")], split="1")
+
+
+def test_megatrons_own_files_get_a_warning_and_their_ids_are_checked(corpora, tokenizer, caplog):
+    for path in corpora.glob("a_text_document.json"):
+        path.unlink()
+    with caplog.at_level(logging.WARNING, "megazero"):
+        train, valid, _ = build(tokenizer, train_data=[str(corpora / "a")], split="8,2")
+    assert caplog.text.count("does not record its tokenizer (no a_text_document.json)") == 1
+    caplog.clear()
+    build(tokenizer, train_data=[str(corpora / "a")], split="8,2", rank=1)
+    assert caplog.text == "", "one rank warns"
+
+
+@pytest.mark.parametrize(
+    "tokens, dtype", [([3, 9, 399], np.uint16), ([3, 400], np.uint16), ([3, 70_000], np.int32), ([-1, 3], np.int32)]
+)
+def test_ids_beyond_the_vocabulary_are_refused_on_every_start(tmp_path, tokenizer, tokens, dtype):
+    with IndexedDatasetWriter(tmp_path / "m", dtype) as writer:
+        writer.add_document(tokens * 10)
+    assert tokenizer.vocab_size == 400
+    for _ in range(2):
+        if min(tokens) >= 0 and max(tokens) < 400:
+            build(tokenizer, train_data=[str(tmp_path / "m")], split="1")
+        else:
+            message = f"m.bin holds token ids from {min(tokens)} to {max(tokens)}, but GPT2BPETokenizer has 400 entries"
+            with pytest.raises(ValueError, match=message):
+                build(tokenizer, train_data=[str(tmp_path / "m")], split="1")
+    assert len(list((tmp_path / "cache").glob("ids-m-*.json"))) == 1, "the tokens were read once"
+
+
+def test_ids_are_looked_at_again_when_the_tokens_change(tmp_path, tokenizer):
+    for last in (5, 5000):
+        with IndexedDatasetWriter(tmp_path / "m", np.uint16) as writer:
+            writer.add_document([1, 2, last] * 10)
+        if last == 5:
+            build(tokenizer, train_data=[str(tmp_path / "m")], split="1")
+    with pytest.raises(ValueError, match="holds token ids from 1 to 5000"):
+        build(tokenizer, train_data=[str(tmp_path / "m")], split="1")
+
+
+def test_record_of_other_files_is_noticed(corpora, tokenizer):
+    with IndexedDatasetWriter(corpora / "a_text_document", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    with pytest.raises(
+        ValueError, match="a_text_document.json records .* tokens, .*a_text_document.idx 3: one of them was replaced"
+    ):
+        build(tokenizer, train_data=[str(corpora / "a")], split="1")
+    record = json.loads((corpora / "b_text_document.json").read_text())
+    del record["eod"]
+    (corpora / "b_text_document.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="b_text_document.json lacks an entry .*eod"):
+        build(tokenizer, train_data=[str(corpora / "b")], split="1")
+
+
+def test_unwritable_cache_names_the_flag(corpora, tokenizer):
+    (corpora / "cache").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="--data-cache-path"):
+        build(tokenizer, train_data=[str(corpora / "a")], split="1")
+    build(tokenizer, train_data=[str(corpora / "a")], split="1", data_cache_path=str(corpora / "other"))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [({"split": "a"}, "--split"), ({"seq_length": 0}, "--seq-length"), ({"num_workers": -1}, "--num-workers")],
+)
+def test_bad_values_name_their_flag(flags, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**flags)
+
+
+def test_tokenizer_from_flags(gpt2_folder):
+    vocab, merges = str(gpt2_folder / "vocab.json"), str(gpt2_folder / "merges.txt")
+    by_files, by_folder = DataConfig(vocab_file=vocab, merge_file=merges), DataConfig(tokenizer_path=str(gpt2_folder))
+    assert build_tokenizer_from(by_files).sha256 == build_tokenizer_from(by_folder).sha256
+
+
+def build_on_a_rank(vocabulary, data, caches, shared):
+    """What one rank sees, and whether it had to build: with a cache of its own it does, and gets the same samples."""
+    rank, messages = dist.get_rank(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megazero").addHandler(handler)
+    logging.getLogger("megazero").setLevel(logging.INFO)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    train, valid, _ = build(
+        tokenizer,
+        train_data=data,
+        split="8,2",
+        data_cache_path=caches if shared else f"{caches}-{rank}",
+        num_samples=(100, 20, 0),
+        rank=rank,
+        barrier=dist.barrier,
+    )
+    missing = sum("is it not shared" in message for message in messages)
+    return texts(train) + texts(valid), any(message.startswith("built") for message in messages), missing
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["indexed", "json"])
+def test_ranks_agree_and_rank_0_builds_for_all(corpora, gpt2_folder, shared, kind):
+    data = ["2", str(corpora / "a"), "1", str(corpora / "b")] if kind == "indexed" else [str(corpora / "a.jsonl")]
+    results = run_ranks(3, build_on_a_rank, str(gpt2_folder), data, str(corpora / "cache"), shared)
+    samples, built, missing = zip(*results, strict=True)
+    assert samples[0] == samples[1] == samples[2] and len(samples[0]) >= 120
+    assert built == ((True, False, False) if shared else (True, True, True))
+    assert missing == ((0, 0, 0) if shared else (0, 1, 1)), "said once"
+
+
+def fail_on_a_rank(vocabulary):
+    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    try:
+        build(tokenizer, train_data=["/absent"], rank=dist.get_rank(), barrier=dist.barrier)
+    except FileNotFoundError as error:
+        return str(error)
+    return None
+
+
+def test_an_error_on_rank_0_reaches_every_rank_instead_of_a_hang(gpt2_folder):
+    messages = run_ranks(2, fail_on_a_rank, str(gpt2_folder), timeout_s=30)
+    assert messages[0] == messages[1] and "/absent" in messages[0]

@@ -1,0 +1,96 @@
+"""The cache of arrays: whole entries only, many writers at once, damage and unwritable folders are clear errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from megazero.data.cache import ArrayCache, key_of
+
+DESCRIPTION = {"kind": "k", "name": "n", "seed": 1}
+
+
+def arrays():
+    return {"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 3))}
+
+
+def test_entry_is_stored_with_its_description(tmp_path):
+    found = ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
+    assert found["a"].tolist() == [0, 1, 2, 3, 4] and found["b"].shape == (2, 3) and not found["a"].flags.writeable
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert len(names) == 3 and all(name.startswith("k-n-") for name in names), "nothing is left of writing aside"
+    (record,) = tmp_path.glob("*.json")
+    assert json.loads(record.read_text())["description"] == {**DESCRIPTION, "format": 1}
+
+
+def test_built_once(tmp_path):
+    cache = ArrayCache(tmp_path)
+    cache.load_or_build(DESCRIPTION, arrays)
+    cache.load_or_build(dict(reversed(DESCRIPTION.items())), lambda: pytest.fail("built again"))
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 1, "b": 3})
+
+
+def test_without_the_description_an_entry_is_not_finished(tmp_path):
+    cache = ArrayCache(tmp_path)
+    cache.load_or_build(DESCRIPTION, arrays)
+    (record,) = tmp_path.glob("*.json")
+    record.unlink()
+    built = []
+    cache.load_or_build(DESCRIPTION, lambda: built.append(1) or arrays())
+    assert built
+
+
+def build_slowly(folder, barrier, results):
+    barrier.wait()
+    results.put(ArrayCache(folder).load_or_build(DESCRIPTION, lambda: {"a": np.arange(300_000)})["a"].sum())
+
+
+def test_many_processes_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(6), context.Queue()
+    processes = [context.Process(target=build_slowly, args=(tmp_path / "new", barrier, results)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    assert {results.get(timeout=60) for _ in processes} == {300_000 * 299_999 // 2}
+    for process in processes:
+        process.join()
+    assert len(list((tmp_path / "new").iterdir())) == 2
+
+
+@pytest.mark.parametrize("ending", ["*.json", "*-a.npy"])
+@pytest.mark.parametrize("damage", ["cut", "pickle", "gone", "foreign"])
+def test_damaged_entry_says_what_to_delete(tmp_path, ending, damage):
+    cache = ArrayCache(tmp_path)
+    cache.load_or_build(DESCRIPTION, arrays)
+    (path,) = tmp_path.glob(ending)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif damage == "pickle":
+        np.save(path.with_suffix(""), np.array([{}], dtype=object), allow_pickle=True)
+        path.with_suffix(".npy").replace(path)
+    elif damage == "foreign":
+        path.write_text(json.dumps({"description": {}, "arrays": []}))
+    elif ending == "*.json":
+        return  # without the record there is no entry
+    else:
+        path.unlink()
+    with pytest.raises(ValueError, match="is damaged .*Delete .*k-n-"):
+        cache.load_or_build(DESCRIPTION, arrays)
+
+
+def test_unwritable_folder_names_the_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write the index cache .*--data-cache-path"):
+        ArrayCache(tmp_path / "file" / "cache").load_or_build(DESCRIPTION, arrays)
+
+
+def test_a_rank_that_misses_what_rank_0_stored_says_so_once(tmp_path, caplog):
+    cache = ArrayCache(tmp_path, is_expected=True)
+    with caplog.at_level(logging.WARNING, "megazero"):
+        cache.load_or_build(DESCRIPTION, arrays)
+        cache.load_or_build({**DESCRIPTION, "seed": 2}, arrays)
+    assert caplog.text.count("is it not shared between the machines?") == 1

@@ -1,0 +1,112 @@
+"""What a value of --train-data stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.data.corpora import Corpus, find_corpora, is_json
+from megazero.data.sidecar import Sidecar, write_sidecar
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "plain.bin",
+        "plain.idx",
+        "c_text_document.bin",
+        "c_text_document.idx",
+        "v1.5.idx",
+        "loose.jsonl",
+        "l.json.gz",
+        "t.txt",
+    ):
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "entry, path, is_indexed",
+    [
+        ("plain", "plain", True),
+        ("plain.bin", "plain", True),
+        ("plain.idx", "plain", True),
+        ("c", "c_text_document", True),
+        ("c_text_document", "c_text_document", True),
+        ("v1.5", "v1.5", True),
+        ("loose.jsonl", "loose.jsonl", False),
+        ("l.json.gz", "l.json.gz", False),
+    ],
+)
+def test_entries(folder, entry, path, is_indexed):
+    assert find_corpora([entry]) == [Corpus(Path(path), is_indexed)]
+
+
+def test_record_of_an_indexed_corpus_stands_for_the_corpus(folder):
+    write_sidecar("plain", Sidecar("t", "s", 1, 0, 0, 0))
+    assert find_corpora(["plain.json"]) == [Corpus(Path("plain"), True)]
+    (folder / "c_text_document.json").write_text('{"text": "a corpus of its own"}\n')
+    assert find_corpora(["c_text_document.json"]) == [Corpus(Path("c_text_document.json"), False)]
+
+
+def test_weights(folder):
+    assert find_corpora(["0.3", "plain", "7e-1", "c"]) == [
+        Corpus(Path("plain"), True, 0.3),
+        Corpus(Path("c_text_document"), True, 0.7),
+    ]
+    assert [c.weight for c in find_corpora(["plain", "c"])] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "entries", [["0.3", "plain", "c"], ["plain", "0.3"], ["0.3", "0.7"], ["plain", "c", "0.3", "plain"], ["3"]]
+)
+def test_weights_for_some_corpora_only_are_refused(folder, entries):
+    with pytest.raises(ValueError, match="--valid-data .*: give a weight before every corpus .* or none at all"):
+        find_corpora(entries, "--valid-data")
+
+
+@pytest.mark.parametrize("weight", ["0", "-1"])
+def test_weights_that_are_not_positive_are_refused(folder, weight):
+    with pytest.raises(ValueError, match="the weight .* of c is not a positive number"):
+        find_corpora(["1", "plain", weight, "c"])
+
+
+def test_number_as_a_file_name(folder):
+    (folder / "7.idx").write_bytes(b"")
+    assert find_corpora(["./7"]) == [Corpus(Path("7"), True)]
+
+
+def test_webtext_and_wikipedia(folder):
+    with pytest.raises(
+        FileNotFoundError, match="neither data/webtext/\\*.bin nor data/webtext/data.json below .*ln -s"
+    ):
+        find_corpora(["webtext"])
+    (folder / "data/webtext").mkdir(parents=True)
+    (folder / "data/wikipedia").mkdir(parents=True)
+    (folder / "data/webtext/data.json").write_text("")
+    (folder / "data/wikipedia/wikidump_lines.json").write_text("")
+    assert find_corpora(["webtext"]) == [Corpus(Path("data/webtext/data.json"), False)]
+    assert find_corpora(["wikipedia"]) == [Corpus(Path("data/wikipedia/wikidump_lines.json"), False)]
+    for name in ("b.bin", "a.v2.bin"):
+        (folder / "data/webtext" / name).write_bytes(b"")
+    assert find_corpora(["0.5", "webtext", "0.5", "plain"]) == [
+        Corpus(Path("data/webtext/a.v2"), True, 0.25),
+        Corpus(Path("data/webtext/b"), True, 0.25),
+        Corpus(Path("plain"), True, 0.5),
+    ]
+
+
+def test_missing_and_foreign_files(folder):
+    with pytest.raises(
+        FileNotFoundError, match="--train-data nothing: found no nothing.idx, no nothing_text_document.idx"
+    ):
+        find_corpora(["nothing"])
+    with pytest.raises(ValueError, match="t.txt is neither an indexed corpus .* nor loose JSON"):
+        find_corpora(["t.txt"])
+
+
+def test_names_of_json():
+    names = ("a.json", "a.jsonl", "a.ndjson", "a.json.gz", "a.jsonl.xz", "a.jsonl.zst", "a.txt", "a.gz", "json")
+    assert [is_json(Path(name)) for name in names] == [True] * 6 + [False] * 3

@@ -1,0 +1,121 @@
+"""Files that are whole or absent, one writer at a time, and fingerprints that notice changes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import io
+import lzma
+import multiprocessing
+import os
+import signal
+import sys
+import types
+
+import pytest
+
+from megazero.data.files import append_suffix, fingerprint, locked, open_bytes, written_aside
+
+
+def test_suffix_is_added_not_replaced():
+    assert str(append_suffix("a/corpus.v2", ".bin")) == "a/corpus.v2.bin"
+
+
+def test_written_aside_is_whole_or_absent(tmp_path):
+    path = tmp_path / "f"
+    with written_aside(path) as file:
+        file.write(b"old")
+        assert not path.exists()
+    with pytest.raises(ZeroDivisionError):
+        with written_aside(path) as file:
+            file.write(b"new, half")
+            raise ZeroDivisionError
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+
+
+def add_one(folder, barrier):
+    barrier.wait()
+    for _ in range(20):
+        with locked(folder / "lock"):
+            count = int((folder / "count").read_text())
+            (folder / "count").write_text(str(count + 1))
+
+
+def hold_until_killed(folder, pipe):
+    with locked(folder / "lock"):
+        pipe.send("held")
+        signal.pause()
+
+
+def test_lock_lets_one_process_in_at_a_time(tmp_path):
+    (tmp_path / "count").write_text("0")
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(5)
+    processes = [context.Process(target=add_one, args=(tmp_path, barrier)) for _ in range(5)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert (tmp_path / "count").read_text() == "100" and not (tmp_path / "lock").exists()
+
+
+def test_killed_holder_lets_go(tmp_path):
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=hold_until_killed, args=(tmp_path, there))
+    process.start()
+    assert here.recv() == "held"
+    process.kill()
+    process.join()
+    with locked(tmp_path / "lock"):
+        pass
+
+
+def test_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with locked(tmp_path / "lock"):
+        assert "has no locks" in caplog.text
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
+    with pytest.raises(OSError, match="broken disk"):
+        with locked(tmp_path / "lock"):
+            pass
+
+
+@pytest.mark.parametrize("place", [0, 3_000_000, 5_999_999])
+def test_fingerprint_notices_a_change_of_equal_size_and_time(tmp_path, place):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(6_000_000))
+    os.utime(path, ns=(1, 1))
+    before = fingerprint(path)
+    with open(path, "r+b") as file:
+        file.seek(place)
+        file.write(b"x")
+    os.utime(path, ns=(1, 1))
+    after = fingerprint(path)
+    assert before != after and before["bytes"] == after["bytes"] == 6_000_000
+    os.utime(path, ns=(2, 2))
+    assert fingerprint(path) != after
+
+
+def test_compressed_files_are_read_as_text(tmp_path, monkeypatch):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
+    (tmp_path / "a.xz").write_bytes(lzma.compress(b"one\ntwo\n"))
+    (tmp_path / "a.json").write_bytes(b"one\ntwo\n")
+    for name in ("a.gz", "a.xz", "a.json"):
+        with open_bytes(tmp_path / name) as file:
+            assert file.readline() == b"one\n" and file.read() == b"two\n"
+
+
+def test_zst_needs_its_package_and_says_so(tmp_path, monkeypatch):
+    (tmp_path / "a.zst").write_bytes(b"zst:one\n")
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # as if not installed
+    with pytest.raises(ValueError, match="pip install zstandard"):
+        open_bytes(tmp_path / "a.zst")
+    stand_in = types.SimpleNamespace(open=lambda path, mode: io.FileIO(path, mode))
+    monkeypatch.setitem(sys.modules, "zstandard", stand_in)
+    with open_bytes(tmp_path / "a.zst") as file:
+        assert file.readline() == b"zst:one\n"

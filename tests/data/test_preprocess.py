@@ -1,0 +1,394 @@
+"""Tokenizing: the same files from any number of workers and from killed runs, and every bad line accounted for."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import lzma
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.data import encoding, partial_output
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.jsonl import Block, block_lines, read_blocks
+from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.sidecar import read_sidecar
+from megazero.data.tokenizer import build_tokenizer
+from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = TokenizeOptions(1, block_bytes=500, commit_interval_s=0, progress=False)
+
+
+def contents(prefix):
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")]
+
+
+def documents(prefix):
+    data = IndexedDataset(prefix)
+    return [data.get(i).tolist() for i in range(len(data))]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    lines=st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=12),
+    block_bytes=st.integers(1, 60),
+    ends=st.booleans(),
+    packed=st.booleans(),
+    data=st.data(),
+)
+def test_blocks_are_whole_lines_from_any_start(tmp_path_factory, lines, block_bytes, ends, packed, data):
+    text = b"\n".join(lines) + (b"\n" if ends and lines else b"")
+    path = tmp_path_factory.mktemp("b") / ("f.gz" if packed else "f")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    blocks = list(read_blocks(path, block_bytes))
+    assert b"".join(block.read() for block in blocks) == text
+    assert all(block.read().endswith(b"\n") for block in blocks[:-1])
+    assert all(a.stop == b.start for a, b in zip(blocks, blocks[1:], strict=False))
+    if blocks:
+        begin = data.draw(st.sampled_from(blocks)).start
+        assert b"".join(block.read() for block in read_blocks(path, 7, begin)) == text[begin:]
+
+
+def test_lines_of_a_block(tmp_path):
+    assert block_lines(Block(tmp_path, 0, 9, b"\xef\xbb\xbfa\n\nb")) == [b"a", b"", b"b"]
+    assert block_lines(Block(tmp_path, 5, 9, b"a\nb\n")) == [b"a", b"b"]
+
+
+def test_tokens_are_those_of_the_documents_in_order(tmp_path, tokenizer):
+    texts = make_texts(100)
+    path = write_jsonl(tmp_path / "in.jsonl", texts)
+    sidecar = tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    assert documents(tmp_path / "out") == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
+    assert sidecar == read_sidecar(tmp_path / "out")
+    assert (sidecar.documents, sidecar.eod, sidecar.vocab_size) == (100, tokenizer.eod, tokenizer.vocab_size)
+    assert (
+        sidecar.tokens == IndexedDataset(tmp_path / "out").num_tokens and sidecar.tokenizer_sha256 == tokenizer.sha256
+    )
+    assert IndexedDataset(tmp_path / "out").dtype == np.uint16
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx", "out.json"], (
+        "nothing is left over"
+    )
+
+
+def test_other_key_and_no_end_of_text(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(3))
+    tokenize_json([path], tmp_path / "out", tokenizer, key="url", append_eod=False, options=SMALL)
+    assert documents(tmp_path / "out") == [tokenizer.encode(f"u{i}") for i in range(3)]
+
+
+def test_output_does_not_depend_on_workers_or_blocks(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(400))
+    tokenize_json([path], tmp_path / "one", tokenizer, options=TokenizeOptions(1, progress=False))
+    for workers, block_bytes in ((1, 100), (2, 1000), (3, 5000)):
+        prefix = tmp_path / f"{workers}"
+        tokenize_json(
+            [path], prefix, tokenizer, options=TokenizeOptions(workers, block_bytes=block_bytes, progress=False)
+        )
+        assert contents(prefix) == contents(tmp_path / "one")
+
+
+def test_several_files_and_compressed_ones(tmp_path, tokenizer):
+    texts = make_texts(60)
+    parts = [write_jsonl(tmp_path / f"{i}.jsonl", texts[i * 20 : i * 20 + 20]) for i in range(3)]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(parts[1].read_bytes()))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(parts[2].read_bytes()))
+    tokenize_json(
+        [parts[0], tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl.xz"], tmp_path / "out", tokenizer, options=SMALL
+    )
+    assert documents(tmp_path / "out") == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
+
+
+BAD_LINES = [
+    (b'{"text": "\xff\xfe"}', "invalid UTF-8 at byte 10"),
+    (b'{"text": "cut', "bad JSON"),
+    (b"[" * 100_000, "bad JSON"),
+    (b'["text"]', "not a JSON object but list"),
+    (b'{"title": "x", "url": "y"}', "no key 'text' \\(its keys: title, url\\)"),
+    (b'{"text": 7}', "the value of 'text' is not a string but int"),
+    (b'{"text": "' + b" " * 1_500_000 + b'a"}', "cannot be tokenized"),
+]
+
+
+def write_bad(path):
+    """Good lines around bad ones, blank ones and empty documents: errors at lines 3, 6, 9, ..."""
+    lines = []
+    for bad, _ in BAD_LINES:
+        lines += [b'{"text": "good"}', b"", bad]
+    path.write_bytes(b"\n".join([*lines, b'{"text": ""}', b'  {"text": "\\ud800 last"}\r']))
+    return path
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_lines_are_left_out_counted_and_named(tmp_path, tokenizer, caplog, workers):
+    good = write_jsonl(tmp_path / "good.jsonl", ["first"])
+    path = write_bad(tmp_path / "bad.jsonl")
+    options = TokenizeOptions(workers, block_bytes=50, progress=False)
+    sidecar = tokenize_json([good, path], tmp_path / "out", tokenizer, options=options)
+    texts = ["first", *["good"] * len(BAD_LINES), "\ufffd last"]
+    assert documents(tmp_path / "out") == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
+    statistics = sidecar.statistics
+    assert (statistics["bad_lines"], statistics["empty_documents"], statistics["lines"]) == (
+        len(BAD_LINES),
+        1,
+        3 * len(BAD_LINES) + 3,
+    )
+    for i, (_, reason) in enumerate(BAD_LINES):
+        assert statistics["first_errors"][i].startswith(f"{path}:{3 * i + 3}: ")
+        assert re.search(reason, statistics["first_errors"][i])
+    assert f"left out {len(BAD_LINES)} of {statistics['lines']} lines" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_strict_stops_at_the_first_bad_line(tmp_path, tokenizer, workers):
+    path = write_bad(tmp_path / "bad.jsonl")
+    options = TokenizeOptions(workers, strict=True, block_bytes=50, progress=False)
+    with pytest.raises(ValueError, match="bad.jsonl:3: invalid UTF-8.*drop --strict"):
+        tokenize_json([path], tmp_path / "out", tokenizer, options=options)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_no_documents_at_all_names_the_keys(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", ["a", "b"])
+    with pytest.raises(ValueError, match="under the key 'body': 2 lines, 2 bad.*its keys: text, url.*--json-keys"):
+        tokenize_json([path], tmp_path / "out", tokenizer, key="body", options=SMALL)
+    with pytest.raises(FileNotFoundError, match="absent.jsonl"):
+        tokenize_json([tmp_path / "absent.jsonl"], tmp_path / "out", tokenizer)
+    with pytest.raises(ValueError, match="--workers"):
+        TokenizeOptions(0)
+
+
+def test_finished_run_is_found_and_a_changed_one_is_not(tmp_path, tokenizer, gpt2_folder, caplog):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(10))
+    first = tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    stamp = (tmp_path / "out.bin").stat().st_mtime_ns
+    with caplog.at_level(logging.INFO, "megazero"):
+        assert tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL) == first
+    assert "is there already" in caplog.text and (tmp_path / "out.bin").stat().st_mtime_ns == stamp
+    other = build_tokenizer("HuggingFaceTokenizer", model_file=gpt2_folder)
+    assert tokenize_json([path], tmp_path / "out", other, options=SMALL).tokenizer_sha256 == other.sha256
+    assert tokenize_json([path], tmp_path / "out", other, append_eod=False, options=SMALL).tokens == first.tokens - 10
+    write_jsonl(path, make_texts(11))
+    assert tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL).documents == 11
+
+
+def test_a_stop_between_the_last_renames_is_not_taken_for_a_finished_run(tmp_path, tokenizer, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(10))
+    tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    write_jsonl(path, make_texts(11))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_output, "publish", stop)  # the new record is there, the new tokens are not
+        with pytest.raises(KeyboardInterrupt):
+            tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    assert len(documents(tmp_path / "out")) == 11
+
+
+def test_a_corpus_of_text_is_never_overwritten_by_a_record(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "c.json", make_texts(3))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="c.json exists and is not a record"):
+        tokenize_json([path], tmp_path / "c", tokenizer, options=SMALL)
+    assert path.read_bytes() == before
+
+
+class StopAfter:
+    """A tokenizer that stops the run, as Ctrl-C does, after some documents."""
+
+    def __init__(self, tokenizer, count):
+        self.__dict__.update(vars(tokenizer), name=tokenizer.name, inner=tokenizer, left=count)
+
+    def encode_array(self, text):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.inner.encode_array(text)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("commit_interval_s", [0, 1e9])
+def test_stopped_anywhere_and_continued_equals_one_run(tmp_path, tokenizer, packed, commit_interval_s):
+    parts = [write_jsonl(tmp_path / f"{i}.jsonl", make_texts(25, seed=i)) for i in range(2)]
+    if packed:
+        for i, part in enumerate(parts):
+            parts[i] = part.with_suffix(".jsonl.gz")
+            parts[i].write_bytes(gzip.compress(part.read_bytes()))
+    tokenize_json(parts, tmp_path / "one", tokenizer, options=SMALL)
+    options = TokenizeOptions(1, block_bytes=500, commit_interval_s=commit_interval_s, progress=False)
+    stops = 0
+    for count in range(1, 1000, 7):
+        try:
+            tokenize_json(parts, tmp_path / "out", StopAfter(tokenizer, count), options=options)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+            assert not (tmp_path / "out.idx").exists()
+    assert stops >= 3 and contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+def test_bad_lines_are_counted_once_over_a_stop(tmp_path, tokenizer):
+    path = write_bad(tmp_path / "bad.jsonl")
+    whole = tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
+    options = TokenizeOptions(1, block_bytes=1, commit_interval_s=0, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 5), options=options)
+    assert tokenize_json([path], tmp_path / "out", tokenizer, options=options) == whole
+
+
+def test_what_was_written_but_not_committed_is_cut_off(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(50))
+    tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 30), options=SMALL)
+    for name in ("out.bin.partial", "out.sizes.partial"):
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"left by a kill between write and commit" * 1000)
+    tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("damage", ["journal", "short", "other run", "no journal"])
+def test_unusable_partial_files_are_started_over(tmp_path, tokenizer, damage):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(50))
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 30), options=SMALL)
+    journal = tmp_path / "out.partial.json"
+    if damage == "journal":
+        journal.write_text("{")
+    elif damage == "short":
+        os.truncate(tmp_path / "out.bin.partial", 4)
+    elif damage == "other run":
+        write_jsonl(path, make_texts(50, seed=1))
+    else:
+        journal.unlink()
+    tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
+    tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+RUN = """
+import sys
+from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.tokenizer import build_tokenizer
+if __name__ == "__main__":
+    options = TokenizeOptions(int(sys.argv[4]), block_bytes=20_000, commit_interval_s=0)
+    tokenize_json([sys.argv[1]], sys.argv[2], build_tokenizer("GPT2BPETokenizer", model_file=sys.argv[3]), options=options)
+"""
+
+
+def running(group):
+    """Processes of a process group that have not ended (zombies, which nobody may reap in a container, have)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+def test_killed_run_continues(tmp_path, tokenizer, gpt2_folder):
+    """SIGKILL of a run with two workers; the workers end too, and the next run begins behind what was committed."""
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(30_000, longest=100))
+    (tmp_path / "run.py").write_text(RUN)
+    command = [sys.executable, str(tmp_path / "run.py"), str(path), str(tmp_path / "out"), str(gpt2_folder), "2"]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    journal = tmp_path / "out.partial.json"
+    deadline = time.monotonic() + 45
+    while not journal.exists() or json.loads(journal.read_text())["position"]["documents"] < 500:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    assert len(running(process.pid)) > 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    while (left := running(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left, "workers outlive the run"
+    done = json.loads(journal.read_text())["position"]
+    assert 500 <= done["documents"] < 30_000 and not (tmp_path / "out.idx").exists()
+    seen = []
+    options = TokenizeOptions(1, progress=False)
+    counting = type(
+        "Counting",
+        (type(tokenizer),),
+        {"encode_array": lambda self, text: seen.append(1) or tokenizer.encode_array(text)},
+    )
+    copy = counting.__new__(counting)
+    copy.__dict__.update(vars(tokenizer))
+    tokenize_json([path], tmp_path / "out", copy, options=options)
+    assert len(seen) == 30_000 - done["documents"], "only what was not committed is done again"
+    tokenize_json([path], tmp_path / "one", tokenizer, options=options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+def tokenize_and_count(path, prefix, folder, results):
+    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=folder)
+    results.put(tokenize_json([path], prefix, tokenizer, options=TokenizeOptions(2, block_bytes=5000)).tokens)
+
+
+def test_several_processes_with_one_output(tmp_path, tokenizer, gpt2_folder):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(2000))
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=tokenize_and_count, args=(path, tmp_path / "out", gpt2_folder, results), daemon=True)
+        for _ in range(4)
+    ]  # daemons may not have workers of their own
+    for process in processes:
+        process.start()
+    assert len({results.get(timeout=60) for _ in processes}) == 1
+    tokenize_json([path], tmp_path / "one", tokenizer, options=TokenizeOptions(1, progress=False))
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
+
+
+class Dying:
+    """An encoder whose worker process dies, as one that the kernel kills for its memory."""
+
+    def __call__(self, block):
+        os._exit(9)
+
+
+def test_dead_worker_is_an_error_not_a_hang(tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    with pytest.raises(RuntimeError, match="a worker process died.*fewer --workers"):
+        list(encoding.encode_blocks(Dying(), ((0, block) for block in read_blocks(path, 100)), 2))
+
+
+def test_large_vocabulary_is_stored_in_32_bits(tmp_path, gpt2_folder):
+    folder = make_gpt2_vocabulary(tmp_path / "v", 300)
+    entries = json.loads((folder / "vocab.json").read_text())
+    entries["<|endoftext|>"] = 70_000
+    (folder / "vocab.json").write_text(json.dumps(entries))
+    large = build_tokenizer("GPT2BPETokenizer", model_file=folder / "vocab.json")
+    path = write_jsonl(tmp_path / "in.jsonl", ["the"])
+    tokenize_json([path], tmp_path / "out", large, options=SMALL)
+    data = IndexedDataset(tmp_path / "out")
+    assert data.dtype == np.int32 and data.get(0)[-1] == 70_000
+
+
+def test_log_lines_where_there_is_no_terminal(tmp_path, tokenizer, caplog):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(100))
+    with caplog.at_level(logging.INFO, "megazero"):
+        tokenize_json([path], tmp_path / "out", tokenizer, options=TokenizeOptions(1, log_interval=40, block_bytes=200))
+    lines = [r.message for r in caplog.records if "MB/s" in r.message and "tokens/s" in r.message]
+    assert len(lines) == 2

@@ -1,0 +1,73 @@
+"""The sampler: one global order, whatever the ranks and micro-batches, and exact continuation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
+
+# Ways to make a global batch of 12: (micro-batch size, data-parallel size, accumulation steps).
+SHAPES = [(1, 1, 12), (12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 12, 1), (2, 2, 3), (6, 2, 1), (4, 1, 3)]
+
+
+def global_batches(total, consumed, micro, size, steps):
+    """What all ranks together see in each optimizer step, in rank order."""
+    ranks = [list(DataParallelBatchSampler(total, consumed, micro, r, size, steps)) for r in range(size)]
+    assert all(len(batch) == micro for rank in ranks for batch in rank)
+    assert len({len(rank) for rank in ranks}) == 1
+    return [
+        [i for rank in ranks for batch in rank[step * steps : (step + 1) * steps] for i in batch]
+        for step in range(len(ranks[0]) // steps)
+    ]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    total=st.integers(12, 200), before=st.sampled_from(SHAPES), after=st.sampled_from(SHAPES), done=st.integers(0, 5)
+)
+def test_order_does_not_depend_on_ranks_and_continues_exactly(total, before, after, done):
+    whole = global_batches(total, 0, *before)
+    assert whole == [list(range(k * 12, k * 12 + 12)) for k in range(total // 12)]
+    if 12 * (done + 1) <= total:
+        assert global_batches(total, 12 * done, *after) == whole[done:]
+
+
+def test_continues_from_any_number_of_samples():
+    # The global batch size was 5 before and is 4 now.
+    assert global_batches(20, 5, 2, 2, 1) == [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+
+
+def test_length_counts_the_batches_that_are_left():
+    sampler = DataParallelBatchSampler(100, 30, 2, 1, 3, 4)
+    assert len(sampler) == len(list(sampler)) == 8 and sampler.global_batches == 2
+    assert list(sampler) == list(sampler), "each iteration starts where the run does"
+
+
+def test_incomplete_last_batch_is_dropped():
+    assert global_batches(11, 0, 2, 2, 1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("total, consumed", [(11, 0), (24, 13), (24, 24), (24, 100)])
+def test_nothing_left_shows_the_arithmetic(total, consumed):
+    with pytest.raises(ValueError, match=f"{total} samples, {consumed} consumed, global batch size 2 x 3 x 2 = 12"):
+        DataParallelBatchSampler(total, consumed, 2, 0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(10, 0, 0, 0, 1), (10, 0, 1, 0, 0), (10, -1, 1, 0, 1), (10, 0, 1, 2, 2), (10, 0, 1, -1, 2)]
+)
+def test_bad_sizes_are_refused(arguments):
+    with pytest.raises(ValueError):
+        DataParallelBatchSampler(*arguments)
+
+
+def test_exhausted_data_is_an_error_only_when_asked_for():
+    # The loader reads ahead: it must not raise before the last batch has been used.
+    sampler = DataParallelBatchSampler(8, 0, 2, 0, 1)
+    batches = until_exhausted(DataLoader(list(range(8)), batch_sampler=sampler, num_workers=1), "training")
+    assert [next(batches).tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(RuntimeError, match="the training data is exhausted after 4 batches"):
+        next(batches)

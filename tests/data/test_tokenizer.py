@@ -1,0 +1,180 @@
+"""Tokenizers: equal to their reference implementations, lossless, picklable, and clear about missing or wrong files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megazero.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from tests.vocabularies import WORDS, make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data
+
+AWKWARD = [
+    "",
+    " ",
+    "\n",
+    "  two\n\n\ttabs ",
+    "\u2581",
+    " \u2581x\u2581 ",
+    "\x00",
+    "<|endoftext|>",
+    "</s><unk><0x0A>",
+    "👋🏽 中文",
+    "a\r\nb",
+]
+
+
+@pytest.fixture(scope="module", params=TOKENIZER_TYPES)
+def any_tokenizer(request, gpt2_folder, spm_file):
+    return build_tokenizer(request.param, model_file=spm_file if "Piece" in request.param else gpt2_folder)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.one_of(st.text(), st.lists(st.sampled_from(WORDS + AWKWARD)).map(" ".join)))
+def test_decode_gives_back_every_text(any_tokenizer, text):
+    ids = any_tokenizer.encode(text)
+    assert any_tokenizer.decode(ids) == text
+    assert any_tokenizer.eod not in ids, "no text holds an end of text"
+    assert ids == any_tokenizer.encode_array(text).tolist() and all(0 <= i < any_tokenizer.vocab_size for i in ids)
+
+
+def test_end_of_text_in_a_document_stays_text(any_tokenizer):
+    ids = any_tokenizer.encode("a<|endoftext|>b")
+    assert len(ids) > 3 and any_tokenizer.eod not in ids
+    assert any_tokenizer.decode([*any_tokenizer.encode("a"), any_tokenizer.eod, *any_tokenizer.encode("b")]) in (
+        "a<|endoftext|>b",
+        "a</s>b",
+    )
+
+
+def test_unpaired_surrogates_become_replacement_characters(any_tokenizer):
+    assert any_tokenizer.decode(any_tokenizer.encode("a \ud800 b")) == "a \ufffd b"
+
+
+def test_pickled_tokenizer_encodes_equally(any_tokenizer):
+    copy = pickle.loads(pickle.dumps(any_tokenizer))
+    text = " ".join(WORDS)
+    assert copy.encode(text) == any_tokenizer.encode(text) and copy.sha256 == any_tokenizer.sha256
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**6]])
+def test_decoding_an_unknown_id_names_it(any_tokenizer, ids):
+    with pytest.raises(ValueError, match=f"token id {ids[0]} is outside the vocabulary of {any_tokenizer.name}"):
+        any_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 400, 1000])
+def test_gpt2_bpe_equals_the_package_tokenizers(tmp_path, vocab_size):
+    folder = make_gpt2_vocabulary(tmp_path, vocab_size)
+    ours = build_tokenizer("GPT2BPETokenizer", folder / "vocab.json", folder / "merges.txt")
+    reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in make_texts(200, seed=5):
+        assert ours.encode(text) == reference.encode(text).ids
+    assert ours.eod == 0 and ours.vocab_size == reference.get_vocab_size()
+
+
+def test_real_gpt2_ids():
+    """The ids of OpenAI's vocabulary where it is at hand; the tests above cover the code without it."""
+    folder = shared_data()
+    if folder is None:
+        return
+    ours = build_tokenizer("GPT2BPETokenizer", model_file=folder / "gpt2_bpe")
+    assert ours.encode("Hello world") == [15496, 995] and ours.encode(" the") == [262]
+    assert ours.vocab_size == 50257 and ours.eod == 50256
+
+
+def test_files_by_their_other_names_are_one_vocabulary(gpt2_folder, tmp_path):
+    shutil.copy(gpt2_folder / "vocab.json", tmp_path / "encoder.json")
+    shutil.copy(gpt2_folder / "merges.txt", tmp_path / "vocab.bpe")
+    renamed = build_tokenizer("GPT2BPETokenizer", model_file=tmp_path)
+    assert renamed.sha256 == build_tokenizer("GPT2BPETokenizer", model_file=gpt2_folder).sha256
+    (tmp_path / "encoder.json").write_text(json.dumps(json.loads((tmp_path / "encoder.json").read_text()), indent=2))
+    assert build_tokenizer("GPT2BPETokenizer", model_file=tmp_path / "encoder.json").sha256 == renamed.sha256
+
+
+def test_hash_follows_contents(gpt2_folder, tmp_path):
+    vocabulary = json.loads((gpt2_folder / "vocab.json").read_text())
+    vocabulary["<pad>"] = max(vocabulary.values()) + 1
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    shutil.copy(gpt2_folder / "merges.txt", tmp_path)
+    one, other = (build_tokenizer("GPT2BPETokenizer", model_file=folder) for folder in (gpt2_folder, tmp_path))
+    assert one.sha256 != other.sha256 and other.vocab_size == one.vocab_size + 1
+
+
+def test_sentencepiece_prefers_a_dedicated_end_of_text(tmp_path):
+    plain = build_tokenizer("SentencePieceTokenizer", model_file=make_sentencepiece(tmp_path / "a.model"))
+    assert plain.eod == 2  # </s>
+    path = make_sentencepiece(tmp_path / "b.model", control_symbols=["<|endoftext|>"])
+    assert build_tokenizer("SentencePieceTokenizer", model_file=path).eod == 3
+    # A user-defined symbol is found in texts, so it cannot separate them.
+    path = make_sentencepiece(tmp_path / "c.model", user_defined_symbols=["<|endoftext|>"])
+    assert build_tokenizer("SentencePieceTokenizer", model_file=path).eod == 2
+
+
+def test_sentencepiece_with_a_dummy_prefix_keeps_its_own_rules(tmp_path):
+    path = make_sentencepiece(tmp_path / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", model_file=path)
+    assert tokenizer.decode(tokenizer.encode("one\u2581two")) == "one two"
+
+
+def test_sentencepiece_without_an_end_of_text_is_refused(tmp_path):
+    path = make_sentencepiece(tmp_path / "a.model", eos_id=-1)
+    with pytest.raises(ValueError, match="a.model has no end of text"):
+        build_tokenizer("SentencePieceTokenizer", model_file=path)
+
+
+def test_white_space_beyond_the_pattern_is_an_error_not_a_crash(tokenizer):
+    with pytest.raises(ValueError):
+        tokenizer.encode(" " * 3_000_000 + "a")
+
+
+def test_array_dtype_is_integer(any_tokenizer):
+    assert np.issubdtype(any_tokenizer.encode_array("the").dtype, np.integer) and any_tokenizer.encode_array(
+        ""
+    ).shape == (0,)
+
+
+def test_gpt2_without_files_says_what_is_looked_up_and_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="--vocab-file.*--merge-file.*data/gpt2_bpe/"):
+        build_tokenizer("GPT2BPETokenizer")
+    make_gpt2_vocabulary(tmp_path / "data" / "gpt2_bpe", 300)
+    assert build_tokenizer("GPT2BPETokenizer").vocab_size == 300
+
+
+def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
+    vocab, merges = gpt2_folder / "vocab.json", gpt2_folder / "merges.txt"
+    with pytest.raises(ValueError, match="--vocab-file .* needs --merge-file"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file=vocab)
+    with pytest.raises(FileNotFoundError, match="--merge-file .*absent"):
+        build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "absent")
+    with pytest.raises(ValueError, match="is not JSON"):
+        build_tokenizer("GPT2BPETokenizer", merges, merges)
+    with pytest.raises(ValueError, match="is not a table"):
+        build_tokenizer("GPT2BPETokenizer", gpt2_folder / "tokenizer.json", merges)
+    with pytest.raises(ValueError, match=":1: expected two tokens"):
+        build_tokenizer("GPT2BPETokenizer", vocab, vocab)
+    (tmp_path / "shuffled.txt").write_text("\n".join(reversed(merges.read_text().strip().split("\n")[1:])))
+    with pytest.raises(ValueError, match="does not belong to|do not rise"):
+        build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "shuffled.txt")
+    entries = json.loads(vocab.read_text())
+    for absent, message in (("<|endoftext|>", "no entry <\\|endoftext\\|>"), ("Ġ", "not a byte-level BPE")):
+        (tmp_path / "v.json").write_text(json.dumps({k: v for k, v in entries.items() if k != absent}))
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer("GPT2BPETokenizer", tmp_path / "v.json", merges)
+    with pytest.raises(ValueError, match="is not a sentencepiece model"):
+        build_tokenizer("SentencePieceTokenizer", model_file=vocab)
+    with pytest.raises(ValueError, match="is not a tokenizer.json"):
+        build_tokenizer("HuggingFaceTokenizer", model_file=vocab)
+    with pytest.raises(FileNotFoundError, match="should hold one file \\*.model; found none"):
+        build_tokenizer("SentencePieceTokenizer", model_file=gpt2_folder)
+    with pytest.raises(ValueError, match="needs --tokenizer-path: a sentencepiece"):
+        build_tokenizer("SentencePieceTokenizer")
+    with pytest.raises(ValueError, match="Did you mean SentencePieceTokenizer"):
+        build_tokenizer("SentencepieceTokeniser")

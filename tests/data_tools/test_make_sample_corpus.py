@@ -1,0 +1,150 @@
+"""The sample corpus: prose alone, each passage once, the same for one environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_tools import make_sample_corpus as corpus
+
+IMPORT = f"import sys; sys.path.insert(0, {str(Path(corpus.__file__).parent)!r}); import make_sample_corpus as corpus"
+
+SOURCE = '''#!/usr/bin/env python
+# -*- coding: utf-8 -*-
+# The first comment says something about the whole file,
+# and goes on for a second line.
+"""Module docstring, long enough to count as a passage of prose.
+
+    Indented continuation.
+"""
+
+LABEL = "not documentation, because it is one line long, however long it may be"
+HELP = """
+Long documentation in a string that is no docstring:
+# this is not a comment, it is inside of a string that spans lines
+it counts because it has several lines of its own.
+"""
+
+
+class Thing:
+    """A class that is documented with one sentence of its own."""
+
+    def method(self):
+        "Short."
+        # noqa: this comment is for a tool and not for a reader at all, however long it is
+        x = 1  # a comment behind code is not taken, because it explains that line alone
+        return x
+
+
+def undocumented():
+    "1234567890 1234567890 1234567890 1234567890 - = + - = + - = +"
+'''
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """A part of the corpus (all of it takes long), made twice with different numbers of workers."""
+    folder = tmp_path_factory.mktemp("c")
+    results = []
+    (folder / "run.py").write_text(f"""{IMPORT}
+corpus.PACKAGES = ("numpy",)
+corpus.SKIPPED_FOLDERS.update(["idlelib", "tkinter", "encodings", "email", "asyncio", "unittest", "_core", "ma", "f2py"])
+if __name__ == "__main__":
+    corpus.main()
+""")
+    for name, workers in (("a", "1"), ("b", "2")):
+        flags = ["--output", str(folder / f"{name}.jsonl"), "--max-mb", "1", "--workers", workers]
+        done = subprocess.run(
+            [sys.executable, str(folder / "run.py"), *flags], capture_output=True, text=True, check=True
+        )
+        results.append(json.loads(done.stdout))
+    return folder, results
+
+
+def test_two_runs_are_byte_identical(two_runs):
+    folder, (one, other) = two_runs
+    assert (folder / "a.jsonl").read_bytes() == (folder / "b.jsonl").read_bytes() and one["sha256"] == other["sha256"]
+    assert (folder / "a.jsonl.manifest.json").read_bytes() == (folder / "b.jsonl.manifest.json").read_bytes()
+    assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".json", ".jsonl", ".jsonl", ".py"], (
+        "nothing is left over"
+    )
+
+
+def test_manifest_describes_the_file(two_runs):
+    folder, (result, _) = two_runs
+    content = (folder / "a.jsonl").read_bytes()
+    manifest = json.loads((folder / "a.jsonl.manifest.json").read_text())
+    assert manifest["sha256"] == hashlib.sha256(content).hexdigest() and manifest["bytes"] == len(content)
+    assert (
+        set(manifest["versions"]) == {"python", "numpy"}
+        and manifest["documents"] == content.count(b"\n") == result["documents"]
+    )
+
+
+def test_documents_are_distinct_prose_without_paths_of_this_machine(two_runs):
+    folder, _ = two_runs
+    documents = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
+    size = sum(len(d["text"].encode()) for d in documents)
+    assert 0.8e6 < size < 1.2e6, "--max-mb is kept to, roughly, by whole documents"
+    assert all(set(d) == {"text", "url"} and len(d["text"]) >= corpus.MIN_DOCUMENT for d in documents)
+    assert len({d["url"] for d in documents}) == len(documents) and len({d["text"] for d in documents}) == len(
+        documents
+    )
+    assert all(d["url"].split("-")[0] in ("python", "numpy") and "/test" not in d["url"] for d in documents)
+    letters = sum(c.isalpha() or c.isspace() for d in documents for c in d["text"])
+    assert letters > 0.8 * sum(len(d["text"]) for d in documents)
+    assert sum(" the " in d["text"] for d in documents) > 0.8 * len(documents)
+
+
+def test_passages_of_a_source_file(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(SOURCE)
+    assert corpus.read_passages(corpus.Source(path, "u")) == [
+        "The first comment says something about the whole file,\nand goes on for a second line.",
+        "Module docstring, long enough to count as a passage of prose.\n\nIndented continuation.",
+        "Long documentation in a string that is no docstring:\n"
+        "# this is not a comment, it is inside of a string that spans lines\n"
+        "it counts because it has several lines of its own.",
+        "A class that is documented with one sentence of its own.",
+    ]
+
+
+def test_files_that_cannot_be_read_are_left_out(tmp_path):
+    for name, content in (("a.py", b"def ("), ("b.py", b"# \xff"), ("c.txt", b"control \x00 characters")):
+        (tmp_path / name).write_bytes(content)
+        assert corpus.read_passages(corpus.Source(tmp_path / name, "u")) == []
+    assert corpus.read_passages(corpus.Source(tmp_path / "absent.py", "u")) == []
+
+
+@pytest.mark.parametrize(
+    "passage, is_prose",
+    [
+        ("A sentence of some length that tells the reader something.", True),
+        ("Too short to say much.", False),
+        ("=====  ======  ========  =======  ==== ====== === ==== ===", False),
+        ("averyveryveryveryveryveryveryveryverylongwordwithoutanyspaces", False),
+        ("A sentence of some length with a control \x01 character in it.", False),
+        ("A sentence of some length with half a \ud800 character in it.", False),
+    ],
+)
+def test_prose(passage, is_prose):
+    assert corpus.is_prose(passage) == is_prose
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.31, 0.01])
+def test_selection_is_spread_evenly(share):
+    documents = [{"text": "x" * 1000, "url": str(i)} for i in range(1000)]
+    chosen = [int(d["url"]) for d in corpus.select(documents, int(share * 1e6))]
+    assert abs(len(chosen) - share * 1000) <= 1 and chosen == sorted(set(chosen))
+    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_modules_are_not_imported():
+    code = f"{IMPORT}\ncorpus.find_sources()\nassert not {{'torch', 'numpy'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,80 @@
+"""Imports go one way: every module imports only from lower levels, or from its own package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# Lowest first. Packages and modules of one level do not import each other.
+LEVELS = [
+    {"option", "comm", "launch", "logging", "timers", "throughput"},
+    {"mpu", "optim", "metrics"},
+    {"activation_checkpointing"},
+    {"model", "zero", "data"},
+    {"checkpoint"},
+    {"config", "engine", "evaluation"},
+    {"arguments", "job", "inference"},
+    {"reporting"},
+    {"training"},
+]
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+
+# Megatron's names live in one namespace, mpu; those of higher levels are looked up there when first asked for.
+ALLOWED = {("mpu", "model"), ("mpu", "activation_checkpointing")}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level parts of megazero that a file imports, anywhere in it: `megazero.zero.bucket` counts as "zero"."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "megazero":
+            names |= {f"megazero.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            names.add(node.module or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("megazero."):
+            names.add(node.value)  # a module named for importlib
+    return {name.split(".")[1] for name in names if name.startswith("megazero.") and name.split(".")[1] in LEVEL_OF}
+
+
+def edges() -> set[tuple[str, str]]:
+    found = set()
+    for path in (ROOT / "megazero").rglob("*.py"):
+        source = path.relative_to(ROOT / "megazero").parts[0].removesuffix(".py")
+        if source != "__init__":
+            found |= {(source, target) for target in imported(path) if target != source}
+    return found
+
+
+def test_every_module_has_a_level():
+    modules = {p.name.removesuffix(".py") for p in (ROOT / "megazero").iterdir() if p.name[0] not in "._"}
+    assert modules == set(LEVEL_OF)
+
+
+def test_no_module_imports_from_its_own_level_or_above():
+    upward = {(a, b) for a, b in edges() if LEVEL_OF[b] >= LEVEL_OF[a]}
+    assert upward <= ALLOWED, f"upward imports: {sorted(upward - ALLOWED)}"
+
+
+def test_the_test_sees_imports():
+    assert ("engine", "zero") in edges() and ("zero", "optim") in edges()
+
+
+def test_only_comm_calls_collectives():
+    names = {
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_gather_object",
+        "barrier",
+    }
+    for path in (ROOT / "megazero").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name):
+                assert node.value.id != "dist" or path.name == "comm.py", f"{path}:{node.lineno} calls dist.{node.attr}"

@@ -1,0 +1,199 @@
+"""Every launch script runs on this machine, from raw text to generated text, at a tiny size."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_corpus
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "NUM_LAYERS": "2",
+    "HIDDEN_SIZE": "32",
+    "NUM_HEADS": "4",
+    "SEQ_LENGTH": "32",
+    "BATCH_SIZE": "2",
+    "TRAIN_ITERS": "4",
+    "SAMPLE_MB": "0.2",
+    "SAMPLE_VOCAB_SIZE": "512",
+    "LOG_INTERVAL": "2",
+    "EVAL_INTERVAL": "4",
+    "EVAL_ITERS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHON": sys.executable,
+}
+
+
+def run(script: str, *arguments: str, **variables: str) -> str:
+    """Runs a script with the tiny sizes and returns its output; it must exit with EXPECT (0)."""
+    done = subprocess.run(
+        ["bash", script, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **TINY, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == int(variables.get("EXPECT", 0)), done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> dict[str, str]:
+    """The variables that name a tiny tokenized corpus and its vocabulary."""
+    flags = make_corpus(tmp_path_factory.mktemp("scripts"))
+    return {"TRAIN_DATA": flags[1], "TOKENIZER_PATH": flags[3], "SPLIT": "8,1,1", "PRECISION": "--bf16"}
+
+
+def test_main_job_from_nothing_to_text_and_on(tmp_path):
+    """The README's first command: corpus, vocabulary, tokens, training, summary; then resume, generate, evaluate."""
+    where = {"DATA_DIR": str(tmp_path / "data"), "SAVE": str(tmp_path / "run"), "SPLIT": "8,1,1"}
+    output = run("scripts/pretrain_gpt2.sh", **where)
+    for promised in (
+        "training loss",
+        "validation perplexity",
+        "tokens/s",
+        "model TFLOP/s",
+        "peak memory per rank",
+        "TensorBoard log",
+        "loss plot",
+        "checkpoint",
+        "generate text",
+    ):
+        assert promised in output, output
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 5000
+    output = run("scripts/pretrain_gpt2.sh", "--lr", "1e-4", **where, TRAIN_ITERS="6")
+    assert "continuing after iteration 4" in output and "iteration        6/       6" in output
+
+    text = "the list of all the names"
+    greedy = {"LOAD": where["SAVE"], "TEMPERATURE": "0", "OUT_SEQ_LENGTH": "8"}
+    outputs = [
+        run("scripts/generate_text.sh", "--prompt", text, **greedy, MODEL_PARALLEL_SIZE=size) for size in ("1", "2")
+    ]
+    continuations = [output.partition(text)[2] for output in outputs]
+    assert continuations[0].strip() and continuations[0] == continuations[1], "greedy text does not depend on the ranks"
+    sample = tmp_path / "sample.txt"
+    sample.write_text("The value is the same on every rank . \n" * 20)
+    evaluate = [
+        sys.executable,
+        "evaluate_gpt2.py",
+        "--load",
+        where["SAVE"],
+        "--valid-data",
+        str(sample),
+        "--task",
+        "wikitext",
+    ]
+    done = subprocess.run(
+        evaluate, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
+    )
+    assert "adjusted perplexity" in done.stdout, done.stdout + done.stderr
+
+
+def test_distributed_by_torchruns_own_port(corpus, tmp_path):
+    assert "2 = 1 tensor-parallel x 2 data-parallel" in run(
+        "scripts/pretrain_gpt2_distributed.sh", **corpus, SAVE=str(tmp_path)
+    )
+
+
+def test_distributed_by_master_port_and_by_rendezvous(corpus, tmp_path):
+    for name, where in (
+        ("port", {"MASTER_PORT": str(free_port())}),
+        ("rendezvous", {"RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}),
+    ):
+        output = run("scripts/pretrain_gpt2_distributed.sh", **corpus, **where, NPROC="1", SAVE=str(tmp_path / name))
+        assert "saved" in output
+
+
+def test_two_nodes_meet_by_node_rank(corpus, tmp_path):
+    port = str(free_port())
+    other = {
+        **os.environ,
+        **TINY,
+        **corpus,
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "MASTER_PORT": port,
+        "NPROC": "1",
+        "SAVE": str(tmp_path),
+    }
+    second = subprocess.Popen(
+        ["bash", "scripts/pretrain_gpt2_distributed.sh"],
+        cwd=ROOT,
+        env=other,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output = run(
+            "scripts/pretrain_gpt2_distributed.sh",
+            **corpus,
+            NNODES="2",
+            NODE_RANK="0",
+            MASTER_PORT=port,
+            NPROC="1",
+            SAVE=str(tmp_path),
+        )
+        assert "1 tensor-parallel x 2 data-parallel" in output
+        assert second.wait(timeout=60) == 0
+    finally:
+        second.kill()
+
+
+def test_model_parallel(corpus, tmp_path):
+    output = run("scripts/pretrain_gpt2_model_parallel.sh", **corpus, SAVE=str(tmp_path))
+    assert "2 = 2 tensor-parallel x 1 data-parallel" in output
+
+
+def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
+    for name, body in (
+        ("scontrol", "echo 127.0.0.1; echo other"),
+        ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
+    ):
+        command = tmp_path / name
+        command.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        command.chmod(command.stat().st_mode | stat.S_IEXEC)
+    slurm = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    output = run(
+        "scripts/pretrain_gpt2.sbatch",
+        **corpus,
+        **slurm,
+        PATH=path,
+        MASTER_PORT=str(free_port()),
+        SAVE=str(tmp_path / "run"),
+    )
+    assert "saved" in output
+
+
+def test_taken_port_is_one_clear_line(corpus, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        output = run("scripts/pretrain_gpt2_distributed.sh", **corpus, MASTER_PORT=port, SAVE=str(tmp_path), EXPECT="1")
+    assert f"error: MASTER_PORT={port} cannot be used on this host" in output and "Traceback" not in output
+
+
+def test_interpreter_without_the_packages_is_named():
+    output = run("scripts/pretrain_gpt2.sh", PYTHON="/usr/bin/env", EXPECT="2")
+    assert "error: PYTHON=/usr/bin/env lacks some of" in output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,249 @@
+"""The training job end to end: it learns, resumes bit for bit, stops when asked, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from tests.tiny import TINY_MODEL, make_corpus, make_texts, make_vocabulary, run_job
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[str]:
+    """Flags for a tiny tokenized corpus and its vocabulary."""
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def metrics(save: Path, section: str = "train") -> dict[int, float]:
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return {line["iteration"]: line["loss"] for line in lines if line["section"] == section}
+
+
+def flags(corpus, save, iters: int, *more: str) -> list[str]:
+    return [
+        *TINY_MODEL,
+        *corpus,
+        "--train-iters",
+        str(iters),
+        "--log-interval",
+        "1",
+        "--save",
+        str(save),
+        "--load",
+        str(save),
+        *more,
+    ]
+
+
+def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
+    done = run_job(
+        flags(
+            corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", "--eval-interval", "30", "--eval-iters", "2"
+        ),
+        2,
+    )
+    assert done.returncode == 0, done.stdout
+    losses = metrics(tmp_path)
+    assert losses[60] < 0.8 * losses[10]
+    assert set(metrics(tmp_path, "valid")) == {30, 60} and set(metrics(tmp_path, "test")) == {60}
+    for promised in ("loss.png", "latest", "tensorboard", "global_step60/index.json"):
+        assert (tmp_path / promised).exists()
+    for text in (
+        "iteration       60/      60 |",
+        "validation perplexity",
+        "tokens/s",
+        "peak memory per rank",
+        "generate text",
+        "after 10 iterations memory",
+    ):
+        assert text in done.stdout
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "train/grad_norm", "train/mfu", "valid/perplexity"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("--model-parallel-size", "2", "--bf16")], ids=["data-parallel", "model-parallel bf16"]
+)
+def test_forty_steps_equal_twenty_kill_twenty_bit_for_bit_with_dropout(corpus, tmp_path, extra):
+    """The second run is killed without warning at step 26, after its checkpoint of step 20."""
+    extra = ("--attention-dropout", "0.2", "--hidden-dropout", "0.2", "--save-interval", "20", *extra)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_job(flags(corpus, whole, 40, *extra), 2).returncode == 0
+    process = start_job(flags(corpus, cut, 40, *extra), 2)
+    wait_for(lambda: (cut / "metrics.jsonl").exists() and max(metrics(cut), default=0) >= 26)
+    subprocess.run(["pkill", "-KILL", "-f", str(cut)], check=True)  # launcher, ranks and all
+    process.wait()
+    assert (cut / "latest").read_text() == "global_step20"
+    done = run_job(flags(corpus, cut, 40, *extra), 2)
+    assert "continuing after iteration 20" in done.stdout
+    assert metrics(cut) == metrics(whole)
+    assert weights(cut) == weights(whole)
+
+
+def weights(save: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in (save / "global_step40").glob("model_parallel_*.safetensors")}
+
+
+def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path):
+    """10 steps on 2 ranks, then 10 on 1 rank with the same global batch: the losses of 20 steps on 1 rank, to round-off."""
+    batch = ("--global-batch-size", "4", "--batch-size", "2")
+    assert run_job(flags(corpus, tmp_path / "a", 20, *batch), 1).returncode == 0
+    assert run_job(flags(corpus, tmp_path / "b", 20, *batch, "--exit-interval", "10"), 2).returncode == 0
+    done = run_job(flags(corpus, tmp_path / "b", 20, *batch), 1)
+    assert "seeded anew" in done.stdout
+    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert a.keys() == b.keys() == set(range(1, 21))
+    torch.testing.assert_close(torch.tensor(list(b.values())), torch.tensor(list(a.values())), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
+    process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    process.send_signal(getattr(signal, name))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    last = max(metrics(tmp_path))
+    assert f"stopping after iteration {last}: SIGTERM" in output  # which is what the launcher passes on
+    assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
+    done = run_job(flags(corpus, tmp_path, 30, "--fp16", "--lr", "1e-2", "--loss-scale-window", "10"), 1)
+    losses = metrics(tmp_path)
+    assert done.returncode == 0 and losses[30] < losses[1]
+    assert "loss scale 131072.0" in done.stdout
+
+
+def test_accumulation_equals_one_large_batch(corpus, tmp_path):
+    for name, micro in (("a", "4"), ("b", "1")):
+        assert (
+            run_job(flags(corpus, tmp_path / name, 5, "--batch-size", micro, "--global-batch-size", "4"), 1).returncode
+            == 0
+        )
+    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    torch.testing.assert_close(torch.tensor(list(a.values())), torch.tensor(list(b.values())), rtol=2e-3, atol=0)
+
+
+def test_reset_flags_and_recomputation_run(corpus, tmp_path):
+    plain, recomputed = tmp_path / "a", tmp_path / "b"
+    reset = ("--reset-position-ids", "--reset-attention-mask", "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    assert run_job(flags(corpus, plain, 6, *reset), 1).returncode == 0
+    assert (
+        run_job(
+            flags(corpus, recomputed, 6, *reset, "--checkpoint-activations", "--checkpoint-num-layers", "2"), 1
+        ).returncode
+        == 0
+    )
+    assert metrics(plain) == metrics(recomputed), "recomputation replays dropout, so nothing changes"
+
+
+def test_finetune_takes_the_weights_and_starts_over(corpus, tmp_path):
+    assert run_job(flags(corpus, tmp_path / "a", 5), 1).returncode == 0
+    command = [
+        *TINY_MODEL,
+        *corpus,
+        "--train-iters",
+        "3",
+        "--log-interval",
+        "1",
+        "--load",
+        str(tmp_path / "a"),
+        "--finetune",
+    ]
+    done = run_job([*command, "--save", str(tmp_path / "b")], 1)
+    assert done.returncode == 0 and set(metrics(tmp_path / "b")) == {1, 2, 3}
+    assert metrics(tmp_path / "b")[1] < metrics(tmp_path / "a")[1]
+
+
+def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
+    done = run_job(flags(corpus, tmp_path, 50, "--lr", "1e30", "--clip-grad", "0", "--warmup", "0"), 2)
+    assert done.returncode != 0
+    assert "The loss is not finite at iteration" in done.stdout and "rank 0: loss nan, samples" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--hidden-size", "30"], "--hidden-size 30 is not divisible by --num-attention-heads 4"),
+        (["--model-parallel-size", "3"], "--model-parallel-size 3"),
+        (["--seq-length", "4096"], "--seq-length 4096 is longer than --max-position-embeddings"),
+        (["--hiden-size", "32"], "Did you mean --hidden-size"),
+        (["--train-data", "no_such_corpus"], "no_such_corpus"),
+        (["--train-data", "webtext"], "data/webtext"),
+        (["--tokenizer-path", "no_such_vocabulary"], "no_such_vocabulary"),
+        (["--vocab-size", "7"], "--vocab-size 7 is smaller than the tokenizer's vocabulary"),
+        (["--split", "0,1,1"], "--split"),
+        (["--distributed-backend", "nccl"], "--distributed-backend nccl needs a CUDA device"),
+    ],
+)
+def test_bad_input_is_one_clear_line(corpus, tmp_path, change, message):
+    if change[-1] == "nccl" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    done = run_job(flags(corpus, tmp_path, 3, *change), 1)
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and len(errors) == 1 and message in errors[0], done.stdout
+    assert "Traceback" not in done.stdout
+
+
+FILE_FAULTS = [("foreign", "60000"), ("text", "text.idx"), ("short", "short.bin")]
+
+
+def test_data_of_another_vocabulary_foreign_and_truncated_files_are_refused(corpus, tmp_path):
+    prefix = Path(corpus[corpus.index("--train-data") + 1])
+    foreign = tmp_path / "foreign"
+    with IndexedDatasetWriter(str(foreign), dtype="uint16") as writer:
+        writer.add_document([60_000] * 50)
+    (tmp_path / "text.bin").write_bytes(b"x" * 64)
+    (tmp_path / "text.idx").write_bytes(b"not an index")
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"short{suffix}").write_bytes(
+            Path(f"{prefix}{suffix}").read_bytes()[: -2 if suffix == ".bin" else None]
+        )
+    other = make_vocabulary(tmp_path / "other", make_texts(30), size=290)
+    cases = [(["--train-data", str(tmp_path / name)], message) for name, message in FILE_FAULTS]
+    for change, message in [*cases, (["--tokenizer-path", str(other)], "was tokenized with")]:
+        done = run_job(flags(corpus, tmp_path / "run", 3, *change), 1)
+        assert done.returncode != 0 and "error" in done.stdout and message in done.stdout, done.stdout
+
+
+def test_checkpoint_of_another_shape_is_refused(corpus, tmp_path):
+    assert run_job(flags(corpus, tmp_path, 2), 1).returncode == 0
+    done = run_job(flags(corpus, tmp_path, 4, "--num-layers", "3"), 1)
+    assert done.returncode != 0 and "is of a model of another shape" in done.stdout and "--num-layers" in done.stdout
+
+
+def start_job(arguments: list[str], world_size: int) -> subprocess.Popen:
+    """The job through scripts/common.sh's launch, in a session of its own."""
+    command = f'source scripts/common.sh; PYTHON={sys.executable}; launch pretrain_gpt2.py "$@"'
+    return subprocess.Popen(
+        ["bash", "-c", command, "launch", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "NPROC": str(world_size), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, timeout_s: float = 90.0) -> None:
+    end = time.time() + timeout_s
+    while not condition():
+        assert time.time() < end, "the job did not come so far in time"
+        time.sleep(0.02)
