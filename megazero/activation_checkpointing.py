@@ -133,8 +133,8 @@ class _Run:
     def call(self, args: Sequence[Any]) -> Any:
         """`function(*args)` under the autocast of the first run, without autocast's cache of weights.
 
-        A cast that the first run made has no graph, and the graph of one that the second run made is gone after its backward:
-        no later use of the weight may find them.
+        A cast that the first run made has no graph, so no later use of the weight may find it: torch 2.8 would hand it out and
+        the weight would lose that gradient (later versions keep a cache for each grad mode).
         """
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:

@@ -44,6 +44,12 @@ REFUSED = {
     "--tokenizer-model-type": "name the vocabulary's files: --vocab-file and --merge-file, or --tokenizer-path",
     "--cpu-optimizer": "the optimizer runs on the device that holds the weights",
     "--cpu_torch_adam": "the optimizer runs on the device that holds the weights",
+    "--eval-seq-length": "evaluations during training use --seq-length; evaluate_gpt2.py takes it",
+    "--overlapping-eval": "it is a flag of evaluate_gpt2.py",
+    "--temperature": "it is a flag of generate_samples.py",
+    "--top_p": "it is a flag of generate_samples.py",
+    "--top_k": "it is a flag of generate_samples.py",
+    "--out-seq-length": "it is a flag of generate_samples.py",
     "--cloze-eval": "use evaluate_gpt2.py --task lambada",
     "--eval-hf": "import the weights first: megazero.model.huggingface",
     "--load-openai": "import the weights first: megazero.model.huggingface",
@@ -104,12 +110,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
     Raises:
         ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
     """
+    known = [name for action in parser._actions for name in action.option_strings]
     for argument in argv:
         flag = argument.partition("=")[0]
-        if flag in REFUSED:
+        if flag in REFUSED and flag not in known:
             raise ValueError(f"{flag} does not apply here: {REFUSED[flag]}. Drop it.")
     given, rest = parser.parse_known_args(argv)
-    known = [name for action in parser._actions for name in action.option_strings]
     for argument in rest:
         flag = argument.partition("=")[0]
         if flag.startswith("-"):

@@ -43,7 +43,7 @@ def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> No
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, device_id=local_device() if backend == "nccl" else None)
         except (RuntimeError, dist.DistNetworkError) as error:
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise

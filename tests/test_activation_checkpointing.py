@@ -126,6 +126,13 @@ def test_an_output_without_gradient_is_skipped(one_rank):
     assert x.grad is None
 
 
+def test_an_output_that_is_not_used_adds_nothing(one_rank):
+    x = torch.zeros(1, requires_grad=True)
+    double, root = checkpoint(lambda x: (x * 2, x.sqrt()), x)
+    double.backward()
+    assert x.grad.item() == 2.0, "a gradient of zero for the root would make it 0 * inf"
+
+
 def test_without_grad_mode_it_is_the_call_and_keeps_nothing(one_rank):
     with torch.no_grad():
         y = checkpoint(nn.Linear(2, 2), torch.ones(1, 2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import pytest
 
-from megazero.arguments import ALWAYS_SO, REFUSED, load_config
+from megazero.arguments import ALWAYS_SO, REFUSED, load_config, make_parser
+from megazero.config import Config
 
 # The GPT-2 script of Megatron-LM's first tree, word for word but for the launcher.
 V0_SCRIPT = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --batch-size 8 --seq-length 1024
@@ -66,6 +69,26 @@ def test_abbreviations_are_not_guessed():
 def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
     with pytest.raises(ValueError, match=f"^{flag} does not apply here: "):
         load_config([flag])
+
+
+# All flags of the v0 trainer's arguments.py.
+V0_FLAGS = """pretrained-bert attention-dropout num-attention-heads hidden-size intermediate-size num-layers layernorm-epsilon
+hidden-dropout max-position-embeddings vocab-size deep-init make-vocab-size-divisible-by cpu-optimizer cpu_torch_adam fp16
+fp32-embedding fp32-layernorm fp32-tokentypes fp32-allreduce hysteresis loss-scale loss-scale-window min-scale batch-size
+weight-decay checkpoint-activations checkpoint-num-layers deepspeed-activation-checkpointing clip-grad train-iters log-interval
+exit-interval seed reset-position-ids reset-attention-mask lr-decay-iters lr-decay-style lr warmup save save-interval
+no-save-optim no-save-rng load no-load-optim no-load-rng finetune resume-dataloader distributed-backend local_rank
+eval-batch-size eval-iters eval-interval eval-seq-length eval-max-preds-per-seq overlapping-eval cloze-eval eval-hf load-openai
+temperature top_p top_k out-seq-length model-parallel-size shuffle train-data use-npy-data-loader train-data-path val-data-path
+test-data-path input-data-sizes-file delim text-key eval-text-key valid-data split test-data lazy-loader loose-json
+presplit-sentences num-workers tokenizer-model-type tokenizer-path tokenizer-type cache-dir use-tfrecords seq-length
+max-preds-per-seq""".split()
+
+
+@pytest.mark.parametrize("flag", V0_FLAGS)
+def test_every_flag_of_the_v0_trainer_works_or_is_refused_with_the_reason(flag):
+    help_text = make_parser(list(get_type_hints(Config).values()), "").format_help()
+    assert f"--{flag}" in help_text or f"--{flag}" in REFUSED
 
 
 def test_flags_that_are_always_so_are_accepted():

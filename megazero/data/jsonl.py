@@ -19,10 +19,12 @@ class Block:
     """Whole lines of one file: the bytes [start, stop) of its (decompressed) text.
 
     Attributes:
+        file: number of the file among the inputs.
         data: the bytes themselves, where only one reader can have them (compressed files); else None.
     """
 
     path: Path
+    file: int
     start: int
     stop: int
     data: bytes | None = None
@@ -36,30 +38,30 @@ class Block:
             return file.read(self.stop - self.start)
 
 
-def read_blocks(path: Path, block_bytes: int, start: int = 0) -> Iterator[Block]:
+def read_blocks(path: Path, block_bytes: int, start: int = 0, file_number: int = 0) -> Iterator[Block]:
     """Blocks of about `block_bytes` that end with a line's end (or the file's), from the byte `start` on.
 
     A compressed file is decompressed here, by one process; of a plain file only the places of the blocks are found.
     """
     if not is_compressed(path):
-        yield from _plain_blocks(path, block_bytes, start)
+        yield from _plain_blocks(path, block_bytes, start, file_number)
         return
     with open_bytes(path) as file:
         _skip(file, start)
         while data := file.read(block_bytes):
             data += file.readline()
-            yield Block(path, start, start + len(data), data)
+            yield Block(path, file_number, start, start + len(data), data)
             start += len(data)
 
 
-def _plain_blocks(path: Path, block_bytes: int, start: int) -> Iterator[Block]:
+def _plain_blocks(path: Path, block_bytes: int, start: int, file_number: int) -> Iterator[Block]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         while start < size:
             file.seek(start + block_bytes)
             file.readline()
             stop = min(file.tell(), size)
-            yield Block(path, start, stop)
+            yield Block(path, file_number, start, stop)
             start = stop
 
 

@@ -16,12 +16,13 @@ from typing import Any
 from tqdm import tqdm
 
 from megazero.data.cache import key_of
-from megazero.data.encoding import BlockEncoder, EncodedBlock, encode_blocks
+from megazero.data.encoding import BlockEncoder, EncodedBlock
 from megazero.data.files import append_suffix, fingerprint, is_compressed, locked
 from megazero.data.jsonl import Block, read_blocks
 from megazero.data.partial_output import PartialOutput, Position
 from megazero.data.sidecar import Sidecar, check_free, read_sidecar
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.workers import ordered_map
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,9 @@ def _run(paths: list[Path], encoder: BlockEncoder, output: PartialOutput, option
     report = _Report(paths, position, options)
     committed = time.monotonic()
     try:
-        with closing(encode_blocks(encoder, blocks, _worker_count(paths, options))) as results:
-            for number, block, encoded in results:
-                _count(position, number, block, encoded, options.strict)
+        with closing(ordered_map(encoder, blocks, _worker_count(paths, options))) as results:
+            for block, encoded in results:
+                _count(position, block, encoded, options.strict)
                 output.append(encoded.tokens, encoded.sizes)
                 report.update(block.stop - block.start)
                 if time.monotonic() - committed >= options.commit_interval_s:
@@ -148,17 +149,16 @@ def _worker_count(paths: list[Path], options: TokenizeOptions) -> int:
     return min(options.workers or available_cores(), -(-size // options.block_bytes) or 1)
 
 
-def _blocks(paths: list[Path], position: Position, block_bytes: int) -> Iterator[tuple[int, Block]]:
+def _blocks(paths: list[Path], position: Position, block_bytes: int) -> Iterator[Block]:
     # The start is read now: the position moves on while blocks are still being handed out.
     first, offset = position.input, position.offset
     for number, path in enumerate(paths[first:], start=first):
-        for block in read_blocks(path, block_bytes, offset if number == first else 0):
-            yield number, block
+        yield from read_blocks(path, block_bytes, offset if number == first else 0, number)
 
 
-def _count(position: Position, number: int, block: Block, encoded: EncodedBlock, strict: bool) -> None:
-    if number != position.input:
-        position.input, position.line = number, 0
+def _count(position: Position, block: Block, encoded: EncodedBlock, strict: bool) -> None:
+    if block.file != position.input:
+        position.input, position.line = block.file, 0
     for line, reason in encoded.errors:
         message = f"{block.path}:{position.line + line + 1}: {reason}"
         if strict:

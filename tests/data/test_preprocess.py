@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.data import encoding, partial_output
+from megazero.data import partial_output
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.jsonl import Block, block_lines, read_blocks
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
@@ -63,8 +63,8 @@ def test_blocks_are_whole_lines_from_any_start(tmp_path_factory, lines, block_by
 
 
 def test_lines_of_a_block(tmp_path):
-    assert block_lines(Block(tmp_path, 0, 9, b"\xef\xbb\xbfa\n\nb")) == [b"a", b"", b"b"]
-    assert block_lines(Block(tmp_path, 5, 9, b"a\nb\n")) == [b"a", b"b"]
+    assert block_lines(Block(tmp_path, 0, 0, 9, b"\xef\xbb\xbfa\n\nb")) == [b"a", b"", b"b"]
+    assert block_lines(Block(tmp_path, 0, 5, 9, b"a\nb\n")) == [b"a", b"b"]
 
 
 def test_tokens_are_those_of_the_documents_in_order(tmp_path, tokenizer):
@@ -359,19 +359,6 @@ def test_several_processes_with_one_output(tmp_path, tokenizer, gpt2_folder):
     assert len({results.get(timeout=60) for _ in processes}) == 1
     tokenize_json([path], tmp_path / "one", tokenizer, options=TokenizeOptions(1, progress=False))
     assert contents(tmp_path / "out") == contents(tmp_path / "one")
-
-
-class Dying:
-    """An encoder whose worker process dies, as one that the kernel kills for its memory."""
-
-    def __call__(self, block):
-        os._exit(9)
-
-
-def test_dead_worker_is_an_error_not_a_hang(tmp_path):
-    path = write_jsonl(tmp_path / "in.jsonl", ["a"])
-    with pytest.raises(RuntimeError, match="a worker process died.*fewer --workers"):
-        list(encoding.encode_blocks(Dying(), ((0, block) for block in read_blocks(path, 100)), 2))
 
 
 def test_large_vocabulary_is_stored_in_32_bits(tmp_path, gpt2_folder):

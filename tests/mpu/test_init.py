@@ -79,6 +79,12 @@ def test_successive_weights_differ_and_the_generator_moves_by_one_integer_each(o
     assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_nothing_is_drawn_on_the_meta_device(one_rank):
+    drawn = []
+    assert init_weight_(torch.empty(10**6, 10**6, device="meta"), drawn.append) is None
+    assert not drawn
+
+
 def test_an_init_method_that_raises_leaves_the_generator_usable(one_rank):
     def fail(weight):
         raise KeyError("no")

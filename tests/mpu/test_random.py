@@ -105,6 +105,7 @@ def test_states_are_copies_both_ways(tracker):
         draw()
     assert all(torch.equal(states[name], saved[name]) for name in saved), "drawing changed the caller's snapshot"
     states["b"].zero_()
+    tracker.get_states()["b"].zero_()
     with tracker.fork("b"):
         assert draw() == stream(20)[0], "the caller's change reached the tracker"
     tracker.set_states(saved)

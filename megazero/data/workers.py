@@ -1,0 +1,129 @@
+"""A function mapped over a stream of items by worker processes: in order, bounded in memory, quick to stop.
+
+Each worker has a pipe of its own and at most one item, and gets the next one after it has handed in a result. No thread and no
+lock stands between it and this process: when either of them dies, the other one sees the pipe close.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+_LEAD = 3  # items per worker that may be in work, or finished before their turn
+
+
+def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
+    """Each item with the function's result, in the order of the items; with one worker computed in this process itself.
+
+    To leave it early, close the generator (contextlib.closing): that ends the workers at once.
+
+    Args:
+        function: picklable, as items and results are.
+
+    Raises:
+        RuntimeError: a worker died, or the function raised in it; then the message holds the traceback.
+    """
+    if workers == 1:
+        for item in items:
+            yield item, function(item)
+        return
+    pending: dict[int, A] = {}  # handed out and not yet yielded, in order
+    results: dict[int, B] = {}
+    pool = _Pool(function, workers)
+    try:
+        for number, item in enumerate(items):
+            pending[number] = item
+            pool.submit(number, item)
+            while not pool.has_idle or len(pending) >= _LEAD * workers:
+                results.update(pool.collect())
+                yield from _in_turn(pending, results)
+        while pending:
+            results.update(pool.collect())
+            yield from _in_turn(pending, results)
+    finally:
+        pool.stop()
+
+
+def _in_turn(pending: dict[int, A], results: dict[int, B]) -> Iterator[tuple[A, B]]:
+    while pending and (turn := next(iter(pending))) in results:
+        yield pending.pop(turn), results.pop(turn)
+
+
+class _Pool:
+    """Worker processes that are idle or have one numbered item each."""
+
+    def __init__(self, function: Callable, workers: int) -> None:
+        # forkserver: a plain fork would copy the locks of this process's threads (torch, tqdm) in whatever state they are.
+        context = get_context("forkserver")
+        self._processes: list[Any] = []
+        self._idle: list[Connection] = []
+        self._busy: dict[Connection, int] = {}
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, function), daemon=True)
+            process.start()
+            there.close()  # the worker's copy is now the only one, so its death closes the pipe
+            self._processes.append(process)
+            self._idle.append(here)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether `submit` can be called."""
+        return bool(self._idle)
+
+    def submit(self, number: int, item: Any) -> None:
+        """Hands an item to an idle worker, which reads it at once: nothing can be stuck in both directions of a pipe."""
+        worker = self._idle.pop()
+        try:
+            worker.send(item)
+        except OSError as error:
+            raise _died() from error
+        self._busy[worker] = number
+
+    def collect(self) -> Iterator[tuple[int, Any]]:
+        """Waits for results and yields them with the numbers of their items."""
+        for worker in wait(list(self._busy)):
+            assert isinstance(worker, Connection)
+            try:
+                is_result, content = worker.recv()
+            except (EOFError, OSError) as error:
+                raise _died() from error
+            if not is_result:
+                raise RuntimeError(f"a worker process failed:\n{content}")
+            self._idle.append(worker)
+            yield self._busy.pop(worker), content
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are doing."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+        for pipe in (*self._idle, *self._busy):
+            pipe.close()
+
+
+def _died() -> RuntimeError:
+    return RuntimeError(
+        "a worker process died, perhaps for want of memory. Start again (what is done is kept), with fewer --workers."
+    )
+
+
+def _work(pipe: Connection, function: Callable) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes; the first one decides
+    with suppress(EOFError, OSError):  # the process that wanted the results is gone
+        while True:
+            item = pipe.recv()
+            try:
+                answer = True, function(item)
+            except Exception:
+                answer = False, traceback.format_exc()
+            pipe.send(answer)

@@ -1,0 +1,102 @@
+"""The ordered map over processes: order, bounds, errors, and workers that never outlive their use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megazero.data.workers import ordered_map
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def slow_if_even(number):
+    time.sleep(0.03 if number % 2 == 0 else 0)
+    return number * number
+
+
+def fails(number):
+    return 1 // (number - 3)
+
+
+def dies(number):
+    os._exit(9)
+
+
+def children():
+    return [p for p in multiprocessing.active_children() if p.name.startswith("ForkServerProcess")]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 25])
+def test_results_come_in_order(workers, count):
+    assert list(ordered_map(slow_if_even, range(count), workers)) == [(n, n * n) for n in range(count)]
+    assert not children()
+
+
+def test_items_are_taken_as_they_are_needed():
+    taken = []
+    with closing(ordered_map(slow_if_even, (taken.append(n) or n for n in range(10**9)), 2)) as results:
+        for number, _ in results:
+            assert len(taken) <= number + 1 + 6
+            if number == 20:
+                break
+    assert not children()
+
+
+def test_large_items_and_results_do_not_block_each_other():
+    items = [b"x" * 3_000_000 for _ in range(8)]
+    for item, result in ordered_map(bytes, items, 2):
+        assert result == item
+
+
+def test_error_in_a_worker_holds_its_traceback():
+    with pytest.raises(RuntimeError, match="(?s)a worker process failed.*in fails.*ZeroDivisionError"):
+        list(ordered_map(fails, range(9), 2))
+    assert not children()
+
+
+def test_dead_worker_is_an_error_not_a_hang():
+    with pytest.raises(RuntimeError, match="a worker process died.*fewer --workers"):
+        list(ordered_map(dies, range(9), 2))
+    assert not children()
+
+
+INTERRUPTED = """
+import sys, time
+from megazero.data.workers import ordered_map
+def endless(n):
+    time.sleep(0.01)
+    return n
+if __name__ == "__main__":
+    for n, _ in ordered_map(endless, iter(int, 1), 2):
+        print("at work", flush=True)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
+    (tmp_path / "run.py").write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "run.py")]
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout.readline() == b"at work\n"
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    try:
+        process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
