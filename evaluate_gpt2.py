@@ -6,13 +6,15 @@ python evaluate_gpt2.py --load DIR --task wikitext --valid-data wiki.test.tokens
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megazero.arguments import load_components
+from megazero.checkpoint.store import Reader
+from megazero.data.tokenizer import Tokenizer
+from megazero.entry import run_script
 from megazero.evaluation import (
     last_word_accuracy,
     load_texts,
@@ -20,10 +22,8 @@ from megazero.evaluation import (
     wikitext_detokenize,
     word_count,
 )
-from megazero.inference import InferenceConfig, load_model, open_checkpoint
-from megazero.logging import exit_on_all_ranks, setup_logging
+from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.metrics import table
-from megazero.mpu.groups import check_model_parallel_size
 from megazero.option import option
 
 logger = logging.getLogger("megazero.evaluate")
@@ -53,17 +53,25 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.valid_data is None or not Path(self.valid_data).is_file():
             raise ValueError(f"--valid-data {self.valid_data or 'is missing'}: name the file to evaluate on.")
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
 
 
-def main() -> None:
-    """Loads the checkpoint and prints its result on the task."""
-    setup_logging(int(os.environ.get("RANK", 0)))
-    try:
-        config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
-        check_model_parallel_size(int(os.environ.get("WORLD_SIZE", 1)), config.model_parallel_size)
-        reader, tokenizer = open_checkpoint(config)
-    except (ValueError, OSError) as error:
-        exit_on_all_ranks(error)
+Checked = tuple[InferenceConfig, EvaluationConfig, Reader, Tokenizer]
+
+
+def check(world_size: int) -> Checked:
+    """The configuration, the checkpoint and its tokenizer, after all checks that need no communication."""
+    config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
+    config.check_world(world_size)
+    reader, tokenizer = open_checkpoint(config)
+    model_config(reader).check_sequence(task.seq_length or 1)
+    return config, task, reader, tokenizer
+
+
+def main(checked: Checked) -> None:
+    """Prints the checkpoint's result on the task."""
+    config, task, reader, tokenizer = checked
     model, groups = load_model(config, reader)
     seq_length = task.seq_length or reader.index["client_state"]["seq_length"]
     assert task.valid_data is not None
@@ -103,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(check, main)

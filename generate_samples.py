@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megazero.arguments import load_components
+from megazero.checkpoint.store import Reader
+from megazero.data.tokenizer import Tokenizer
+from megazero.entry import run_script
 from megazero.inference import InferenceConfig, load_model, open_checkpoint
-from megazero.logging import exit_on_all_ranks, setup_logging
 from megazero.model.generation import generate
-from megazero.mpu.groups import check_model_parallel_size
 from megazero.option import option
 
 logger = logging.getLogger("megazero.generate")
@@ -41,6 +40,10 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if self.prompt and self.sample_input_file:
             raise ValueError("--prompt and --sample-input-file exclude each other. Drop one of them.")
+        if self.num_samples < 1 or self.out_seq_length < 1:
+            raise ValueError(
+                f"--num-samples and --out-seq-length must be at least 1, got {self.num_samples} and {self.out_seq_length}."
+            )
 
     def prompts(self) -> list[str]:
         """The texts to continue, each as often as asked for."""
@@ -50,27 +53,24 @@ class SampleConfig:
         return [text for text in texts for _ in range(self.num_samples)]
 
 
-def main() -> None:
-    """Loads the checkpoint and prints each prompt with its continuation."""
-    setup_logging(int(os.environ.get("RANK", 0)))
-    try:
-        config, sampling = load_components((InferenceConfig, SampleConfig), "Generate text from a checkpoint.")
-        check_model_parallel_size(int(os.environ.get("WORLD_SIZE", 1)), config.model_parallel_size)
-        reader, tokenizer = open_checkpoint(config)
-        texts = sampling.prompts()
-    except (ValueError, OSError) as error:
-        exit_on_all_ranks(error)
+def check(world_size: int) -> tuple[InferenceConfig, SampleConfig, Reader, Tokenizer]:
+    """The configuration, the checkpoint and its tokenizer, after all checks that need no communication."""
+    config, sampling = load_components((InferenceConfig, SampleConfig), "Generate text from a checkpoint.")
+    config.check_world(world_size)
+    return config, sampling, *open_checkpoint(config)
+
+
+def main(checked: tuple[InferenceConfig, SampleConfig, Reader, Tokenizer]) -> None:
+    """Prints each prompt with its continuation."""
+    config, sampling, reader, tokenizer = checked
     model, _ = load_model(config, reader)
+    texts = sampling.prompts()
     prompts = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
     room = model.config.max_position_embeddings - max(len(prompt) for prompt in prompts)
-    if room < 1:
-        sys.exit(
-            f"error: the longest prompt fills all {model.config.max_position_embeddings} positions of the model. Shorten it."
-        )
     outputs = generate(
         model,
         prompts,
-        min(sampling.out_seq_length, room),
+        max(1, min(sampling.out_seq_length, room)),
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -84,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(check, main)

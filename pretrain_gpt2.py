@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -11,9 +9,11 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.arguments import load_config
-from megazero.data.build import build_tokenizer_from
+from megazero.config import Config
+from megazero.data.build import build_tokenizer_from, check_data
+from megazero.data.tokenizer import Tokenizer
+from megazero.entry import run_script
 from megazero.job import Job
-from megazero.logging import exit_on_all_ranks, setup_logging
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -54,21 +54,20 @@ def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tens
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
-def main() -> None:
-    """Checks the command line, then trains."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    setup_logging(rank)
-    try:
-        config = load_config()
-        config.check_world(world_size)
-    except ValueError as error:
-        exit_on_all_ranks(error)
+def check(world_size: int) -> tuple[Config, Tokenizer]:
+    """The configuration and the tokenizer, after all checks that need no communication."""
+    config = load_config()
+    config.check_world(world_size)
+    tokenizer = build_tokenizer_from(config.data)
+    check_data(config.data, tokenizer)
+    return config, tokenizer
+
+
+def main(checked: tuple[Config, Tokenizer]) -> None:
+    """Trains."""
     keep_freed_memory()
-    try:
-        pretrain(config, build_tokenizer_from(config.data), make_model, forward_step)
-    except (ValueError, OSError, FloatingPointError) as error:  # wrong input; anything else keeps its traceback
-        sys.exit(f"error (rank {rank}): {error}")
+    pretrain(*checked, make_model, forward_step)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(check, main)

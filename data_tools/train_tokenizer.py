@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from megazero.data.files import is_compressed, written_aside  # noqa: E402
 from megazero.data.gpt2_bpe import END_OF_TEXT  # noqa: E402
 from megazero.data.jsonl import LineError, block_lines, read_blocks, read_document  # noqa: E402
 from megazero.data.tokenizer import SentencePieceTokenizer  # noqa: E402
+from megazero.files import is_compressed, written_aside  # noqa: E402
 
 PROBE = "Round  trip:\n\n\ttabs, 1234, \u00fcber, \u4e2d\u6587, \u2581 and <|endoftext|> \n"
 """Text with everything that sentencepiece's usual settings would change."""

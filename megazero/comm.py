@@ -19,6 +19,10 @@ ProcessGroup = dist.ProcessGroup
 Work = dist.Work
 
 
+class OtherRankError(RuntimeError):
+    """What went wrong on another rank, so that this one cannot go on either."""
+
+
 def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> None:
     """Joins the world described by torchrun's environment variables; a world of one process without them.
 
@@ -28,7 +32,7 @@ def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> No
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA.
-        RuntimeError: the rendezvous port is taken.
+        OSError: the rendezvous port is taken.
     """
     if dist.is_initialized():
         return
@@ -48,7 +52,7 @@ def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> No
             if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
                 raise
             port = os.environ.get("MASTER_PORT", "unset")
-            raise RuntimeError(
+            raise OSError(
                 f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
                 "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
             ) from error
@@ -121,7 +125,7 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
 
     Raises:
         Exception: this rank's own error.
-        RuntimeError: another rank's error, with its rank and message.
+        OtherRankError: another rank's error, with its rank and message.
     """
     result, error = None, None
     try:
@@ -133,5 +137,5 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
+            raise OtherRankError(f"rank {rank} failed: {message}")
     return result

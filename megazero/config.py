@@ -24,7 +24,10 @@ class ParallelConfig:
     distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
     distributed_timeout_s: float = option(600.0, "seconds after which a collective that some rank never entered raises")
     local_rank: int | None = option(
-        None, "set by old launchers; LOCAL_RANK of the environment is what counts", flag="--local_rank"
+        None,
+        "set by old launchers; LOCAL_RANK of the environment is what counts",
+        flag="--local_rank",
+        aliases=("--local-rank",),
     )
 
 

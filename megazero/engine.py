@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero import comm
 from megazero.checkpoint import store
 from megazero.checkpoint.rng import rng_states, set_rng_states
 from megazero.mpu.groups import ParallelGroups
@@ -26,6 +27,7 @@ from megazero.zero.schedule import Schedule, build_buckets
 logger = logging.getLogger(__name__)
 
 MASTER = "master"  # the fp32 weights' name among the optimizer's states
+CONSTANT = "constant"  # frozen parameters and buffers, which have no optimizer state
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -49,6 +51,10 @@ class Engine:
         groups: the tensor- and data-parallel groups.
         optimizer_factory: makes an elementwise torch optimizer from parameter groups.
         group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them.
+
+    Raises:
+        ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, or
+            the optimizer is not elementwise.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Engine:
         self.partitions = partitions(model)
         replicated = set(group_of) - set(self.partitions)
         self.buckets = build_buckets(model, groups.data, group_of, replicated)
+        self._check_replicas()
         self.schedule = Schedule(self.buckets)
         self.optimizer = BucketOptimizer(
             self.buckets, optimizer_factory, group_settings, groups.model, loss_scaler or LossScaler(), clip_grad
@@ -135,11 +142,19 @@ class Engine:
         return loss.detach()
 
     def step(self) -> None:
-        """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed."""
+        """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
+
+        Raises:
+            RuntimeError: there was no backward before it.
+        """
         at_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not at_boundary:
             return
+        if not all(bucket.is_reduced for bucket in self.buckets):
+            raise RuntimeError(
+                "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
+            )
         self._grad_norm = self.optimizer.step()
         self.global_steps += 1
         if self.optimizer.overflow:
@@ -209,14 +224,17 @@ class Engine:
             for key, value in self.optimizer.state_of(bucket, segment).items():
                 if key == MASTER or save_optimizer:
                     tensors[f"{key}/{segment.name}"] = value
+        tensors.update({f"{CONSTANT}/{name}": value for name, value in self._constants().items()})
         index = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "model_parallel_size": self.groups.model_parallel_size,
             "world_size": torch.distributed.get_world_size(),
+            "device": comm.local_device().type,
             "shapes": self._full_shapes(),
             "partitions": {name: asdict(cut) for name, cut in self.partitions.items()},
             "optimizer": self.optimizer.counters() if save_optimizer else None,
+            "optimizer_type": type(self.optimizer.torch_optimizer).__name__,
             "loss_scaler": self.optimizer.loss_scaler.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
             "client_state": client_state or {},
@@ -250,7 +268,8 @@ class Engine:
         self._check_shapes(reader)
         load_optimizer_states = load_optimizer_states and not load_module_only and reader.index["optimizer"] is not None
         if load_optimizer_states:
-            kinds = {key.partition("/")[0] for key in reader.tensors} - {MASTER}
+            kinds = {key.partition("/")[0] for key in reader.tensors} - {MASTER, CONSTANT}
+            self._check_optimizer(reader)
             self.optimizer.allocate_state(sorted(kinds), reader.index["optimizer"])
         size, rank = self.groups.model_parallel_size, self.groups.model_parallel_rank
         for bucket, segment in self.segments():
@@ -258,9 +277,13 @@ class Engine:
                 if key == MASTER or load_optimizer_states:
                     full = reader.read(f"{key}/{segment.name}")
                     target.detach().copy_(self._cut(segment.name, full, segment.shape, size, rank))
+        for name, value in self._constants().items():
+            value.copy_(self._cut(name, reader.read(f"{CONSTANT}/{name}"), tuple(value.shape), size, rank))
         for bucket in self.buckets:
             bucket.publish()
         if not load_module_only:
+            if not load_optimizer_states:
+                logger.warning("the optimizer starts with empty moments: its state was not loaded from %s", reader.path)
             self._load_counters(reader.index)
             if load_rng:
                 self._load_rng(reader)
@@ -276,15 +299,33 @@ class Engine:
         total["O"] += sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
         return total
 
+    def _check_replicas(self) -> None:
+        """Raises on every rank unless all data-parallel ranks start with equal weights."""
+        if not self.buckets:
+            raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
+        sums = torch.stack([bucket.flat.double().sum() for bucket in self.buckets])
+        if any(not torch.equal(sums, other) for other in comm.all_gather(sums, self.groups.data)):
+            raise ValueError(
+                "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
+                "with the same seed on every rank before the model is built, or load the same weights."
+            )
+
+    def _constants(self) -> dict[str, Tensor]:
+        """Frozen parameters and persistent buffers, by name; tied names of trained parameters are not among them."""
+        trained = {bucket.flat.untyped_storage().data_ptr() for bucket in self.buckets}
+        state = self.module.state_dict()
+        return {name: t.detach() for name, t in state.items() if t.untyped_storage().data_ptr() not in trained}
+
     def _full_shapes(self) -> dict[str, list[int]]:
-        """The unpadded, uncut shape of every trainable parameter."""
+        """The unpadded, uncut shape of everything that a checkpoint holds of the module."""
+        local = {segment.name: segment.shape for _, segment in self.segments()}
+        local.update({name: tuple(value.shape) for name, value in self._constants().items()})
         shapes = {}
-        for _, segment in self.segments():
-            shape = list(segment.shape)
-            if segment.name in self.partitions:
-                cut = self.partitions[segment.name]
-                shape[cut.dim] = cut.full_size
-            shapes[segment.name] = shape
+        for name, shape in local.items():
+            full = list(shape)
+            if name in self.partitions:
+                full[self.partitions[name].dim] = self.partitions[name].full_size
+            shapes[name] = full
         return shapes
 
     def _check_shapes(self, reader: store.Reader) -> None:
@@ -296,6 +337,14 @@ class Engine:
                 f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
                 f"{first}: saved {saved.get(first, 'nothing')}, model {wanted.get(first, 'nothing')}. Give the --num-layers, "
                 "--hidden-size, --max-position-embeddings and vocabulary that it was trained with."
+            )
+
+    def _check_optimizer(self, reader: store.Reader) -> None:
+        saved, wanted = reader.index["optimizer_type"], type(self.optimizer.torch_optimizer).__name__
+        if saved != wanted:
+            raise ValueError(
+                f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
+                "or start it anew with --no-load-optim."
             )
 
     def _cut(self, name: str, full: Tensor, shape: tuple[int, ...], size: int, rank: int) -> Tensor:
@@ -321,4 +370,4 @@ class Engine:
         if states is not None:
             set_rng_states(states)
         else:
-            logger.info("random generators are seeded anew: the checkpoint has no states for this number of ranks")
+            logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")

@@ -14,8 +14,7 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.engine import MASTER
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.state_dict import slice_full
-from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.option import option
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,10 @@ class InferenceConfig:
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other. Drop one of them.")
 
+    def check_world(self, world_size: int) -> None:
+        """Checks that --model-parallel-size divides the number of ranks."""
+        check_model_parallel_size(world_size, self.model_parallel_size)
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of parameters and activations."""
@@ -71,19 +74,31 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
             f"found {tokenizer.sha256[:12]}...). Give the training job's --vocab-file and --merge-file, or --tokenizer-path."
         )
+    model_config(reader).check_parallel(config.model_parallel_size)
     return reader, tokenizer
 
 
+def model_config(reader: Reader) -> GPT2Config:
+    """The model of a checkpoint, without what only training needs."""
+    saved = GPT2Config(**reader.index["client_state"]["model"])
+    return replace(saved, checkpoint_activations=False, compile=False, layernorm="torch")
+
+
 def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:
-    """The model in evaluation mode on this process's device, split over the model-parallel group. Initialises both worlds."""
-    model_config = replace(
-        GPT2Config(**reader.index["client_state"]["model"]), checkpoint_activations=False, compile=False
-    )
+    """The model in evaluation mode on this process's device, split over the model-parallel group. Initialises both worlds.
+
+    One full parameter at a time is in memory beside this rank's part of the model.
+    """
+    architecture = model_config(reader)
     comm.init_distributed(config.distributed_backend)
     groups = mpu.initialize_model_parallel(config.model_parallel_size)
-    model = GPT2Model(model_config, group=groups.model, device=comm.local_device(), dtype=config.dtype)
-    full = {name: reader.read(f"{MASTER}/{name}") for name in reader.index["shapes"]}
-    part = slice_full(full, model, groups.model_parallel_rank, groups.model_parallel_size)
-    model.load_state_dict(part)
-    logger.info("loaded %s: %s parameters", reader.path, f"{model_config.num_parameters():,}")
+    model = GPT2Model(architecture, group=groups.model, device=comm.local_device(), dtype=config.dtype)
+    cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part = reader.read(f"{MASTER}/{name}")
+            if name in cuts:
+                part = cuts[name].slice(part, rank, size, padded_size=parameter.size(cuts[name].dim) * size)
+            parameter.copy_(part)
+    logger.info("loaded %s: %s parameters", reader.path, f"{architecture.num_parameters():,}")
     return model.eval(), groups

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megazero import comm, mpu
-from megazero.checkpoint.store import latest_tag
+from megazero.checkpoint.store import Reader, latest_tag
 from megazero.config import Config
-from megazero.data.sampler import DataParallelBatchSampler
+from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine, weight_decay_groups
-from megazero.metrics import StepReport
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import ParallelGroups
 from megazero.optim.loss_scaler import LossScaler
@@ -62,7 +61,7 @@ class Job:
     iteration: int = 0
     consumed_samples: int = 0
     first_loss: float | None = None
-    last_report: StepReport | None = None
+    has_logged: bool = False
     stopped: bool = False  # all ranks have agreed to end early
     stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
 
@@ -71,13 +70,19 @@ class Job:
         """Sequences per optimizer step."""
         return self.config.global_batch_size(self.groups.data_parallel_size)
 
+    @property
+    def train_samples(self) -> int:
+        """Training samples of the whole run: those consumed, and those that the remaining iterations will."""
+        left = max(0, self.config.training.train_iters - self.iteration)
+        return self.consumed_samples + left * self.global_batch_size
+
 
 def setup_distributed(config: Config) -> ParallelGroups:
-    """Joins the world, divides it into groups, and seeds the draws of the weights."""
+    """Joins the world and divides it into groups."""
     comm.init_distributed(config.parallel.distributed_backend, config.parallel.distributed_timeout_s)
-    groups = mpu.initialize_model_parallel(config.parallel.model_parallel_size)
-    torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device
-    return groups
+    return mpu.initialize_model_parallel(
+        config.parallel.model_parallel_size, timeout_s=config.parallel.distributed_timeout_s
+    )
 
 
 def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:
@@ -103,9 +108,8 @@ def build_job(
 ) -> Job:
     """The model, its engine and what else the loop needs, before anything is loaded."""
     device, dtype = comm.local_device(), config.precision.dtype
+    torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
     model = model_provider(config.model, groups, device, dtype)
-    # Weights are equal on all ranks (same seed); dropout must differ between data-parallel ranks.
-    mpu.model_parallel_cuda_manual_seed(config.training.seed + 100_003 * groups.data_parallel_rank)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay)
     engine = Engine(
         model,
@@ -122,7 +126,15 @@ def build_job(
         (config.training.peak_tflops, "--peak-tflops") if config.training.peak_tflops else peak_tflops(device, dtype)
     )
     logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
-    return Job(config, groups, device, tokenizer, engine, forward_step, Timers(device), peak)
+    job = Job(config, groups, device, tokenizer, engine, forward_step, Timers(device), peak)
+    seed_dropout(job)
+    return job
+
+
+def seed_dropout(job: Job) -> None:
+    """Seeds the random streams of training: differently on each data-parallel rank, and at each iteration to start from."""
+    seed = job.config.training.seed + 100_003 * job.groups.data_parallel_rank + 1_000_003 * job.iteration
+    mpu.model_parallel_cuda_manual_seed(seed)
 
 
 def load(job: Job) -> None:
@@ -143,7 +155,18 @@ def load(job: Job) -> None:
     if tags[0] is None:
         logger.info("no checkpoint in %s yet: starting from scratch", directory)
         return
-    path, client = comm.together(
+    client = comm.together(lambda: Reader(directory, tags[0])).index["client_state"]
+    if client["tokenizer_sha256"] != job.tokenizer.sha256:
+        raise ValueError(
+            f"The checkpoint {tags[0]} in {directory} was trained with another vocabulary (sha256 "
+            f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
+            "--merge-file, or the --tokenizer-path, that it was trained with."
+        )
+    if not flags.finetune:
+        job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
+        job.first_loss = client["first_loss"]
+        seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
+    path, _ = comm.together(
         lambda: job.engine.load_checkpoint(
             directory,
             tags[0],
@@ -152,16 +175,12 @@ def load(job: Job) -> None:
             load_module_only=flags.finetune,
         )
     )
-    if client.get("tokenizer_sha256") not in (None, job.tokenizer.sha256):
-        raise ValueError(
-            f"The checkpoint {path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., now "
-            f"{job.tokenizer.sha256[:12]}...). Give the --vocab-file/--merge-file or --tokenizer-path that it was trained with."
-        )
-    if not flags.finetune:
-        job.iteration, job.consumed_samples, job.first_loss = (
-            client["iteration"],
-            client["consumed_samples"],
-            client["first_loss"],
+    if not flags.finetune and client["train_samples"] != job.train_samples:
+        logger.warning(
+            "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
+            "and some samples come again",
+            job.train_samples,
+            client["train_samples"],
         )
     logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
 
@@ -174,6 +193,7 @@ def save(job: Job) -> None:
     client = {
         "iteration": job.iteration,
         "consumed_samples": job.consumed_samples,
+        "train_samples": job.train_samples,
         "first_loss": job.first_loss,
         "tokenizer_sha256": job.tokenizer.sha256,
         "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
@@ -190,7 +210,9 @@ def save(job: Job) -> None:
     logger.info("saved %s in %.1f s", path, time.perf_counter() - start)
 
 
-def batches(job: Job, dataset: Any, batch_size: int, consumed: int, batches_per_step: int = 1) -> Iterator | None:
+def batches(
+    job: Job, dataset: Any, name: str, batch_size: int, consumed: int = 0, batches_per_step: int = 1
+) -> Iterator | None:
     """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
     if job.groups.model_parallel_rank != 0:
         return None
@@ -209,7 +231,7 @@ def batches(job: Job, dataset: Any, batch_size: int, consumed: int, batches_per_
         pin_memory=job.device.type == "cuda",
         generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
     )
-    return iter(loader)
+    return until_exhausted(loader, name)
 
 
 def eval_batch_size(config: Config) -> int:

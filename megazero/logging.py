@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import time
-from typing import NoReturn
 
 
 class _RankFilter(logging.Filter):
@@ -44,14 +41,3 @@ def setup_logging(rank: int, level: int = logging.INFO) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level)
     root.propagate = False
-
-
-def exit_on_all_ranks(error: Exception) -> NoReturn:
-    """Ends the process on an error that is the same on every rank, said by the first rank of each node.
-
-    The other ranks wait to be ended with it: the launcher ends all ranks when one ends, and would cut the message off.
-    """
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        time.sleep(30)
-        sys.exit(1)
-    sys.exit(f"error: {error}")

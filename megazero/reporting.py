@@ -70,14 +70,14 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
     )
     logger.info(report.line())
     logger.info(report.phases_line())
-    if job.last_report is None:
+    if not job.has_logged:
         logger.info(
             "after %d iterations memory (MB) | peak: %.1f", job.iteration, peak_memory_bytes(job.device) / 2**20
         )
     memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
     if torch.distributed.get_rank() == 0:
         metrics.write(job.iteration, {**report.scalars(), **memory}, "train")
-    job.last_report = report
+    job.has_logged = True
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:

@@ -11,14 +11,16 @@ import torch
 
 # Dense 16-bit peak of one device in TFLOP/s, from the makers' data sheets; the first name found in the device's name counts.
 DEVICE_TFLOPS = {
+    "B200": 2250.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
     "H100": 989.0,
     "A100": 312.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
     "V100": 125.0,
-    "B200": 2250.0,
 }
 
 
@@ -33,7 +35,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for key, value in DEVICE_TFLOPS.items():
             if key in name:
                 return value, f"data sheet of {key}"
-    size = 4096 if device.type == "cuda" else 1024
+    size = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for _ in range(2))
     best, stop = float("inf"), time.perf_counter() + 0.25
     while time.perf_counter() < stop:

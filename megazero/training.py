@@ -30,6 +30,7 @@ from megazero.job import (
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.reporting import describe_start, log_step, metrics_writer, summary
 from megazero.throughput import peak_memory_bytes
+from megazero.timers import Timers
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +46,18 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     """
     groups = setup_distributed(config)
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
-    flags, global_batch = config.training, config.global_batch_size(groups.data_parallel_size)
+    flags = config.training
+    job = build_job(config, groups, tokenizer, model_provider, forward_step)
+    load(job)
     eval_samples = flags.eval_iters * eval_batch_size(config) * groups.data_parallel_size
     train, valid, test = build_datasets(
         config.data,
         tokenizer,
-        (flags.train_iters * global_batch, eval_samples, eval_samples),
+        (job.train_samples, eval_samples, eval_samples),
         flags.seed,
         rank=torch.distributed.get_rank(),
         barrier=comm.barrier,
     )
-    job = build_job(config, groups, tokenizer, model_provider, forward_step)
-    load(job)
     metrics = metrics_writer(job)
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
@@ -75,7 +76,9 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
     flags, config = job.config.training, job.config
-    iterator = batches(job, train, flags.batch_size, job.consumed_samples, job.engine.gradient_accumulation_steps())
+    iterator = batches(
+        job, train, "training", flags.batch_size, job.consumed_samples, job.engine.gradient_accumulation_steps()
+    )
     job.engine.train()
     interval: list[float] = []
     saved_at, start = job.iteration, time.perf_counter()
@@ -154,14 +157,15 @@ def _raise_not_finite(job: Job, loss: float) -> None:
 def evaluate(job: Job, dataset: Any) -> float:
     """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare."""
     engine, flags = job.engine, job.config.training
-    iterator = batches(job, dataset, eval_batch_size(job.config), 0)
+    iterator = batches(job, dataset, "evaluation", eval_batch_size(job.config))
+    training_timers, job.timers = job.timers, Timers(job.device)  # an evaluation's phases are not a training step's
     engine.eval()
     total = torch.zeros((), device=job.device)
     with torch.no_grad():
         for _ in range(flags.eval_iters):
             total += job.forward_step(job, iterator)
     engine.train()
-    job.timers.read_and_reset()  # an evaluation's phases are not a training step's
+    job.timers = training_timers
     return float(comm.all_reduce(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
 
 

@@ -10,11 +10,17 @@ REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 CORES=$(getconf _NPROCESSORS_ONLN)
 
-# has_packages PYTHON MODULE...: whether the interpreter finds all modules (without importing them, which takes seconds)
+# has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules (without
+# importing them, which takes seconds)
 has_packages() {
   local python=$1
   shift
-  "$python" -c 'import sys, importlib.util as u; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))' "$@" 2>/dev/null
+  "$python" - "$@" 2>/dev/null <<'PYTHON'
+import importlib.metadata, importlib.util, sys
+found = sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in sys.argv[1:])
+torch = importlib.metadata.version("torch").split(".") if found else ["0", "0"]
+sys.exit(not (found and (int(torch[0]), int(torch[1])) >= (2, 8)))
+PYTHON
 }
 
 # use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules, installing the extra into .venv/ if need be
@@ -22,7 +28,7 @@ use_python() {
   local extra=$1 candidate
   shift
   if [ -n "${PYTHON:-}" ]; then
-    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON lacks some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
     return
   fi
   for candidate in .venv/bin/python python3; do
@@ -57,7 +63,7 @@ launch() {
   # by killing its ranks after 30 seconds; the ranks get it from here.
   $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --nproc-per-node "$NPROC" "$@" &
   local torchrun=$! status=0
-  trap 'pkill -TERM -P '"$torchrun"' || true' TERM INT HUP
+  trap 'pkill -TERM -P '"$torchrun"' || kill -TERM '"$torchrun" TERM INT HUP  # no ranks yet: torchrun itself
   while :; do
     wait "$torchrun" && status=0 || status=$?
     kill -0 "$torchrun" 2>/dev/null || break  # a signal ends `wait`, not torchrun
@@ -81,7 +87,7 @@ PYTHON
 
 # prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, made on this machine once
 prepare_sample_data() {
-  local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-8192}
+  local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-4096}
   [ -f "$dir/corpus.jsonl" ] || "$PYTHON" data_tools/make_sample_corpus.py --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
   [ -f "$dir/spm.model" ] || "$PYTHON" data_tools/train_tokenizer.py --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
   TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$dir/spm.model")

@@ -5,20 +5,22 @@
 source "$(dirname "$0")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 
-SAVE=${SAVE:-checkpoints/gpt2_small}
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi
+NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-192}
+CORPUS=${TRAIN_DATA##*/}  # another corpus or another size is another run, in a directory of its own
+SAVE=${SAVE:-checkpoints/gpt2_${CORPUS%%_*}_${NUM_LAYERS}x${HIDDEN_SIZE}}
 
 MODEL_ARGS=(
-  --num-layers "${NUM_LAYERS:-4}" --hidden-size "${HIDDEN_SIZE:-256}" --num-attention-heads "${NUM_HEADS:-4}"
-  --seq-length "${SEQ_LENGTH:-256}" --max-position-embeddings "${SEQ_LENGTH:-256}"
+  --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "${NUM_HEADS:-4}"
+  --seq-length "${SEQ_LENGTH:-128}" --max-position-embeddings "${SEQ_LENGTH:-128}"
   --attention-dropout "${DROPOUT:-0.0}" --hidden-dropout "${DROPOUT:-0.0}"
 )
 DATA_ARGS=(--train-data $TRAIN_DATA --split "${SPLIT:-94,5,1}" --num-workers "${NUM_WORKERS:-0}" "${TOKENIZER_ARGS[@]}")
 TRAIN_ARGS=(
-  --batch-size "${BATCH_SIZE:-4}" --train-iters "${TRAIN_ITERS:-450}"
-  --lr "${LR:-2e-3}" --lr-decay-style cosine --warmup "${WARMUP:-0.05}" --weight-decay 0.1 --clip-grad 1.0
-  --log-interval "${LOG_INTERVAL:-15}" --eval-interval "${EVAL_INTERVAL:-90}" --eval-iters "${EVAL_ITERS:-10}"
+  --batch-size "${BATCH_SIZE:-8}" --train-iters "${TRAIN_ITERS:-800}"
+  --lr "${LR:-3e-3}" --lr-decay-style cosine --warmup "${WARMUP:-0.05}" --weight-decay 0.1 --clip-grad 1.0
+  --log-interval "${LOG_INTERVAL:-25}" --eval-interval "${EVAL_INTERVAL:-100}" --eval-iters "${EVAL_ITERS:-20}"
 )
-CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-90}" --keep-last "${KEEP_LAST:-2}")
+CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
 
 launch pretrain_gpt2.py "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

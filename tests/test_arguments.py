@@ -87,8 +87,9 @@ max-preds-per-seq""".split()
 
 @pytest.mark.parametrize("flag", V0_FLAGS)
 def test_every_flag_of_the_v0_trainer_works_or_is_refused_with_the_reason(flag):
-    help_text = make_parser(list(get_type_hints(Config).values()), "").format_help()
-    assert f"--{flag} " in help_text or f"--{flag}" in REFUSED | ALWAYS_SO | {"--local_rank": ""}
+    parser = make_parser(list(get_type_hints(Config).values()), "")
+    accepted = {name for action in parser._actions for name in action.option_strings}
+    assert f"--{flag}" in accepted | REFUSED.keys()
 
 
 def test_flags_that_are_always_so_are_accepted():

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"option", "comm", "launch", "logging", "timers", "throughput"},
-    {"mpu", "optim", "metrics"},
+    {"option", "comm", "files", "launch", "logging", "timers", "throughput"},
+    {"mpu", "optim", "metrics", "entry"},
     {"activation_checkpointing"},
     {"model", "zero", "data"},
     {"checkpoint"},

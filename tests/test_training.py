@@ -79,24 +79,25 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
 @pytest.mark.parametrize(
     "extra", [(), ("--model-parallel-size", "2", "--bf16")], ids=["data-parallel", "model-parallel bf16"]
 )
-def test_forty_steps_equal_twenty_kill_twenty_bit_for_bit_with_dropout(corpus, tmp_path, extra):
-    """The second run is killed without warning at step 26, after its checkpoint of step 20."""
+def test_a_run_that_was_killed_and_resumed_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path, extra):
+    """The second run is killed without warning some steps after its checkpoint of step 20."""
     extra = ("--attention-dropout", "0.2", "--hidden-dropout", "0.2", "--save-interval", "20", *extra)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run_job(flags(corpus, whole, 40, *extra), 2).returncode == 0
-    process = start_job(flags(corpus, cut, 40, *extra), 2)
+    assert run_job(flags(corpus, whole, 80, *extra), 2).returncode == 0
+    process = start_job(flags(corpus, cut, 80, *extra), 2)
     wait_for(lambda: (cut / "metrics.jsonl").exists() and max(metrics(cut), default=0) >= 26)
     subprocess.run(["pkill", "-KILL", "-f", str(cut)], check=True)  # launcher, ranks and all
     process.wait()
-    assert (cut / "latest").read_text() == "global_step20"
-    done = run_job(flags(corpus, cut, 40, *extra), 2)
-    assert "continuing after iteration 20" in done.stdout
+    saved = int((cut / "latest").read_text().removeprefix("global_step"))
+    assert 20 <= saved < 80
+    done = run_job(flags(corpus, cut, 80, *extra), 2)
+    assert f"continuing after iteration {saved}" in done.stdout
     assert metrics(cut) == metrics(whole)
     assert weights(cut) == weights(whole)
 
 
 def weights(save: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in (save / "global_step40").glob("model_parallel_*.safetensors")}
+    return {p.name: p.read_bytes() for p in (save / "global_step80").glob("model_parallel_*.safetensors")}
 
 
 def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path):
@@ -195,7 +196,15 @@ def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
 def test_bad_input_is_one_clear_line(corpus, tmp_path, change, message):
     if change[-1] == "nccl" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    done = run_job(flags(corpus, tmp_path, 3, *change), 1)
+    check_one_line(run_job(flags(corpus, tmp_path, 3, *change), 1), message)
+
+
+def test_bad_input_is_one_clear_line_on_two_ranks_too(corpus, tmp_path):
+    for change, message in ((["--hiden-size", "8"], "Did you mean"), (["--split", "0,1,1"], "--split")):
+        check_one_line(run_job(flags(corpus, tmp_path, 3, *change), 2), message)
+
+
+def check_one_line(done, message: str) -> None:
     errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and len(errors) == 1 and message in errors[0], done.stdout
     assert "Traceback" not in done.stdout

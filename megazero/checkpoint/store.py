@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero import comm
+from megazero.files import sync_folder, written_aside
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.option import option
@@ -32,6 +34,7 @@ from megazero.option import option
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+_TAG = re.compile(r"global_step\d+")  # a copy under another name is the user's, and is never deleted
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def save(
     rank = torch.distributed.get_rank()
 
     def prepare() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
+        _clean_up(directory)
         aside.mkdir(parents=True)
 
     def write() -> None:
@@ -107,17 +110,14 @@ def save(
         _write_text(
             aside / "index.json", json.dumps({"format_version": FORMAT_VERSION, "files": files, **index}, indent=1)
         )
-        replaced = directory / f".{tag}.replaced"
         if final.exists():  # the same step saved twice: the newer content wins
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(final, replaced)
+            os.rename(final, _replaced(directory, tag))
         os.rename(aside, final)
-        _sync_directory(directory)
+        sync_folder(directory)
         _write_text(directory / "latest", tag)
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(_replaced(directory, tag), ignore_errors=True)
         if keep_last:
-            for old in list_tags(directory)[:-keep_last]:
-                shutil.rmtree(directory / old)
+            _delete_older(directory, tag, keep_last)
 
     comm.together(prepare if rank == 0 else None)
     comm.together(write)
@@ -126,9 +126,34 @@ def save(
 
 
 def list_tags(directory: str | Path) -> list[str]:
-    """Tags of the checkpoints in `directory`, oldest first."""
-    names = [path.parent.name for path in Path(directory).glob("global_step*/index.json")]
-    return sorted(names, key=lambda name: int(name.removeprefix("global_step")))
+    """Tags of the checkpoints that jobs have saved in `directory`, in the order in which they were written."""
+    indices = [path for path in Path(directory).glob("global_step*/index.json") if _TAG.fullmatch(path.parent.name)]
+    return [path.parent.name for path in sorted(indices, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def _delete_older(directory: Path, newest: str, keep: int) -> None:
+    older = [tag for tag in list_tags(directory) if tag != newest]
+    for tag in older[: max(0, len(older) + 1 - keep)]:
+        try:
+            shutil.rmtree(directory / tag)
+        except OSError as error:  # the job is fine without the space
+            logger.warning("could not delete the old checkpoint %s: %s", directory / tag, error)
+
+
+def _clean_up(directory: Path) -> None:
+    """Removes what saves that died have left, and puts a checkpoint back that one of them was about to replace."""
+    for partial in directory.glob(".*.partial"):
+        shutil.rmtree(partial)
+    for replaced in directory.glob(".*.replaced"):
+        final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            os.rename(replaced, final)
+
+
+def _replaced(directory: Path, tag: str) -> Path:
+    return directory / f".{tag}.replaced"
 
 
 class Reader:
@@ -142,6 +167,8 @@ class Reader:
     def __init__(self, directory: str | Path, tag: str | None = None) -> None:
         tag = tag or latest_tag(directory)
         self.path = Path(directory) / (tag or "latest")
+        if tag is not None and not self.path.exists() and _replaced(Path(directory), tag).exists():
+            self.path = _replaced(Path(directory), tag)  # a save of the same tag died between its two renames
         if tag is None or not (self.path / "index.json").is_file():
             raise FileNotFoundError(f"No checkpoint at {self.path}: check --load; `latest` names the tag that is read.")
         self.index = json.loads((self.path / "index.json").read_text())
@@ -196,18 +223,5 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with written_aside(path) as file:
+        file.write(text.encode())

@@ -12,6 +12,7 @@ from megazero.data.corpora import Corpus, find_corpora
 from megazero.data.gpt2_dataset import GPT2Dataset
 from megazero.data.gpt2_index import parse_split, split_ranges
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megazero.option import option
@@ -56,6 +57,20 @@ class DataConfig:
 def build_tokenizer_from(config: DataConfig) -> Tokenizer:
     """The tokenizer that the flags name; raises as `build_tokenizer` does."""
     return build_tokenizer(config.tokenizer_type, config.vocab_file, config.merge_file, config.tokenizer_path)
+
+
+def check_data(config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Finds what the flags name and checks its headers and its vocabulary; reads no text and communicates nothing.
+
+    Raises:
+        FileNotFoundError: a corpus is missing.
+        ValueError: a file is truncated or foreign, or was made with another tokenizer.
+    """
+    for part, entries in zip(_PARTS, (config.train_data, config.valid_data, config.test_data), strict=True):
+        for corpus in find_corpora(entries or (), f"--{part}-data"):
+            if corpus.is_indexed:
+                source = IndexedDataset(corpus.path)
+                check_tokenizer(source.prefix, source.num_tokens, tokenizer)
 
 
 def build_datasets(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megazero.data.files import append_suffix, written_aside
+from megazero.files import append_suffix, written_aside
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.data.files import append_suffix
 from megazero.data.sidecar import read_sidecar
+from megazero.files import append_suffix
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".xz", ".zst")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data import mmidx
-from megazero.data.files import append_suffix
+from megazero.files import append_suffix
 
 
 class IndexedDatasetWriter:

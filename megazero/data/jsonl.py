@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.data.files import is_compressed, open_bytes
+from megazero.files import is_compressed, open_bytes
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8

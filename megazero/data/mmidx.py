@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.files import append_suffix, sync_folder, written_aside
+from megazero.files import append_suffix, sync_folder, written_aside
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

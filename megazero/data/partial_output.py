@@ -17,9 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.files import append_suffix, written_aside
 from megazero.data.mmidx import publish
 from megazero.data.sidecar import Sidecar, write_sidecar
+from megazero.files import append_suffix, written_aside
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from megazero.data.cache import key_of
 from megazero.data.encoding import BlockEncoder, EncodedBlock
-from megazero.data.files import append_suffix, fingerprint, is_compressed, locked
 from megazero.data.jsonl import Block, read_blocks
 from megazero.data.partial_output import PartialOutput, Position
 from megazero.data.sidecar import Sidecar, check_free, read_sidecar
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.workers import ordered_map
+from megazero.files import append_suffix, fingerprint, is_compressed, locked
 
 logger = logging.getLogger(__name__)
 

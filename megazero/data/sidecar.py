@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megazero.data.files import append_suffix, written_aside
 from megazero.data.tokenizer import Tokenizer
+from megazero.files import append_suffix, written_aside
 
 FORMAT = "megazero tokens 1"
 _LARGEST_SIDECAR = 1 << 20

@@ -10,11 +10,11 @@ import numpy as np
 
 from megazero.data.cache import ArrayCache, key_of
 from megazero.data.corpora import Corpus
-from megazero.data.files import fingerprint
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.sidecar import check_tokenizer, sidecar_path
 from megazero.data.tokenizer import Tokenizer
+from megazero.files import fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -53,8 +53,9 @@ def broadcast_data(
     if is_source:
         for row, key in zip(header, keys, strict=True):
             _describe(row, given.get(key), dtype)
-    header = header.to(device)
-    comm.broadcast_(header, source, group)
+    if group.size() > 1:  # alone, the header need not pass through the device, which would make the host wait for it
+        header = header.to(device)
+        comm.broadcast_(header, source, group)
     shapes = {key: _shape(key, row, dtype, source, given) for key, row in zip(keys, header.tolist(), strict=True)}
 
     numels = [math.prod(shape) for shape in shapes.values()]

@@ -12,6 +12,8 @@ from megazero.option import option
 
 logger = logging.getLogger(__name__)
 
+MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped, a broken run ends
+
 
 @dataclass(frozen=True)
 class PrecisionConfig:
@@ -65,6 +67,7 @@ class LossScaler:
         self.hysteresis = hysteresis
         self.hysteresis_left = hysteresis
         self.clean_steps = 0
+        self.overflows_in_a_row = 0
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> LossScaler:
@@ -85,9 +88,12 @@ class LossScaler:
         """Adapts the scale to the outcome of one step.
 
         Raises:
-            RuntimeError: an overflow at the smallest scale, which no smaller scale can cure.
+            FloatingPointError: an overflow that no smaller scale can cure: at the smallest scale, or again and again where the
+                scale does not move.
         """
+        self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
         if not self.dynamic:
+            self._check_static()
             return
         if not overflow:
             self.clean_steps += 1
@@ -100,12 +106,22 @@ class LossScaler:
         if self.hysteresis_left > 0:
             return
         if self.scale <= self.min_scale:
-            raise RuntimeError(
-                f"The fp16 gradients overflow at the smallest loss scale ({self.min_scale}): the gradients themselves are inf or "
-                "NaN, so a smaller scale cannot help. Lower --lr, raise --warmup, or use --bf16."
+            raise FloatingPointError(
+                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients overflow "
+                f"even at --min-scale {self.min_scale}: they are inf or NaN themselves. Lower --lr, raise --warmup, or use "
+                "--bf16."
             )
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info("gradient overflow: loss scale %.0f -> %.0f, step skipped", old, self.scale)
+
+    def _check_static(self) -> None:
+        if self.overflows_in_a_row:
+            logger.warning("the gradient norm is not finite: step skipped (%d in a row)", self.overflows_in_a_row)
+        if self.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
+            raise FloatingPointError(
+                f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, and nothing was learned in them. "
+                f"The loss scale is fixed at {self.scale}. Lower --lr, raise --warmup, or drop --loss-scale."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""

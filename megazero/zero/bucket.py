@@ -34,7 +34,8 @@ class Bucket:
         self.grad = torch.zeros(layout.numel, dtype=torch.float32, device=first.device)  # G
         self._filled: set[str] = set()  # segments that hold a gradient of this step
         self._work: comm.Work | None = None
-        self.is_reduced = False
+        self._is_waiting = False  # between reduce and wait
+        self.is_reduced = False  # G is, or is about to be, the mean over the group
         self._reduced_before: Tensor | None = None  # mean of what was reduced before a late gradient arrived
 
     @staticmethod
@@ -62,12 +63,13 @@ class Bucket:
             if segment.name not in self._filled:
                 self.view(self.grad, segment).zero_()
         self._work = comm.all_reduce_(self.grad, self.group, async_op=True)
-        self.is_reduced = True
+        self.is_reduced = self._is_waiting = True
 
     def wait(self) -> None:
-        """Finishes `reduce`: G is the mean over the group on every rank."""
-        if not self.is_reduced:
+        """Finishes `reduce`: G is the mean over the group on every rank. Does nothing a second time."""
+        if not self._is_waiting:
             return
+        self._is_waiting = False
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -84,6 +86,8 @@ class Bucket:
 
     def zero_grad(self) -> None:
         """Forgets this step's gradients. G's memory stays; the next step overwrites it."""
+        self.wait()  # else the reduction that is under way would write into the next step's gradients
+        self._reduced_before = None
         self._filled.clear()
         self.is_reduced = False
 
@@ -96,5 +100,6 @@ class Bucket:
     def _set_reduced_aside(self) -> None:
         """A gradient came after the reduction (a module that ran twice): it is reduced apart and added by `wait`."""
         self.wait()
-        self._reduced_before = self.grad.clone()
+        mean = self.grad.clone()
         self.zero_grad()
+        self._reduced_before = mean

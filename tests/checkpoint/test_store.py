@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -154,6 +155,60 @@ def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path), keep_last=2)
     assert store.list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_users(world, tmp_path):
+    for step in (360, 450):
+        engine = write_one(tmp_path)
+        (tmp_path / "global_step1").rename(tmp_path / f"global_step{step}")
+        mpu.destroy_model_parallel()
+    shutil.copytree(tmp_path / "global_step450", tmp_path / "global_step450_best")
+    engine = make_engine(1)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert store.latest_tag(tmp_path) == "global_step1"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step1",
+        "global_step450",
+        "global_step450_best",
+        "latest",
+    ]
+
+
+def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
+    engine = write_one(tmp_path)
+    (tmp_path / "global_step1").rename(tmp_path / ".global_step1.replaced")  # died between its two renames
+    (tmp_path / ".global_step9.partial").mkdir()
+    engine.load_checkpoint(str(tmp_path))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "global_step2", "latest"]
+
+
+def test_state_of_another_optimizer_is_refused(world, tmp_path):
+    write_one(tmp_path)
+    model = Net()
+    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.1))
+    with pytest.raises(ValueError, match="state of AdamW, and this run uses SGD"):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def test_frozen_parameters_and_buffers_are_kept(world, tmp_path):
+    groups = mpu.initialize_model_parallel(1)
+
+    def build(seed: int) -> Engine:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[0].requires_grad_(False)
+        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
+
+    first, second = build(0), build(1)
+    first.backward(first(torch.randn(4, 3)).square().sum())
+    first.step()
+    first.save_checkpoint(str(tmp_path))
+    second.load_checkpoint(str(tmp_path))
+    for name, value in first.module.state_dict().items():
+        assert torch.equal(second.module.state_dict()[name], value), name
 
 
 def test_saving_a_step_again_replaces_it(world, tmp_path):

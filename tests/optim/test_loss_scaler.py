@@ -33,14 +33,17 @@ def test_hysteresis_forgives_before_halving_and_refills_on_doubling():
 def test_overflow_at_the_smallest_scale_raises_with_advice():
     scaler = LossScaler(2.0, dynamic=True, min_scale=1.0, hysteresis=1)
     scaler.update(True)
-    with pytest.raises(RuntimeError, match="smallest loss scale"):
+    with pytest.raises(FloatingPointError, match="already at minimum"):
         scaler.update(True)
 
 
-def test_static_scale_never_moves():
+def test_static_scale_never_moves_and_a_broken_run_ends():
     scaler = LossScaler(8.0)
-    scaler.update(True)
+    for overflow in [True, False] * 30 + [True] * 19:
+        scaler.update(overflow)
     assert scaler.scale == 8.0
+    with pytest.raises(FloatingPointError, match="20 steps in a row"):
+        scaler.update(True)
 
 
 def test_state_continues_exactly():

@@ -124,8 +124,8 @@ def make_engine(model: nn.Module, **settings) -> Engine:
     return Engine(model, mpu.get_groups(), factory, *weight_decay_groups(model, 0.0), **settings)
 
 
-def test_late_gradient_of_a_reduced_bucket_is_added(one_rank):
-    """Reentrant recomputation can fire a parameter's hook after its bucket was reduced."""
+def late_gradient_case() -> None:
+    mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     engine = make_engine(model)
@@ -136,6 +136,61 @@ def test_late_gradient_of_a_reduced_bucket_is_added(one_rank):
     model(x).sum().backward()
     engine.schedule.finish_backward()
     torch.testing.assert_close(engine.full_grad("weight"), 2 * x.sum(0).expand(2, 3))
+    engine.backward(model(x).sum())  # a second loss before the step
+    torch.testing.assert_close(engine.full_grad("weight"), 3 * x.sum(0).expand(2, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_late_gradient_of_a_reduced_bucket_is_added(world_size):
+    """Reentrant recomputation, or a second loss, can fire a parameter's hook after its bucket was reduced."""
+    run_ranks(world_size, late_gradient_case)
+
+
+def two_losses_case() -> None:
+    """Each loss reaches one of two buckets only; the other must keep its mean."""
+    mpu.initialize_model_parallel(1)
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+    torch.manual_seed(0)
+    outer = nn.Module()
+    outer.blocks = model
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    engine = make_engine(outer)
+    for layer, value in zip(model, (2.0, 3.0), strict=True):
+        engine.backward(layer(torch.full((1, 1), value)).sum())
+    assert [engine.full_grad(f"blocks.{i}.weight").item() for i in range(2)] == [2.0, 3.0]
+
+
+def test_two_losses_before_a_step_add_up_on_two_ranks():
+    run_ranks(2, two_losses_case)
+
+
+def test_zero_grad_forgets_and_a_step_needs_a_backward(one_rank):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    engine = make_engine(model)
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.full((1, 2), 100.0)).sum())
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="call engine.backward"):
+        engine.step()
+    assert torch.equal(model.weight, before)
+
+
+def different_weights_case() -> None:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(torch.distributed.get_rank())
+    with pytest.raises(ValueError, match="different weights"):
+        make_engine(nn.Linear(2, 2))
+
+
+def test_replicas_that_start_differently_are_refused_on_every_rank():
+    run_ranks(2, different_weights_case)
+
+
+def test_model_without_anything_to_train_is_refused(one_rank):
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        make_engine(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_bf16_weights_follow_fp32_master_weights(one_rank):
@@ -185,7 +240,8 @@ def test_frozen_parameters_stay_untouched_and_outside_the_buckets(one_rank):
     assert torch.equal(model[0].weight, before)
 
 
-def test_exception_in_backward_leaves_an_engine_that_trains_on(one_rank):
+def exception_case() -> None:
+    mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     model = Toy()
     engine = make_engine(model)
@@ -196,16 +252,22 @@ def test_exception_in_backward_leaves_an_engine_that_trains_on(one_rank):
 
     loss = engine(tokens)
     handle = model.blocks[0].up.weight.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        engine.backward(loss)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            engine.backward(loss if loss is not None else engine(tokens))
+        loss = None
     handle.remove()
-    engine.backward(engine(tokens))
     engine.zero_grad()
     engine.backward(engine(tokens))
     torch.manual_seed(0)
     plain = Toy()
     plain(tokens).backward()
     torch.testing.assert_close(engine.full_grad("blocks.0.up.weight"), plain.blocks[0].up.weight.grad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_exception_in_backward_leaves_an_engine_that_trains_on(world_size):
+    run_ranks(world_size, exception_case)
 
 
 def test_non_elementwise_optimizer_is_refused_by_name(one_rank):

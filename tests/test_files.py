@@ -15,7 +15,7 @@ import types
 
 import pytest
 
-from megazero.data.files import append_suffix, fingerprint, locked, open_bytes, written_aside
+from megazero.files import append_suffix, fingerprint, locked, open_bytes, written_aside
 
 
 def test_suffix_is_added_not_replaced():
