@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
 def _exit(error: Exception, rank: int) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
     # which have waited; one that is still there afterwards has an error of its own.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:
-        time.sleep(3)
+        time.sleep(10)
     sys.exit(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}")

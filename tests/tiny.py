@@ -52,10 +52,8 @@ def make_corpus(folder: Path) -> list[str]:
 
 
 def run_job(arguments: list[str], world_size: int, script: str = "pretrain_gpt2.py") -> subprocess.CompletedProcess:
-    """Runs a script of the repository under torchrun and returns it with its output."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)] if world_size > 1 else []
-    )
+    """Runs a script of the repository, under the launcher if on several ranks, and returns it with its output."""
+    launcher = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(world_size)] if world_size > 1 else []
     return subprocess.run(
         [sys.executable, *launcher, script, *arguments],
         cwd=ROOT,

@@ -217,7 +217,10 @@ def _rng_file(rank: int) -> str:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk, most of the time
+        raise OSError(f"could not write {path}: {error}. The checkpoint before this one is untouched.") from error
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from megazero import comm, mpu
@@ -115,6 +116,21 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))  # the leftovers of the failed save are no obstacle
     assert store.latest_tag(tmp_path) == "global_step2"
+
+
+def test_full_disk_in_the_middle_of_a_file_is_an_os_error_that_names_the_file(world, tmp_path, monkeypatch):
+    engine = write_one(tmp_path)
+
+    def save_file(tensors, path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(store, "save_file", save_file)
+    train(engine, 1)
+    with pytest.raises(
+        OSError, match=r"could not write .*model_parallel_00.safetensors: .*No space left.* before this one"
+    ):
+        engine.save_checkpoint(str(tmp_path))
+    assert store.latest_tag(tmp_path) == "global_step1"
 
 
 def test_truncated_file_is_named(world, tmp_path):
