@@ -11,7 +11,7 @@ import torch
 from megazero.checkpoint.store import latest_tag
 from megazero.job import Job
 from megazero.metrics import MetricsWriter, StepReport, plot_losses, table
-from megazero.throughput import peak_memory_bytes
+from megazero.throughput import memory_bytes, peak_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
     logger.info(report.line())
     logger.info(report.phases_line())
     if not job.has_logged:
+        held, peak = (measure(job.device) / 2**20 for measure in (memory_bytes, peak_memory_bytes))
         logger.info(
-            "after %d iterations memory (MB) | peak: %.1f", job.iteration, peak_memory_bytes(job.device) / 2**20
+            "after %d iterations memory (MB) | allocated: %.1f | max allocated: %.1f", job.iteration, held, peak
         )
     memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
     if torch.distributed.get_rank() == 0:

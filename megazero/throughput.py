@@ -6,6 +6,7 @@ import ctypes
 import resource
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,14 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {str(dtype).removeprefix('torch.')} matrices"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """What this rank holds now: allocated on its GPU, or resident in its process on a CPU (the peak, where /proc is missing)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_memory_bytes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
