@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.optim.adam import OptimizerConfig
 from megazero.throughput import keep_freed_memory, peak_tflops
+
+LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
 class PlainBlock(nn.Module):
@@ -48,10 +51,13 @@ class PlainBlock(nn.Module):
 class PlainGPT2(nn.Module):
     """GPT-2 with a tied head, without any library."""
 
-    def __init__(self, config: GPT2Config, vocab: int) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         h = config.hidden_size
-        self.wte, self.wpe = nn.Embedding(vocab, h), nn.Embedding(config.max_position_embeddings, h)
+        self.wte, self.wpe = (
+            nn.Embedding(config.require_vocab_size(), h),
+            nn.Embedding(config.max_position_embeddings, h),
+        )
         self.blocks = nn.ModuleList(PlainBlock(h, config.num_attention_heads) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(h)
 
@@ -75,12 +81,71 @@ class PlainGPT2(nn.Module):
                 mine.copy_(next(ours))
 
 
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def engine_side(config: GPT2Config, device: torch.device, dtype: torch.dtype) -> tuple[GPT2Model, Step]:
+    """The library's model and its training step: (tokens, targets) -> loss."""
+    torch.manual_seed(0)
+    model = GPT2Model(config, device=device, dtype=dtype)
+    factory = OptimizerConfig().factory()
+    engine = Engine(model, mpu.get_groups(), factory, *weight_decay_groups(model, DECAY), clip_grad=CLIP)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = LR
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets=targets).mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return model, step
+
+
+def plain_side(config: GPT2Config, device: torch.device, dtype: torch.dtype, weights: GPT2Model) -> Step:
+    """The hand-written model's training step, from the same weights."""
+    model = PlainGPT2(config).to(device, dtype)
+    model.copy_from(weights)
+    if config.compile:
+        for block in model.blocks:
+            block.compile()
+    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY}
+    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+    adam = torch.optim.AdamW([matrices, vectors], lr=LR, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def interleave(sides: dict[str, Step], args: argparse.Namespace, device: torch.device) -> tuple[dict, dict]:
+    """Seconds and losses of every step by side: a step of one, a step of the other, each first in turn."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, list[float]] = {name: [] for name in sides}
+    generator = torch.Generator().manual_seed(1)
+    for index in range(args.warmup + args.steps):
+        text = torch.randint(0, args.vocab, (args.batch, args.seq_length + 1), generator=generator).to(device)
+        for name in list(sides) if index % 2 else list(reversed(sides)):
+            start = time.perf_counter()
+            losses[name].append(float(sides[name](text[:, :-1].contiguous(), text[:, 1:].contiguous())))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if index >= args.warmup:
+                times[name].append(time.perf_counter() - start)
+    return times, losses
+
+
 def measure(args: argparse.Namespace) -> dict:
     """Runs both sides and returns the result line."""
     keep_freed_memory()
     comm.init_distributed()
-    groups = mpu.initialize_model_parallel(1)
-    torch.manual_seed(0)
+    mpu.initialize_model_parallel(1)
     device, dtype = comm.local_device(), torch.bfloat16 if args.bf16 else torch.float32
     config = GPT2Config(
         num_layers=args.layers,
@@ -92,78 +157,31 @@ def measure(args: argparse.Namespace) -> dict:
         hidden_dropout=0.0,
         compile=args.compile,
     )
-    ours = GPT2Model(config, device=device, dtype=dtype)
-    plain = PlainGPT2(config, config.padded_vocab_size(1)).to(device, dtype)
-    plain.copy_from(ours)
-    if args.compile:
-        for block in plain.blocks:
-            block.compile()
-    engine = Engine(ours, groups, OptimizerConfig().factory(), *weight_decay_groups(ours, 0.01), clip_grad=1.0)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 1e-4
-    decay = [
-        {"params": [p for p in plain.parameters() if (p.ndim < 2) == i], "weight_decay": 0.0 if i else 0.01}
-        for i in (False, True)
-    ]
-    adam = torch.optim.AdamW(decay, lr=1e-4, fused=True)
-
-    def plain_step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = plain(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def engine_step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = engine(tokens, targets=targets).mean()
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    sides = {"plain": plain_step, "engine": engine_step}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    losses: dict[str, list[float]] = {name: [] for name in sides}
-    generator = torch.Generator().manual_seed(1)
-    for step in range(args.warmup + args.steps):
-        text = torch.randint(0, args.vocab, (args.batch, args.seq_length + 1), generator=generator).to(device)
-        order = (
-            list(sides) if step % 2 else list(reversed(sides))
-        )  # neither side always runs on the other's warm caches
-        for name in order:
-            start = time.perf_counter()
-            loss = float(sides[name](text[:, :-1].contiguous(), text[:, 1:].contiguous()))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if step >= args.warmup:
-                times[name].append(time.perf_counter() - start)
-            losses[name].append(loss)
+    model, engine_step = engine_side(config, device, dtype)
+    sides = {"plain": plain_side(config, device, dtype, model), "engine": engine_step}
+    times, losses = interleave(sides, args, device)
     if not args.bf16:  # in bf16 the sides differ on purpose: the engine keeps fp32 master weights
         torch.testing.assert_close(torch.tensor(losses["engine"]), torch.tensor(losses["plain"]), rtol=1e-4, atol=1e-4)
     median = {name: statistics.median(values) for name, values in times.items()}
+    pairs = [engine / plain for engine, plain in zip(times["engine"], times["plain"], strict=True)]
     peak, source = peak_tflops(device, dtype)
-    flops = config.flops_per_token(args.seq_length) * args.batch * args.seq_length
+    tokens = args.batch * args.seq_length
+    on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "question": "step time of the engine / of a plain loop, one process",
         "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
         "batch": f"{args.batch} x {args.seq_length}",
         "dtype": str(dtype).removeprefix("torch."),
         "compile": args.compile,
-        "device": torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else on_cpu,
         "torch": torch.__version__,
         "steps": args.steps,
         "median_s": {name: round(value, 4) for name, value in median.items()},
-        "quartiles_s": {
-            name: [round(q, 4) for q in statistics.quantiles(values, n=4)[::2]] for name, values in times.items()
-        },
-        "median_of_pair_ratios": round(
-            statistics.median(e / p for e, p in zip(times["engine"], times["plain"], strict=True)), 4
-        ),
+        "quartiles_s": {name: [round(q, 4) for q in statistics.quantiles(v, n=4)[::2]] for name, v in times.items()},
+        "median_of_pair_ratios": round(statistics.median(pairs), 4),
         "ratio": round(median["engine"] / median["plain"], 4),
-        "tokens_per_s": round(args.batch * args.seq_length / median["engine"], 1),
-        "mfu": round(flops / median["engine"] / 1e12 / peak, 4),
+        "tokens_per_s": round(tokens / median["engine"], 1),
+        "mfu": round(config.flops_per_token(args.seq_length) * tokens / median["engine"] / 1e12 / peak, 4),
         "peak_tflops": f"{peak:.3f} ({source})",
         "last_loss": {name: round(values[-1], 6) for name, values in losses.items()},
     }
@@ -178,14 +196,17 @@ def main() -> None:
         ("heads", 12),
         ("seq-length", 512),
         ("batch", 1),
-        ("vocab", 50257),
+        ("vocab", 50304),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    print(json.dumps(measure(parser.parse_args())))
+    args = parser.parse_args()
+    if args.vocab % 128:
+        parser.error(f"--vocab {args.vocab} would be padded on one side only: give a multiple of 128")
+    print(json.dumps(measure(args)))
 
 
 if __name__ == "__main__":

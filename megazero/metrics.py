@@ -11,6 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megazero.files import written_aside
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,9 +69,8 @@ class MetricsWriter:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line in self.read() if line["iteration"] <= start_iteration] if start_iteration else []
-            aside = self.path.with_suffix(".tmp")
-            aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            aside.replace(self.path)
+            with written_aside(self.path) as file:
+                file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
         self._board = None
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
@@ -87,16 +88,17 @@ class MetricsWriter:
             self._board.flush()
 
     def read(self) -> list[dict[str, Any]]:
-        """The recorded lines, oldest first; a half-written last line of a killed run is left out."""
+        """The recorded lines, oldest first, one of each iteration and section; a half-written last line is left out."""
         if self.path is None or not self.path.is_file():
             return []
-        lines = []
+        lines: dict[tuple[int, str], dict[str, Any]] = {}
         for text in self.path.read_text().splitlines():
             try:
-                lines.append(json.loads(text))
+                line = json.loads(text)
             except json.JSONDecodeError:
                 break
-        return lines
+            lines[line["iteration"], line["section"]] = line
+        return list(lines.values())
 
     def close(self) -> None:
         """Closes the event file."""
@@ -125,9 +127,8 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     if axes.lines:
         axes.legend()
     figure.tight_layout()
-    aside = path.with_name(path.stem + ".tmp.png")
-    figure.savefig(aside)
-    aside.replace(path)
+    with written_aside(path) as file:
+        figure.savefig(file, format="png")
     pyplot.close(figure)
     return True
 
