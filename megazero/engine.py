@@ -320,13 +320,8 @@ class Engine:
         """The unpadded, uncut shape of everything that a checkpoint holds of the module."""
         local = {segment.name: segment.shape for _, segment in self.segments()}
         local.update({name: tuple(value.shape) for name, value in self._constants().items()})
-        shapes = {}
-        for name, shape in local.items():
-            full = list(shape)
-            if name in self.partitions:
-                full[self.partitions[name].dim] = self.partitions[name].full_size
-            shapes[name] = full
-        return shapes
+        cuts = self.partitions
+        return {name: list(cuts[name].full_shape(shape) if name in cuts else shape) for name, shape in local.items()}
 
     def _check_shapes(self, reader: store.Reader) -> None:
         saved, wanted = reader.index["shapes"], self._full_shapes()
@@ -348,10 +343,8 @@ class Engine:
             )
 
     def _cut(self, name: str, full: Tensor, shape: tuple[int, ...], size: int, rank: int) -> Tensor:
-        if name not in self.partitions:
-            return full
-        cut = self.partitions[name]
-        return cut.slice(full, rank, size, padded_size=shape[cut.dim] * size)
+        cut = self.partitions.get(name)
+        return full if cut is None else cut.slice_like(shape, full, rank, size)
 
     def _load_counters(self, index: dict[str, Any]) -> None:
         self.global_steps, self.skipped_steps = index["global_steps"], index["skipped_steps"]

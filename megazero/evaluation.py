@@ -7,7 +7,6 @@ return the same result.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm, mpu
-
-_LARGEST_EXPONENT = 20.0  # as in Megatron-LM, a hopeless loss is reported as exp(20) rather than as an overflow
+from megazero.metrics import perplexity
 
 
 class Encoder(Protocol):
@@ -103,8 +101,8 @@ def sliding_window_perplexity(
     loss_per_token = total / (stream.numel() - 1)
     return Perplexity(
         loss=loss_per_token,
-        ppl=_exp(loss_per_token),
-        adjusted_ppl=None if original_word_count is None else _exp(total / original_word_count),
+        ppl=perplexity(loss_per_token),
+        adjusted_ppl=None if original_word_count is None else perplexity(total / original_word_count),
         tokens=stream.numel() - 1,
     )
 
@@ -276,7 +274,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _exp(x: float) -> float:
-    return math.exp(min(_LARGEST_EXPONENT, x))

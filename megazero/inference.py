@@ -98,7 +98,7 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
         for name, parameter in model.named_parameters():
             part = reader.read(f"{MASTER}/{name}")
             if name in cuts:
-                part = cuts[name].slice(part, rank, size, padded_size=parameter.size(cuts[name].dim) * size)
+                part = cuts[name].slice_like(parameter.shape, part, rank, size)
             parameter.copy_(part)
     logger.info("loaded %s: %s parameters", reader.path, f"{architecture.num_parameters():,}")
     return model.eval(), groups

@@ -31,17 +31,14 @@ def slice_full(full: Mapping[str, Tensor], model: nn.Module, rank: int, size: in
     cuts = mpu.partitions(model)
     out = {}
     for name, parameter in parameters.items():
-        expected = _full_shape(name, parameter, cuts)
+        cut = cuts.get(name)
+        expected = tuple(parameter.shape) if cut is None else cut.full_shape(parameter.shape)
         if tuple(full[name].shape) != expected:
             raise ValueError(
                 f"parameter {name}: the full state dict has shape {list(full[name].shape)}, the model expects "
                 f"{list(expected)}. Build the model with the sizes that the state dict was saved with."
             )
-        cut = cuts.get(name)
-        if cut is None:
-            out[name] = full[name]
-        else:
-            out[name] = cut.slice(full[name], rank, size, padded_size=parameter.size(cut.dim) * size)
+        out[name] = full[name] if cut is None else cut.slice_like(parameter.shape, full[name], rank, size)
     return out
 
 
@@ -59,10 +56,3 @@ def merge_full(
         name: cuts[name].merge(comm.all_gather(shard.detach(), group)) if name in cuts else shard.detach()
         for name, shard in shards.items()
     }
-
-
-def _full_shape(name: str, parameter: Tensor, cuts: Mapping[str, mpu.Partition]) -> tuple[int, ...]:
-    shape = list(parameter.shape)
-    if name in cuts:
-        shape[cuts[name].dim] = cuts[name].full_size
-    return tuple(shape)

@@ -39,9 +39,7 @@ def init_weight_(
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     if weight.is_meta:
         return None
-    shape = list(weight.shape)
-    if partition is not None:
-        shape[partition.dim] = partition.full_size
+    shape = weight.shape if partition is None else partition.full_shape(weight.shape)
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
     generator = torch.default_generator  # torch.manual_seed would also reset the generators of every CUDA device
     state = generator.get_state()
@@ -52,8 +50,7 @@ def init_weight_(
         generator.set_state(state)
     local = full
     if partition is not None and group is not None:
-        padded = weight.size(partition.dim) * group.size()
-        local = partition.slice(full, group.rank(), group.size(), padded)
+        local = partition.slice_like(weight.shape, full, group.rank(), group.size())
     with torch.no_grad():
         weight.copy_(local)
     return full

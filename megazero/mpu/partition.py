@@ -6,6 +6,7 @@ model-parallel size and back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,14 @@ class Partition:
             if length > 0:
                 shard.narrow(self.dim, k * chunk, length).copy_(full.narrow(self.dim, first, length))
         return shard
+
+    def slice_like(self, shard_shape: Sequence[int], full: Tensor, rank: int, size: int) -> Tensor:
+        """The shard of `rank` of `size`, padded to the shape that a shard has in the model at hand."""
+        return self.slice(full, rank, size, padded_size=shard_shape[self.dim] * size)
+
+    def full_shape(self, shard_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the full parameter without padding, from that of a shard."""
+        return (*shard_shape[: self.dim], self.full_size, *shard_shape[self.dim + 1 :])
 
     def merge(self, shards: list[Tensor]) -> Tensor:
         """The full parameter without padding, from the shards of every rank in rank order: the inverse of `slice`.
