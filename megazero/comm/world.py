@@ -1,8 +1,4 @@
-"""Collectives of the library: the one file that calls torch.distributed's communication functions.
-
-Functions named like torch's (`all_reduce`) return NEW tensors, because autograd may share their input with another branch.
-Functions with a trailing underscore work in place on buffers that the caller owns, and can be asynchronous.
-"""
+"""The world of ranks: joining it, and small plain Python data that all of them exchange."""
 
 from __future__ import annotations
 
@@ -13,22 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 ProcessGroup = dist.ProcessGroup
-Work = dist.Work
 
 
 class OtherRankError(RuntimeError):
     """What went wrong on another rank, so that this one cannot go on either."""
 
 
-def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> None:
+def init_distributed(
+    backend: str | None = None, timeout_s: float = 600.0, place: tuple[str, int, int] | None = None
+) -> None:
     """Joins the world described by torchrun's environment variables; a world of one process without them.
 
     Args:
         backend: "nccl" or "gloo"; None takes nccl where CUDA is available and gloo elsewhere.
         timeout_s: seconds after which a collective that some rank never entered raises.
+        place: torch's init_method, rank and world size, instead of the environment.
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA.
@@ -45,7 +42,10 @@ def init_distributed(backend: str | None = None, timeout_s: float = 600.0) -> No
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if place is not None:
+        method, rank, size = place
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         try:
             dist.init_process_group(backend, timeout=timeout, device_id=local_device() if backend == "nccl" else None)
         except (RuntimeError, dist.DistNetworkError) as error:
@@ -70,40 +70,6 @@ def world() -> ProcessGroup:
 def local_device() -> torch.device:
     """The device that this process computes on: its CUDA device where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def all_reduce(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of `x` over `group`, in a new tensor (`x` itself for a group of one)."""
-    if group.size() == 1:
-        return x
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=group)
-    return out
-
-
-def all_reduce_(
-    buffer: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
-) -> Work | None:
-    """Reduces `buffer` over `group` in place. Returns a handle to wait for when `async_op`, unless the group has one rank."""
-    if group.size() == 1:
-        return None
-    return dist.all_reduce(buffer, op=op, group=group, async_op=async_op)
-
-
-def all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """`x` of every rank of `group`, in rank order. The shape must be the same on every rank."""
-    if group.size() == 1:
-        return [x]
-    x = x.contiguous()
-    out = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(out, x, group=group)
-    return out
-
-
-def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:
-    """Fills `buffer` in place with that of global rank `src`."""
-    if group.size() > 1:
-        dist.broadcast(buffer, src=src, group=group)
 
 
 def all_gather_object(value: object, group: ProcessGroup | None = None) -> list:

@@ -1,0 +1,146 @@
+"""Asynchronous in-place collectives on flat buffers: what the engine moves gradients and parameters with."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.host import HostTransport, area_bytes
+from megazero.comm.lane import Lane, ThreadLane
+from megazero.comm.links import link
+from megazero.comm.meeting import Meeting
+from megazero.comm.native import NativeLane
+from megazero.comm.peers import PeerTransport
+from megazero.comm.work import Finished, Work
+from megazero.comm.world import ProcessGroup, all_gather_object
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent by one kind of collective: how many, and the elements of their buffers that left the rank."""
+
+    collectives: int = 0
+    elements: int = 0
+
+
+class Channel:
+    """Asynchronous in-place collectives on flat buffers over one data-parallel group.
+
+    Every rank issues the reductions (`all_reduce_`, `reduce_scatter_`) in one order, and the gathers in one order. On gloo the
+    two may interleave differently from rank to rank, because each has a lane of its own, and a collective that has another
+    name, kind, numel or dtype on another rank raises on both. On NCCL all share one lane: the order must be one, and is not
+    checked. A buffer belongs to the channel from the call until `wait` returns.
+
+    On gloo, sums are taken in ascending rank order, in fp32 for 16-bit buffers, so that an all-reduce equals a reduce-scatter and
+    an all-gather bit for bit; data moves through shared memory where all ranks run on one host, else point to point. On NCCL
+    they are NCCL's own collectives, on a communicator of the channel's own.
+    """
+
+    def __init__(self, group: ProcessGroup, *, timeout_s: float | None = None) -> None:
+        """Collective over `group` on gloo: the other ranks of the world need not come.
+
+        On NCCL collective over the world: all its ranks come at the same time, each with its own group (see `NativeLane`).
+
+        Args:
+            group: the ranks that take part, this one among them.
+            timeout_s: seconds without progress after which a collective or `meet` fails; None takes the group's.
+        """
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.timeout_s = _timeout_s(group) if timeout_s is None else timeout_s
+        self.traffic: dict[str, Traffic] = {}
+        self.reset_traffic()
+        self.transport = "none"  # what moves the data
+        if self.size == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        name: str = all_gather_object(secrets.token_hex(4), group)[0]  # a group may have several channels
+        store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
+        self._meeting = Meeting(store, ranks, self.rank, self.timeout_s)
+        self.transport, lanes = _open_lanes(group, name, self.timeout_s)
+        self._reductions, self._gathers = lanes
+
+    def all_reduce_(self, buffer: Tensor, name: str = "") -> Work:
+        """Starts to replace `buffer` by its sum over the group, on every rank.
+
+        Args:
+            buffer: [numel], contiguous, numel a multiple of the group's size; dtype and numel equal on every rank.
+            name: what errors call it; on gloo ranks with another name are told so, instead of taking each other's data.
+        """
+        return self._issue("all_reduce", buffer, name)
+
+    def reduce_scatter_(self, buffer: Tensor, name: str = "") -> Work:
+        """Starts to replace this rank's part of `buffer` by its sum over the group; the other parts become undefined.
+
+        Args:
+            buffer: [size * n], contiguous; the part is buffer[rank * n : (rank + 1) * n].
+            name: as for `all_reduce_`.
+        """
+        return self._issue("reduce_scatter", buffer, name)
+
+    def all_gather_(self, buffer: Tensor, name: str = "") -> Work:
+        """Starts to fill `buffer` [size * n] with every rank's part of it; this rank's own must be there.
+
+        Args:
+            buffer: [size * n], contiguous.
+            name: as for `all_reduce_`.
+        """
+        return self._issue("all_gather", buffer, name)
+
+    def meet(self, what: str) -> None:
+        """Returns when every rank of the group has come here with the same `what`.
+
+        Raises:
+            RuntimeError: some did not come within the timeout, or came with another `what`.
+        """
+        if self.size > 1:
+            self._meeting.hold(what)
+
+    def reset_traffic(self) -> None:
+        """Sets all counters to zero."""
+        self.traffic.update({kind: Traffic() for kind in ("all_reduce", "reduce_scatter", "all_gather")})
+
+    def close(self) -> None:
+        """Ends the channel after what has been issued, or after some seconds if that does not end."""
+        if self.size > 1:
+            self._reductions.close()
+            self._gathers.close()
+
+    def _issue(self, action: str, buffer: Tensor, name: str) -> Work:
+        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() % self.size:
+            raise ValueError(
+                f"{action} needs a contiguous 1-D buffer of a multiple of {self.size} elements (the ranks of the group), got "
+                f"shape {tuple(buffer.shape)}, strides {buffer.stride()}. Flatten it and pad it to whole parts."
+            )
+        if self.size == 1 or buffer.numel() == 0:
+            return Finished()
+        traffic = self.traffic[action]
+        traffic.collectives += 1
+        traffic.elements += buffer.numel() // self.size * (self.size - 1) * (2 if action == "all_reduce" else 1)
+        return (self._gathers if action == "all_gather" else self._reductions).issue(action, buffer, name)
+
+
+def _open_lanes(group: ProcessGroup, name: str, timeout_s: float) -> tuple[str, list[Lane]]:
+    """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
+    if dist.get_backend(group) != "gloo":
+        return "native", [NativeLane(group, timeout_s)] * 2
+    ranks = dist.get_process_group_ranks(group)
+    where = f"rank {ranks[group.rank()]} of ranks {ranks}"
+    reductions = link(group, area_bytes(group.size()), timeout_s)
+    gathers = link(group, area_bytes(group.size()), timeout_s) if reductions else None
+    if reductions and gathers:
+        return "shared memory", [
+            ThreadLane(HostTransport(links, group.rank()), where) for links in (reductions, gathers)
+        ]
+    if reductions:
+        reductions.close()
+    tag = int(name[:7], 16) * 2  # one that no other messages of the group have
+    return "point to point", [ThreadLane(PeerTransport(group, tag + lane, timeout_s), where) for lane in range(2)]
+
+
+def _timeout_s(group: ProcessGroup) -> float:
+    """Seconds after which a collective of `group` fails. torch tells it in no public way."""
+    backend = group._get_backend(group._device_types[0])
+    return backend.options._timeout.total_seconds()

@@ -1,0 +1,44 @@
+"""Synchronous collectives on tensors of any shape: what tensor parallelism, norms and data loading stand on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.work import Work
+from megazero.comm.world import ProcessGroup
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The reduction of `x` over `group`, in a new tensor (`x` itself for a group of one)."""
+    if group.size() == 1:
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+def all_reduce_(
+    buffer: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
+) -> Work | None:
+    """Reduces `buffer` over `group` in place. Returns a handle to wait for when `async_op`, unless the group has one rank."""
+    if group.size() == 1:
+        return None
+    return dist.all_reduce(buffer, op=op, group=group, async_op=async_op)
+
+
+def all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """`x` of every rank of `group`, in rank order. The shape must be the same on every rank."""
+    if group.size() == 1:
+        return [x]
+    x = x.contiguous()
+    out = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(out, x, group=group)
+    return out
+
+
+def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:
+    """Fills `buffer` in place with that of global rank `src`."""
+    if group.size() > 1:
+        dist.broadcast(buffer, src=src, group=group)

@@ -1,0 +1,152 @@
+"""Lanes: collectives that run one after the other, in the order in which they were issued, beside the thread that issues them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.comm.agree import describe
+from megazero.comm.work import Work
+
+_PATIENCE_S = 2.0  # for what is under way when a lane is closed
+
+
+class Transport(Protocol):
+    """What moves the data of a `ThreadLane`: collectives in place that return when they are done.
+
+    A rank that is in a collective of another name, or of another size, gets an error.
+    """
+
+    def reduce_scatter_(self, buffer: Tensor, name: str) -> None:
+        """Makes this rank's part of `buffer` the sum over the group."""
+
+    def all_gather_(self, buffer: Tensor, name: str) -> None:
+        """Fills `buffer` with every rank's part of it."""
+
+    def close(self) -> None:
+        """Lets ranks that wait for this one fail at once."""
+
+
+class Lane(Protocol):
+    """Collectives on one group, in one order on all of its ranks."""
+
+    def issue(self, action: str, buffer: Tensor, name: str) -> Work:
+        """Starts "all_reduce", "reduce_scatter" or "all_gather" on `buffer`, in place; `name` is what errors call it."""
+
+    def close(self) -> None:
+        """Ends the lane after what has been issued."""
+
+
+class ThreadLane:
+    """A thread that carries out the collectives of a transport.
+
+    It ends with `close`, with this object, or with the program; a daemon, so that no stuck collective keeps the program alive.
+    """
+
+    def __init__(self, transport: Transport, where: str) -> None:
+        """`where` names rank and group in errors."""
+        self._where = where
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        is_ready, num_threads = threading.Event(), torch.get_num_threads()
+        thread = threading.Thread(target=_serve, args=(self._jobs, transport, is_ready), daemon=True)
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
+        thread.start()
+        is_ready.wait()
+        torch.set_num_threads(num_threads)  # threads that torch meets later start with what was set last, in any thread
+
+    def issue(self, action: str, buffer: Tensor, name: str) -> Work:
+        """Queues the collective and returns at once. CUDA buffers go through host memory."""
+        if not self._end.alive:
+            raise RuntimeError(f"{action} on {self._where}: the channel is closed. Close it after its last collective.")
+        job = _Job(action, buffer, name, self._where)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """Ends the thread after what has been issued. Waits for it, but not for long if other ranks keep it waiting."""
+        self._end()
+
+
+def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+    """Ends a lane's thread, at the latest before the interpreter ends: a daemon that is in C++ code then aborts the process."""
+    jobs.put(None)
+    if thread is not threading.current_thread():  # the collector may run there
+        thread.join(_PATIENCE_S)
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], transport: Transport, is_ready: threading.Event) -> None:
+    """The thread of a lane. After a failure the ranks are no longer in step, so whatever follows fails too."""
+    torch.set_num_threads(1)  # the cores belong to the thread that computes
+    torch.set_grad_enabled(False)
+    is_ready.set()
+    failure: str | None = None
+    while (job := jobs.get()) is not None:
+        if failure is None:
+            failure = job.run(transport)
+            if failure is not None:
+                transport.close()
+        else:
+            job.finish(f"was not started, because of an earlier failure: {failure}")
+        del job  # and its buffer, while waiting for the next
+    transport.close()
+
+
+class _Job:
+    """One collective of a `ThreadLane`: the `Work` of its caller."""
+
+    def __init__(self, action: str, buffer: Tensor, name: str, where: str) -> None:
+        self._description = f"{describe(action, buffer, name)} on {where}"
+        self._action, self._name = action, name
+        self._buffer: Tensor | None = buffer.detach()
+        self._is_written = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        self._is_done = threading.Event()
+        self._failure: str | None = None
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Returns when the buffer holds the result.
+
+        Raises:
+            RuntimeError: the collective failed or timed out, or an earlier one of the lane did.
+        """
+        self._is_done.wait()
+        if self._failure is not None:
+            raise RuntimeError(self._failure) from self._error
+
+    def run(self, transport: Transport) -> str | None:
+        """Carries the collective out; what went wrong if it failed, None otherwise."""
+        assert self._buffer is not None
+        start = time.monotonic()
+        try:
+            if self._is_written is None:
+                self._carry_out(transport, self._buffer)
+            else:
+                with torch.cuda.device(self._buffer.device):
+                    self._is_written.synchronize()
+                    on_host = self._buffer.cpu()
+                    self._carry_out(transport, on_host)
+                    self._buffer.copy_(on_host)
+                    torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            self._error = error
+            return self.finish(f"failed after {time.monotonic() - start:.1f} s: {error}")
+        return self.finish(None)
+
+    def finish(self, problem: str | None) -> str | None:
+        """Lets `wait` return, or raise if there is a problem; the full message."""
+        self._buffer = None
+        self._failure = problem and f"{self._description} {problem}"
+        self._is_done.set()
+        return self._failure
+
+    def _carry_out(self, transport: Transport, buffer: Tensor) -> None:
+        if self._action != "all_gather":
+            transport.reduce_scatter_(buffer, self._name)
+        if self._action != "reduce_scatter":
+            transport.all_gather_(buffer, self._name)

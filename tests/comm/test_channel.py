@@ -1,0 +1,208 @@
+"""Collectives of a channel: values, bits, order, counts, groups."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero import comm
+from tests.comm.ways import PIECE_BYTES, WAYS, open_channel
+from tests.ranks import run_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
+
+
+def numels(size, dtype):
+    """One element per part, less than a piece, a piece, one more, several pieces with an odd rest."""
+    piece = PIECE_BYTES // dtype.itemsize
+    return [size * n for n in (1, piece - 1, piece, piece + 1, 5 * piece + 7)]
+
+
+def random_buffer(numel, dtype, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    x = torch.randn(numel, generator=generator, dtype=torch.float64) * 10
+    return x.to(dtype)
+
+
+def ordered_sum(buffer):
+    """The sum over the world in rank order, in fp32 for 16-bit floats, by one process."""
+    terms = comm.all_gather(buffer.view(torch.uint8), dist.group.WORLD)
+    terms = [term.view(buffer.dtype) for term in terms]
+    if buffer.dtype.itemsize == 2:
+        terms = [term.float() for term in terms]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(buffer.dtype)
+
+
+def bits_case(way):
+    channel = open_channel(way)
+    rank, size = channel.rank, channel.size
+    for dtype in DTYPES:
+        for numel in numels(size, dtype):
+            mine = random_buffer(numel, dtype)
+            want, n = ordered_sum(mine), numel // size
+            own = slice(rank * n, (rank + 1) * n)
+            reduced, scattered = mine.clone(), mine.clone()
+            channel.all_reduce_(reduced).wait()
+            assert torch.equal(reduced, want), (dtype, numel)
+            channel.reduce_scatter_(scattered).wait()
+            assert torch.equal(scattered[own], want[own]), (dtype, numel)
+            channel.all_gather_(scattered).wait()
+            assert torch.equal(scattered, want), (dtype, numel)
+    channel.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce_equals_reduce_scatter_then_all_gather_equals_the_sum_in_rank_order_bit_for_bit(size, way):
+    run_ranks(size, bits_case, way)
+
+
+def native_case():
+    warnings.simplefilter("error", FutureWarning)  # torch's renamed operations
+    channel = open_channel("native")
+    rank, size = channel.rank, channel.size
+    mine = random_buffer(size * 1001, torch.float32)
+    want = ordered_sum(mine)
+    own = slice(rank * 1001, (rank + 1) * 1001)
+    reduced, scattered = mine.clone(), mine.clone()
+    channel.all_reduce_(reduced).wait()
+    channel.reduce_scatter_(scattered).wait()
+    torch.testing.assert_close(reduced, want)
+    torch.testing.assert_close(scattered[own], want[own])
+    channel.all_gather_(scattered).wait()
+    torch.testing.assert_close(scattered, want)
+
+
+def test_native_collectives_work_in_place():
+    run_ranks(3, native_case)
+
+
+def lanes_case(way):
+    channel = open_channel(way)
+    rank, size, n, count = channel.rank, channel.size, 333, 30
+    reductions = [torch.full([size * n], float((rank + 1) * (i + 1))) for i in range(count)]
+    gathers = [torch.full([size * n], float(100 * rank + i)) for i in range(count)]
+    order = ["reduce"] * count + ["gather"] * count
+    random.Random(rank).shuffle(order)  # another on every rank
+    works, reduced, gathered = [], iter(range(count)), iter(range(count))
+    for kind in order:
+        if kind == "gather":
+            works.append(channel.all_gather_(gathers[next(gathered)]))
+        else:
+            i = next(reduced)
+            works.append((channel.all_reduce_ if i % 2 else channel.reduce_scatter_)(reductions[i]))
+    random.Random(rank + 7).shuffle(works)
+    for work in works:
+        work.wait()
+    ranks_sum = size * (size + 1) / 2
+    for i in range(count):
+        part = slice(None) if i % 2 else slice(rank * n, (rank + 1) * n)
+        assert (reductions[i][part] == ranks_sum * (i + 1)).all()
+        assert gathers[i].view(size, n).eq(torch.arange(size)[:, None] * 100.0 + i).all()
+    channel.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reductions_and_gathers_in_flight_in_another_order_on_every_rank(way):
+    run_ranks(3, lanes_case, way)
+
+
+def subset_case(way):
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    channel = open_channel(way, groups[rank % 2])
+    second = open_channel(way, groups[rank % 2])  # two channels of one group do not mix
+    assert (channel.rank, channel.size) == (rank // 2, 2)
+    x, y = torch.full([2000], 1.0 + rank), torch.full([2000], 10.0 + rank)
+    works = [channel.all_reduce_(x), second.all_reduce_(y)]
+    channel.meet("both")
+    for work in reversed(works):
+        work.wait()
+    assert (x == (4 if rank % 2 == 0 else 6)).all() and (y == (22 if rank % 2 == 0 else 24)).all()
+    third = open_channel(way, groups[rank % 2]) if rank % 2 else None  # the others of the world need not come
+    if third:
+        third.all_gather_(x).wait()
+    channel.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strided_groups_work_at_the_same_time(way):
+    run_ranks(4, subset_case, way)
+
+
+def traffic_case():
+    channel = open_channel("shared memory")
+    for _ in range(2):
+        channel.all_reduce_(torch.ones(12)).wait()
+        channel.reduce_scatter_(torch.ones(24)).wait()
+        channel.all_gather_(torch.ones(36)).wait()
+    counts = {kind: (t.collectives, t.elements) for kind, t in channel.traffic.items()}
+    channel.reset_traffic()
+    return counts, {t.elements for t in channel.traffic.values()}
+
+
+def test_traffic_is_what_a_rank_sends():
+    for size, counts in ((1, [(0, 0)] * 3), (3, [(2, 2 * 16), (2, 2 * 16), (2, 2 * 24)])):
+        for got, after_reset in run_ranks(size, traffic_case):
+            assert got == dict(zip(("all_reduce", "reduce_scatter", "all_gather"), counts, strict=True))
+            assert after_reset == {0}
+
+
+def test_a_group_of_one_does_nothing(one_rank):
+    channel, x = comm.Channel(dist.group.WORLD), torch.ones(5)
+    for collective in (channel.all_reduce_, channel.reduce_scatter_, channel.all_gather_):
+        collective(x).wait()
+    channel.meet("alone")
+    channel.close()
+    assert x.eq(1).all()
+
+
+def refusals_case():
+    channel = comm.Channel(dist.group.WORLD)
+    for bad in (torch.ones(3), torch.ones(2, 2), torch.ones(8)[::2]):
+        with pytest.raises(ValueError, match="contiguous 1-D buffer of a multiple of 2 elements"):
+            channel.all_reduce_(bad)
+    channel.all_reduce_(torch.ones(0)).wait()
+    channel.close()
+    with pytest.raises(RuntimeError, match="all_gather on rank . of ranks .0, 1.: the channel is closed"):
+        channel.all_gather_(torch.ones(2))
+
+
+def test_bad_buffers_and_closed_channels_are_refused():
+    run_ranks(2, refusals_case)
+
+
+def threads_case():
+    torch.set_num_threads(2)
+    channel, x = comm.Channel(dist.group.WORLD), torch.ones(2, requires_grad=True)
+    channel.all_reduce_(x.detach()).wait()
+    return torch.get_num_threads()
+
+
+def test_a_channel_leaves_the_thread_count_of_its_caller():
+    assert run_ranks(2, threads_case) == [2, 2]
+
+
+def cuda_case():
+    channel = comm.Channel(dist.group.WORLD)
+    x = torch.full([1000], 1.0 + channel.rank, device="cuda")
+    y = torch.full([1000], 1.0 + channel.rank, device="cuda")
+    works = [channel.all_reduce_(x), channel.all_gather_(y)]
+    if channel.rank:
+        works.reverse()
+    for work in works:
+        work.wait()
+    assert x.eq(3).all() and y.view(2, -1).eq(torch.tensor([[1.0], [2.0]], device="cuda")).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_buffers_on_gloo():
+    run_ranks(2, cuda_case)

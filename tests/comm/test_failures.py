@@ -1,0 +1,263 @@
+"""What a rank hears when another one is late, absent, somewhere else, or dead."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazero.comm import links
+from tests.comm.ways import WAYS, open_channel
+from tests.ranks import run_ranks
+
+
+def failure_of(work):
+    """(message, seconds) of a wait that raises."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    return str(caught.value), time.monotonic() - start
+
+
+def absent_case(way):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))  # its own: gloo's groups do not survive a timeout
+    channel = open_channel(way, group)
+    assert channel.timeout_s == 1.5
+    if channel.rank == 1:
+        time.sleep(3)
+        return None
+    return [failure_of(channel.all_reduce_(torch.ones(6))), failure_of(channel.reduce_scatter_(torch.ones(4)))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_absent_rank_is_reported_after_the_timeout(way):
+    (first, seconds), (second, no_seconds) = run_ranks(2, absent_case, way)[0]
+    assert first.startswith("all_reduce of 6 elements (torch.float32) on rank 0 of ranks [0, 1] failed after 1.")
+    assert 1 < seconds < 2.9 and no_seconds < 0.1
+    assert second.startswith("reduce_scatter of 4 elements (torch.float32) on rank 0 of ranks [0, 1] was not started")
+    if way == "shared memory":
+        assert first.endswith("rank 1 did not come within 1.5 s")
+
+
+def other_collective_case(way):
+    channel = open_channel(way)
+    if channel.rank == 0:
+        return failure_of(channel.all_reduce_(torch.ones(6)))[0]
+    return failure_of(channel.reduce_scatter_(torch.ones(channel.size * 4)))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_call_different_collectives_are_told(way, size):
+    for message in run_ranks(size, other_collective_case, way):
+        assert "Issue the same collectives in the same order" in message
+
+
+def other_name_case(way, names):
+    channel, x = open_channel(way), torch.ones(6)
+    message, seconds = failure_of(channel.all_gather_(x, name=names[min(channel.rank, 1)]))
+    return message, seconds
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_equal_collectives_of_other_names_are_told_apart_on_all_ranks(way, size):
+    for rank, (message, seconds) in enumerate(run_ranks(size, other_name_case, way, ("blocks.0", "blocks.3"))):
+        mine, other = ("blocks.0", "blocks.3") if rank == 0 else ("blocks.3", "blocks.0")
+        assert seconds < 5
+        assert message.startswith(f"all_gather of {mine}, 6 elements (torch.float32) on rank {rank} of ranks")
+        assert f" is in all_gather of {other}, 6 elements (torch.float32)" in message
+        assert f" while this rank is in all_gather of {mine}, 6 elements (torch.float32)" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_long_names_that_differ_at_their_end_only_are_told_apart(way):
+    for message, _ in run_ranks(2, other_name_case, way, ("\u00e4" * 300 + "0", "\u00e4" * 300 + "1")):
+        assert "Issue the same collectives in the same order" in message
+
+
+def meet_case(present):
+    channel = open_channel("shared memory", timeout_s=1.0)
+    channel.meet("first")
+    if channel.rank not in present:
+        time.sleep(2)
+        return None
+    with pytest.raises(RuntimeError) as caught:
+        channel.meet("full_grad('wte')")
+    return str(caught.value)
+
+
+def test_meet_names_the_ranks_that_did_not_come():
+    messages = run_ranks(3, meet_case, (0, 2))
+    for rank in (0, 2):
+        assert messages[rank] == (
+            f"full_grad('wte') was called on rank {rank}, but within 1 s not on ranks [1] of [0, 1, 2]. "
+            "It was called on some ranks only: call it on every rank."
+        )
+
+
+def meet_mismatch_case():
+    channel = open_channel("point to point")
+    for i in range(5):
+        channel.meet(f"meeting {i}")
+    with pytest.raises(RuntimeError, match="Call the same on every rank"):
+        channel.meet(f"save_checkpoint({dist.get_rank()})")
+
+
+def test_meet_names_different_calls():
+    run_ranks(2, meet_mismatch_case)
+
+
+def start_ranks(target, size, *args):
+    """Processes without the harness, which takes a rank that ends early for a failure; and what each sends, by rank."""
+    context = multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [context.Process(target=target, args=(rank, size, *args, pipes[rank][1])) for rank in range(size)]
+    for process in processes:
+        process.start()
+    return processes, [reader for reader, _ in pipes]
+
+
+def join_world(rank, size, store, timeout_s):
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+
+
+def mortal(rank, size, store, way, pipe):
+    """The last rank dies in the middle of a run; each other one sends what it hears."""
+    join_world(rank, size, store, timeout_s=60)
+    channel = open_channel(way)
+    channel.all_reduce_(torch.ones(size * 5000)).wait()
+    if rank == size - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe.send(failure_of(channel.all_reduce_(torch.ones(size))))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_dies_ends_the_wait_of_the_others_at_once(way, tmp_path):
+    processes, readers = start_ranks(mortal, 3, str(tmp_path / "store"), way)
+    for reader in readers[:-1]:
+        assert reader.poll(60)
+        message, seconds = reader.recv()
+        assert message.startswith("all_reduce of 3 elements")
+        assert seconds < 10, "not the timeout"
+        if way == "shared memory":
+            assert "has ended, or closed its channel" in message
+    for process in processes:
+        process.join()
+    assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+
+
+def parent(rank, size, store, end, pipe):
+    """The last rank ends its channel, or dies, while a child that it has forked lives on; the other one sends what it hears."""
+    join_world(rank, size, store, timeout_s=60)
+    channel = open_channel("shared memory")
+    channel.all_reduce_(torch.ones(size)).wait()
+    if rank == size - 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(15)
+            os._exit(0)
+        channel.all_reduce_(torch.ones(size)).wait()  # the child has not ended the parent's links
+        pipe.send(child)
+        if end == "close":
+            channel.close()
+            time.sleep(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.all_reduce_(torch.ones(size)).wait()
+    pipe.send(failure_of(channel.all_reduce_(torch.ones(size))))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_channel_ends_for_the_others_although_a_forked_child_lives_on(end, tmp_path):
+    processes, readers = start_ranks(parent, 2, str(tmp_path / "store"), end)
+    assert readers[1].poll(60)
+    child = readers[1].recv()
+    assert readers[0].poll(60)
+    message, seconds = readers[0].recv()
+    assert seconds < 5 and "has ended, or closed its channel" in message
+    os.kill(child, 0)  # is alive
+    os.kill(child, signal.SIGKILL)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def leaver(rank, size, store, way, pipe):
+    """Rank 0 leaves with a collective under way that the others have not begun."""
+    join_world(rank, size, store, timeout_s=60)
+    channel = open_channel(way)
+    if rank == 0:
+        channel.all_reduce_(torch.ones(size))
+    else:
+        time.sleep(5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_collective_under_way_does_not_keep_a_process_from_ending(way, tmp_path):
+    processes, _ = start_ranks(leaver, 2, str(tmp_path / "store"), way)
+    start = time.monotonic()
+    processes[0].join()
+    assert time.monotonic() - start < 5 and processes[0].exitcode == 0
+    processes[1].kill()
+
+
+def failing_call(number, function):
+    """`function`, with an error at its call of that number."""
+    calls = iter(range(1, 1000))
+
+    def call(*args):
+        if next(calls) == number:
+            raise OSError("no memory")
+        return function(*args)
+
+    return call
+
+
+def unmappable_case(step):
+    records = []
+    links.logger.addHandler(handler := logging.Handler())
+    handler.emit = records.append
+    if dist.get_rank() == 1:
+        links._map = failing_call(step, links._map)
+    channel = open_channel_any()
+    x = torch.ones(4)
+    channel.all_reduce_(x).wait()
+    assert x.eq(2).all()
+    return channel.transport, [record.getMessage() for record in records]
+
+
+def open_channel_any():
+    from megazero.comm import Channel
+
+    return Channel(dist.group.WORLD)
+
+
+def several_hosts_case():
+    links._host = lambda: f"host of rank {dist.get_rank() // 2}"
+    channel = open_channel_any()
+    x = torch.ones(8)
+    channel.all_reduce_(x).wait()
+    return channel.transport, float(x.sum())
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])  # own and peer's memory, of either lane
+def test_all_ranks_go_point_to_point_if_one_cannot_map_its_peers(step):
+    for transport, messages in run_ranks(2, unmappable_case, step):
+        assert transport == "point to point"
+        assert messages == ["no shared memory between the ranks of this host: rank 1 failed with OSError: no memory"]
+
+
+def test_ranks_of_several_hosts_go_point_to_point():
+    assert run_ranks(4, several_hosts_case) == [("point to point", 32.0)] * 4
