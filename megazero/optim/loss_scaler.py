@@ -26,6 +26,9 @@ class PrecisionConfig:
     loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles")
     min_scale: float = option(1.0, "the dynamic loss scale never goes below this")
     hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves")
+    consecutive_hysteresis: bool = option(
+        False, "every clean step refills --hysteresis, not only one that doubles the scale"
+    )
 
     def __post_init__(self) -> None:
         if self.fp16 and self.bf16:
@@ -48,7 +51,7 @@ class LossScaler:
     """A loss scale, constant or dynamic (Micikevicius et al., arXiv:1710.03740, sec. 3.2).
 
     Dynamic: an overflow uses up one unit of `hysteresis`; once it is used up the scale halves, not below `min_scale`.
-    `window` clean steps in a row double the scale and refill the hysteresis.
+    `window` clean steps in a row double the scale and refill the hysteresis; `consecutive_hysteresis` refills it at each of them.
     """
 
     def __init__(
@@ -59,15 +62,18 @@ class LossScaler:
         window: float = 1000,
         min_scale: float = 1.0,
         hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
     ) -> None:
         self.scale = scale
         self.dynamic = dynamic
         self.window = window
         self.min_scale = min_scale
         self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
         self.hysteresis_left = hysteresis
         self.clean_steps = 0
         self.overflows_in_a_row = 0
+        self.cur_iter = 0  # steps, skipped ones included
 
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> LossScaler:
@@ -82,23 +88,35 @@ class LossScaler:
             window=config.loss_scale_window,
             min_scale=config.min_scale,
             hysteresis=config.hysteresis,
+            consecutive_hysteresis=config.consecutive_hysteresis,
         )
 
-    def update(self, overflow: bool) -> None:
+    # DeepSpeed's names of the same things.
+    cur_scale = property(lambda self: self.scale, doc="The current scale.")
+    dynamic_loss_scale = property(lambda self: self.dynamic, doc="Whether the scale adapts.")
+    scale_window = property(lambda self: self.window, doc="Clean steps after which the scale doubles.")
+    min_loss_scale = property(lambda self: self.min_scale, doc="The scale never goes below this.")
+
+    def update(self, overflow: bool, where: str = "") -> None:
         """Adapts the scale to the outcome of one step.
+
+        Args:
+            where: which gradient is not finite, for messages.
 
         Raises:
             FloatingPointError: an overflow that no smaller scale can cure: at the smallest scale, or again and again where the
                 scale does not move.
         """
+        self.cur_iter += 1
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
         if not self.dynamic:
-            self._check_static()
+            self._check_static(where)
             return
         if not overflow:
             self.clean_steps += 1
             if self.clean_steps % self.window == 0:
                 self.scale *= 2
+            if self.consecutive_hysteresis or self.clean_steps % self.window == 0:
                 self.hysteresis_left = self.hysteresis
             return
         self.clean_steps = 0
@@ -108,18 +126,23 @@ class LossScaler:
         if self.scale <= self.min_scale:
             raise FloatingPointError(
                 "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients overflow "
-                f"even at --min-scale {self.min_scale}: they are inf or NaN themselves. Lower --lr, raise --warmup, or use "
-                "--bf16."
+                f"even at --min-scale {self.min_scale} (first in {where or 'an unknown place'}): they are inf or NaN themselves. "
+                "Lower --lr, raise --warmup, or use --bf16."
             )
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
-        logger.info("gradient overflow: loss scale %.0f -> %.0f, step skipped", old, self.scale)
+        place = f" in {where}" if where else ""
+        logger.info("gradient overflow%s: loss scale %.0f -> %.0f, step skipped", place, old, self.scale)
 
-    def _check_static(self) -> None:
+    def _check_static(self, where: str) -> None:
         if self.overflows_in_a_row:
-            logger.warning("the gradient norm is not finite: step skipped (%d in a row)", self.overflows_in_a_row)
+            place = f" (first in {where})" if where else ""
+            logger.warning(
+                "the gradient norm is not finite%s: step skipped (%d in a row)", place, self.overflows_in_a_row
+            )
         if self.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
             raise FloatingPointError(
-                f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, and nothing was learned in them. "
+                f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, the last time first in "
+                f"{where or 'an unknown place'}, and nothing was learned in them. "
                 f"The loss scale is fixed at {self.scale}. Lower --lr, raise --warmup, or drop --loss-scale."
             )
 

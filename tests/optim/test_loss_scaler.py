@@ -30,6 +30,11 @@ def test_hysteresis_forgives_before_halving_and_refills_on_doubling():
     assert scales("xx..x", window=2, hysteresis=2) == [256, 128, 128, 256, 256]
 
 
+def test_consecutive_hysteresis_refills_at_every_clean_step():
+    assert scales("x.x.xx", hysteresis=2) == [256, 256, 128, 128, 64, 32]
+    assert scales("x.x.xx", hysteresis=2, consecutive_hysteresis=True) == [256, 256, 256, 256, 256, 128]
+
+
 def test_overflow_at_the_smallest_scale_raises_with_advice():
     scaler = LossScaler(2.0, dynamic=True, min_scale=1.0, hysteresis=1)
     scaler.update(True)

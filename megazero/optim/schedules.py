@@ -1,0 +1,171 @@
+"""Learning-rate schedules under DeepSpeed's names, parameters and arithmetic.
+
+All count optimizer steps in `last_batch_iteration`: -1 before the first `step()`, then 0, 1, 2, ... A schedule sets the learning
+rate when it is made, and again at every step; so the rate of iteration 0 holds for the second optimizer step, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megazero.optim.by_name import did_you_mean
+from megazero.optim.cyclical import LRRangeTest, OneCycle
+from megazero.optim.schedule_base import Schedule, count, number, per_group
+
+logger = logging.getLogger(__name__)
+
+WARMUP_TYPES = ("log", "linear")
+
+
+class WarmupLR(Schedule):
+    """The learning rate rises from `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's own) and stays.
+
+    lr(i) = min + (max - min) * g with g = log(i + 1) / log(warmup_num_steps) or, linear, i / warmup_num_steps; 1 afterwards.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if warmup_max_lr is None:
+            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
+        self.min_lrs = per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        self.max_lrs = per_group(optimizer, "warmup_max_lr", warmup_max_lr)
+        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group at `last_batch_iteration`."""
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        rise = self._rise()
+        return [low + (high - low) * rise for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _rise(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return _risen(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
+        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def _rise(self) -> float:
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return super()._rise()
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(Schedule):
+    """The optimizer's own learning rate times a ratio: up from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`.
+
+    After the warm-up, with x = (i - warmup_num_steps + 1) / (total_num_steps - warmup_num_steps), at most 1:
+    ratio = cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi x)) / 2. Before the first step the rate is 0.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = _total(total_num_steps, warmup_num_steps)
+        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
+        self.warmup_min_ratio = number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = number("cos_min_ratio", cos_min_ratio)
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of every parameter group at `last_batch_iteration`."""
+        ratio = self.get_lr_ratio()
+        return [lr * ratio for lr in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The factor on the optimizer's own learning rates at `last_batch_iteration`."""
+        i, warmup = self.last_batch_iteration, self.warmup_num_steps
+        if i < 0:
+            return 0.0
+        if i < warmup:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _risen(i, warmup, self.warmup_type)
+        done = min(1.0, (i - warmup + 1) / max(1, self.total_num_steps - warmup))
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
+def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], Schedule]:
+    """A callable that makes the schedule named `type` for an optimizer.
+
+    Raises:
+        ValueError: the name or a parameter is unknown, a parameter is missing, or one has a bad value.
+    """
+    if type not in SCHEDULES:
+        raise ValueError(f"there is no learning-rate schedule {type!r}. {did_you_mean(type, SCHEDULES)}")
+    schedule, known = SCHEDULES[type], dict(inspect.signature(SCHEDULES[type]).parameters)
+    del known["optimizer"]
+    for name in params:
+        if name not in known:
+            raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
+    for name, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and name not in params:
+            raise ValueError(f"{type} needs the parameter {name!r}.")
+    # Made once for nothing, so that bad values show before anything is built; as many groups as a list of rates has.
+    groups = next((len(value) for value in params.values() if isinstance(value, (list, tuple))), 1)
+    schedule(SimpleNamespace(param_groups=[{"lr": 1.0, "betas": (0.9, 0.999)} for _ in range(groups)]), **params)
+    return lambda optimizer: schedule(optimizer, **params)
+
+
+def _risen(step: int, num_steps: int, kind: str) -> float:
+    """How far the warm-up has come, from 0 to 1."""
+    return math.log(step + 1) / math.log(num_steps) if kind == "log" else step / num_steps
+
+
+def _warmup(num_steps: Any, kind: str) -> tuple[int, str]:
+    if kind not in WARMUP_TYPES:
+        raise ValueError(f"warmup_type must be one of {', '.join(WARMUP_TYPES)}, got {kind!r}.")
+    return max(2, count("warmup_num_steps", num_steps)), kind  # 2: log(1) is 0
+
+
+def _total(total_num_steps: Any, warmup_num_steps: Any) -> int:
+    total = count("total_num_steps", total_num_steps)
+    if total < count("warmup_num_steps", warmup_num_steps):
+        _warn_of_no_decay(total, warmup_num_steps)
+    return total
+
+
+@functools.cache  # once, though a schedule is also made on trial
+def _warn_of_no_decay(total_num_steps: int, warmup_num_steps: int) -> None:
+    logger.warning("total_num_steps %s is less than warmup_num_steps %s", total_num_steps, warmup_num_steps)

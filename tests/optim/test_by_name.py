@@ -1,0 +1,80 @@
+"""Optimizers by DeepSpeed's names: the class, its settings, and the update that follows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megazero.optim.by_name import optimizer_factory
+
+
+def make(type: str, **params) -> torch.optim.Optimizer:
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    weight.grad = torch.tensor([1.0, -2.0, 0.5])
+    return optimizer_factory(SimpleNamespace(type=type, params=params))([{"params": [weight]}])
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.step()
+    return optimizer.param_groups[0]["params"][0].detach()
+
+
+@pytest.mark.parametrize("name", ["Adam", "adam", "ADAM", "AdamW", "adamw"])
+def test_adam_is_adamw_without_decay_and_fused(name):
+    optimizer = make(name, lr=1.5e-4, betas=[0.8, 0.95], eps=1e-6, bias_correction=True)
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is torch.optim.AdamW and group["fused"]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1.5e-4, (0.8, 0.95), 1e-6, 0.0)
+
+
+def test_adam_w_mode_false_is_adam_with_its_own_arithmetic():
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    plain = make("Adam", adam_w_mode=False, **settings)
+    assert type(plain) is torch.optim.Adam
+    assert not torch.allclose(stepped(plain), stepped(make("Adam", **settings)))
+
+
+@pytest.mark.parametrize("adam_w_mode, expected", [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
+def test_torch_adam_has_torchs_defaults(adam_w_mode, expected):
+    optimizer = make("Adam", torch_adam=True, adam_w_mode=adam_w_mode)
+    assert type(optimizer) is expected and not optimizer.param_groups[0]["fused"]
+    assert optimizer.param_groups[0]["weight_decay"] == (0.01 if adam_w_mode else 0)
+
+
+@pytest.mark.parametrize("name, expected", [("Adagrad", "Adagrad"), ("sgd", "SGD"), ("RMSProp", "RMSprop")])
+def test_other_names_are_torchs_classes(name, expected):
+    assert type(make(name, lr=0.1)).__name__ == expected
+
+
+def test_the_groups_own_settings_win():
+    factory = optimizer_factory(SimpleNamespace(type="Adam", params={"weight_decay": 0.1}))
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], **extra} for extra in ({}, {"weight_decay": 0.0})]
+    assert [group["weight_decay"] for group in factory(groups).param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    "name, params, message",
+    [
+        ("Lamb", {}, "Lamb cannot be used here: it needs whole parameters"),
+        ("Lion", {}, "Lion cannot be used here"),
+        ("OneBitAdam", {}, "compressed all-reduce"),
+        ("LBFGS", {}, "whole parameters"),
+        ("Muon", {}, "whole parameters"),
+        ("Adm", {}, "no optimizer 'Adm'. Did you mean 'Adam'"),
+        ("Adam", {"weigth_decay": 0.1}, "no parameter 'weigth_decay'. Did you mean 'weight_decay'"),
+        ("Adam", {"bias_correction": False}, "bias_correction false is not built"),
+        ("AdamW", {"adam_w_mode": False}, "contradicts"),
+        ("Adam", {"torch_adam": "yes"}, "torch_adam must be true or false"),
+        ("Adam", {"betas": [0.9]}, "betas must be two numbers"),
+        ("Adam", {"betas": 0.9}, "betas must be two numbers"),
+        ("Adam", {"betas": [0.9, "x"]}, "Adam does not take"),
+        ("Adam", {"lr": "1e-3"}, "Adam does not take"),
+        ("Adam", {"lr": -1.0}, "Adam does not take .*Invalid learning rate"),
+        ("SGD", {"momentum": -1}, "Invalid momentum"),
+    ],
+)
+def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **params)
