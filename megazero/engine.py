@@ -1,11 +1,11 @@
-"""The engine: a DeepSpeed-shaped facade over buckets, schedule and optimizer."""
+"""The engine: trains a module under tensor and ZeRO data parallelism; a facade over buckets, schedule and optimizer."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
-from megazero.checkpoint import store
-from megazero.checkpoint.rng import rng_states, set_rng_states
+from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
 from megazero.optim.adam import OptimizerFactory
 from megazero.optim.loss_scaler import LossScaler
-from megazero.zero.bucket import Bucket
-from megazero.zero.layout import Segment
+from megazero.zero import access
+from megazero.zero.bucket import Sharding
+from megazero.zero.build import build_buckets, dissolve
+from megazero.zero.config import ZeroConfig
 from megazero.zero.optimizer import BucketOptimizer
-from megazero.zero.schedule import Schedule, build_buckets
+from megazero.zero.schedule import Schedule
+from megazero.zero.units import plan_buckets, select_units, shape_of
 
 logger = logging.getLogger(__name__)
 
-MASTER = "master"  # the fp32 weights' name among the optimizer's states
-CONSTANT = "constant"  # frozen parameters and buffers, which have no optimizer state
+
+class EngineStateError(RuntimeError, AssertionError):
+    """A method was called at a moment when it cannot do what it says."""
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Megatron's two parameter groups: matrices and embeddings decay, biases and normalisation weights do not.
 
     Returns:
-        The group index of each trainable parameter by name, and the settings of the groups.
+        The group index of each parameter by name, and the settings of the groups.
     """
-    group_of = {name: int(p.ndim < 2) for name, p in model.named_parameters() if p.requires_grad}
+    group_of = {name: int(len(shape_of(p)) < 2) for name, p in model.named_parameters()}
     return group_of, [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
 
 
@@ -47,14 +50,19 @@ class Engine:
     at every `gradient_accumulation_steps`-th call. Gradients are averaged over micro-batches and data-parallel ranks.
 
     Args:
-        model: on its device and in its compute dtype, equal on all data-parallel ranks.
+        model: on its device, equal on all data-parallel ranks; or built under `zero.Init`.
         groups: the tensor- and data-parallel groups.
         optimizer_factory: makes an elementwise torch optimizer from parameter groups.
-        group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them.
+        group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them. A parameter that is in
+            none is not trained.
+        zero: which states are sharded over the data-parallel group.
+        dtype: to compute in, where it is not the parameters' own; master weights keep the values that they have now.
+        zero_units: modules or classes of modules that are gathered and released together, where `find_units` finds others.
+        allow_untested_optimizer: the caller vouches that an optimizer unknown here updates each element by itself.
 
     Raises:
-        ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, or
-            the optimizer is not elementwise.
+        ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, the
+            optimizer is not elementwise, or the groups do not make up the world.
     """
 
     def __init__(
@@ -65,31 +73,55 @@ class Engine:
         group_of: dict[str, int],
         group_settings: list[dict[str, Any]],
         *,
+        zero: ZeroConfig | None = None,
         loss_scaler: LossScaler | None = None,
         clip_grad: float = 0.0,
         gradient_accumulation_steps: int = 1,
         lr_scheduler: Callable[[BucketOptimizer], Any] | None = None,
+        dtype: torch.dtype | None = None,
+        zero_units: Sequence[nn.Module | type[nn.Module]] | None = None,
+        allow_untested_optimizer: bool = False,
     ) -> None:
+        if gradient_accumulation_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}.")
         self.module = model
         self.groups = groups
-        self.partitions = partitions(model)
-        replicated = set(group_of) - set(self.partitions)
-        self.buckets = build_buckets(model, groups.data, group_of, replicated)
-        self._check_replicas()
-        self.schedule = Schedule(self.buckets)
+        self.zero = zero or ZeroConfig()
+        self.sharding = Sharding.of_stage(self.zero.stage)
+        cuts = partitions(model)
+        units = select_units(model, zero_units)
+        plans = plan_buckets(model, units, groups.data_parallel_size, group_of, set(group_of) - set(cuts), dtype)
+        if not any(plan.is_trainable for plan in plans):
+            raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
+        self.channel = comm.Channel(groups.data)
+        self.buckets = build_buckets(plans, self.channel, self.zero)
+        self.schedule = Schedule(model, units, plans, self.buckets, overlap=self.zero.overlap_comm)
         self.optimizer = BucketOptimizer(
-            self.buckets, optimizer_factory, group_settings, groups.model, loss_scaler or LossScaler(), clip_grad
+            self.buckets,
+            optimizer_factory,
+            group_settings,
+            _norm_group(groups),
+            groups.model_parallel_rank == 0,
+            loss_scaler or LossScaler(),
+            clip_grad,
+            allow_untested_optimizer,
         )
+        access.register_optimizer(self.optimizer)
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler else None
+        self._checkpointed = TrainingState(model, groups, cuts, self.buckets, self.optimizer, self.lr_scheduler)
+        self._trained = self._requires_grad()
         self._accumulation_steps = gradient_accumulation_steps
+        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self._syncs = True
         self.micro_steps = 0
-        self.global_steps = 0
-        self.skipped_steps = 0
+        self._since_update = 0  # micro-batches
         self.exposed_reduce_s = 0.0  # seconds spent waiting for reductions that backward did not hide
         self._grad_norm = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if torch.is_grad_enabled():
+            self._follow_requires_grad()
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -97,6 +129,23 @@ class Engine:
         if name == "module":  # not set yet: __init__ has failed before
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    forward = __call__
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.buckets[0].flat.device
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self._checkpointed.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped because gradients were not finite."""
+        return self._checkpointed.skipped_steps
 
     def train(self, mode: bool = True) -> Engine:
         """Sets the module's training mode."""
@@ -113,13 +162,39 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch in hand is the last one before an update."""
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
+        if self._boundary is not None:
+            return self._boundary
+        return self._since_update + 1 >= self._accumulation_steps
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything.
+
+        Raises:
+            EngineStateError: gradients are sharded (stage 2 and 3), so every backward has to reduce them.
+        """
+        if self.sharding.gradients:
+            raise EngineStateError(
+                f"no_sync() cannot be used with ZeRO stage {self.zero.stage}: no rank has room for the gradients of another's "
+                "shard. Use stage 0 or 1, or gradient_accumulation_steps."
+            )
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulates the gradient of `loss / gradient_accumulation_steps`; reduces it at the last micro-batch.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: divide by the number of accumulation steps; else the caller has done so.
 
         Returns:
             The loss divided by the number of accumulation steps.
@@ -132,40 +207,58 @@ class Engine:
                 f"engine.backward needs a scalar loss that depends on the parameters, got shape {tuple(loss.shape)} and "
                 f"requires_grad={loss.requires_grad}. Average the per-token loss first, and call the engine outside no_grad."
             )
-        loss = loss / self._accumulation_steps
-        self.schedule.restart()
-        self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary()
-        (loss * self.optimizer.cur_scale).backward()
+        if scale_wrt_gas:
+            loss = loss / self._accumulation_steps
+        self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
+        self.schedule.start_backward()
+        (loss * self.optimizer.cur_scale).backward(retain_graph=retain_graph)
         start = time.perf_counter()
         self.schedule.finish_backward()
         self.exposed_reduce_s += time.perf_counter() - start
         return loss.detach()
 
-    def step(self) -> None:
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
+        self.schedule.is_last_micro_batch = True
+        self.schedule.finish_backward()
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
 
         Raises:
-            RuntimeError: there was no backward before it.
+            EngineStateError: there was no backward before it, or it is called inside of no_sync.
         """
-        at_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        if not at_boundary:
+        if not self._syncs:
+            raise EngineStateError(
+                "engine.step() was called inside of no_sync(), where gradients are not reduced. Leave it first."
+            )
+        if not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            self._since_update += 1
             return
-        if not all(bucket.is_reduced for bucket in self.buckets):
-            raise RuntimeError(
+        for bucket in self.buckets:
+            bucket.refuse_if_held("engine.step()")
+        if not self.schedule.is_reduced:
+            raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
             )
+        self.micro_steps += 1
+        self._since_update = 0
+        for bucket in self.buckets:
+            bucket.adopt_written()
         self._grad_norm = self.optimizer.step()
-        self.global_steps += 1
+        self._checkpointed.global_steps += 1
+        self.schedule.step = self.global_steps
         if self.optimizer.overflow:
-            self.skipped_steps += 1
+            self._checkpointed.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def zero_grad(self) -> None:
         """Forgets the gradients accumulated since the last update; `step` does so by itself."""
         for bucket in self.buckets:
-            bucket.zero_grad()
+            if bucket.gradient is not None:
+                bucket.gradient.zero()
 
     def was_step_applied(self) -> bool:
         """Whether the last update changed the weights."""
@@ -183,22 +276,30 @@ class Engine:
         """The current loss scale."""
         return self.optimizer.cur_scale
 
-    def segments(self) -> list[tuple[Bucket, Segment]]:
-        """Every trainable parameter's place, in storage order."""
-        return [(bucket, segment) for bucket in self.buckets for segment in bucket.layout.segments]
-
     def full_grad(self, name: str) -> Tensor:
-        """The mean gradient of one parameter on this tensor-parallel rank, fp32, valid between backward and step.
-
-        Scaled by the loss scale.
+        """The mean gradient of one parameter on this tensor-parallel rank, fp32, without loss scale. Collective.
 
         Raises:
             KeyError: no trainable parameter has this name.
+            EngineStateError: gradients are not reduced: it is valid between the last backward of a step and step().
         """
-        for bucket, segment in self.segments():
-            if segment.name == name:
-                return Bucket.view(bucket.grad, segment).clone()
+        for bucket in self.buckets:
+            if bucket.is_trainable and name in bucket.parameters:
+                grad = access.safe_get_full_grad(bucket.parameters[name])
+                if grad is None:
+                    raise EngineStateError(
+                        f"full_grad({name!r}): gradients are there between engine.backward() and step()."
+                    )
+                return grad
         raise KeyError(f"no trainable parameter is called {name!r}")
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """The module's state dictionary with full values on the CPU, whatever is sharded. Collective."""
+        return access.state_dict(self.module, self.buckets)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The same as `module_state_dict`: never placeholders."""
+        return self.module_state_dict()
 
     def save_checkpoint(
         self,
@@ -219,28 +320,10 @@ class Engine:
         Returns:
             The checkpoint's directory.
         """
-        tensors = {}
-        for bucket, segment in self.segments():
-            for key, value in self.optimizer.state_of(bucket, segment).items():
-                if key == MASTER or save_optimizer:
-                    tensors[f"{key}/{segment.name}"] = value
-        tensors.update({f"{CONSTANT}/{name}": value for name, value in self._constants().items()})
-        index = {
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            "model_parallel_size": self.groups.model_parallel_size,
-            "world_size": torch.distributed.get_world_size(),
-            "device": comm.local_device().type,
-            "shapes": self._full_shapes(),
-            "partitions": {name: asdict(cut) for name, cut in self.partitions.items()},
-            "optimizer": self.optimizer.counters() if save_optimizer else None,
-            "optimizer_type": type(self.optimizer.torch_optimizer).__name__,
-            "loss_scaler": self.optimizer.loss_scaler.state_dict(),
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler else None,
-            "client_state": client_state or {},
-        }
-        rng = rng_states() if save_rng else {}
-        return store.save(save_dir, tag or store.tag_of(self.global_steps), tensors, rng, index, self.groups, keep_last)
+        self.channel.meet("save_checkpoint")
+        return self._checkpointed.save(
+            save_dir, tag, client_state or {}, save_optimizer=save_optimizer, save_rng=save_rng, keep_last=keep_last
+        )
 
     def load_checkpoint(
         self,
@@ -248,10 +331,11 @@ class Engine:
         tag: str | None = None,
         *,
         load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
         load_rng: bool = True,
         load_module_only: bool = False,
     ) -> tuple[Path, dict[str, Any]]:
-        """Continues from a checkpoint of any model-parallel and data-parallel size.
+        """Continues from a checkpoint of any model-parallel size, data-parallel size and stage. Collective over the world.
 
         Args:
             tag: which checkpoint (default: the one that `latest` names).
@@ -264,29 +348,18 @@ class Engine:
             FileNotFoundError: there is no such checkpoint.
             ValueError: it is damaged, or of a model of another shape.
         """
-        reader = store.Reader(load_dir, tag)
-        self._check_shapes(reader)
-        load_optimizer_states = load_optimizer_states and not load_module_only and reader.index["optimizer"] is not None
-        if load_optimizer_states:
-            kinds = {key.partition("/")[0] for key in reader.tensors} - {MASTER, CONSTANT}
-            self._check_optimizer(reader)
-            self.optimizer.allocate_state(sorted(kinds), reader.index["optimizer"])
-        size, rank = self.groups.model_parallel_size, self.groups.model_parallel_rank
-        for bucket, segment in self.segments():
-            for key, target in self.optimizer.state_of(bucket, segment).items():
-                if key == MASTER or load_optimizer_states:
-                    full = reader.read(f"{key}/{segment.name}")
-                    target.detach().copy_(self._cut(segment.name, full, segment.shape, size, rank))
-        for name, value in self._constants().items():
-            value.copy_(self._cut(name, reader.read(f"{CONSTANT}/{name}"), tuple(value.shape), size, rank))
-        for bucket in self.buckets:
-            bucket.publish()
+        self.channel.meet("load_checkpoint")
+        reader = self._checkpointed.load(
+            load_dir,
+            tag,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_rng=load_rng,
+            load_module_only=load_module_only,
+        )
+        self.zero_grad()  # of the run before
         if not load_module_only:
-            if not load_optimizer_states:
-                logger.warning("the optimizer starts with empty moments: its state was not loaded from %s", reader.path)
-            self._load_counters(reader.index)
-            if load_rng:
-                self._load_rng(reader)
+            self.micro_steps, self._since_update, self._boundary = 0, 0, None
         return reader.path, reader.index["client_state"]
 
     def memory(self) -> dict[str, int]:
@@ -295,72 +368,42 @@ class Engine:
         for bucket in self.buckets:
             for key, value in bucket.nbytes.items():
                 total[key] += value
-        states = self.optimizer.torch_optimizer.state.values()
+        states = self.optimizer.state.values()
         total["O"] += sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
         return total
 
-    def _check_replicas(self) -> None:
-        """Raises on every rank unless all data-parallel ranks start with equal weights."""
-        if not self.buckets:
-            raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
-        sums = torch.stack([bucket.flat.double().sum() for bucket in self.buckets])
-        if any(not torch.equal(sums, other) for other in comm.all_gather(sums, self.groups.data)):
-            raise ValueError(
-                "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
-                "with the same seed on every rank before the model is built, or load the same weights."
-            )
+    def empty_partition_cache(self) -> None:
+        """Frees whatever is gathered of sharded parameters."""
+        self.schedule.release_all()
 
-    def _constants(self) -> dict[str, Tensor]:
-        """Frozen parameters and persistent buffers, by name; tied names of trained parameters are not among them."""
-        trained = {bucket.flat.untyped_storage().data_ptr() for bucket in self.buckets}
-        state = self.module.state_dict()
-        return {name: t.detach() for name, t in state.items() if t.untyped_storage().data_ptr() not in trained}
+    def destroy(self) -> None:
+        """Gives the module whole parameters of its own again, and removes every hook. Collective where parameters are sharded."""
+        self.schedule.close()
+        dissolve(self.buckets)
+        self.channel.close()
 
-    def _full_shapes(self) -> dict[str, list[int]]:
-        """The unpadded, uncut shape of everything that a checkpoint holds of the module."""
-        local = {segment.name: segment.shape for _, segment in self.segments()}
-        local.update({name: tuple(value.shape) for name, value in self._constants().items()})
-        cuts = self.partitions
-        return {name: list(cuts[name].full_shape(shape) if name in cuts else shape) for name, shape in local.items()}
+    def _requires_grad(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for bucket in self.buckets for p in bucket.parameters.values())
 
-    def _check_shapes(self, reader: store.Reader) -> None:
-        saved, wanted = reader.index["shapes"], self._full_shapes()
-        different = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
-        if different:
-            first = different[0]
-            raise ValueError(
-                f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
-                f"{first}: saved {saved.get(first, 'nothing')}, model {wanted.get(first, 'nothing')}. Give the --num-layers, "
-                "--hidden-size, --max-position-embeddings and vocabulary that it was trained with."
-            )
+    def _follow_requires_grad(self) -> None:
+        """Trains what the user has unfrozen since, and no longer what is frozen now."""
+        now = self._requires_grad()
+        if now == self._trained:
+            return
+        self._trained = now
+        for bucket in self.buckets:
+            if bucket.trained_segments:
+                bucket.make_trainable()
+                self.schedule.watch_gradients(bucket)
+        self.optimizer.refresh()
+        self.schedule.restart()
 
-    def _check_optimizer(self, reader: store.Reader) -> None:
-        saved, wanted = reader.index["optimizer_type"], type(self.optimizer.torch_optimizer).__name__
-        if saved != wanted:
-            raise ValueError(
-                f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
-                "or start it anew with --no-load-optim."
-            )
 
-    def _cut(self, name: str, full: Tensor, shape: tuple[int, ...], size: int, rank: int) -> Tensor:
-        cut = self.partitions.get(name)
-        return full if cut is None else cut.slice_like(shape, full, rank, size)
-
-    def _load_counters(self, index: dict[str, Any]) -> None:
-        self.global_steps, self.skipped_steps = index["global_steps"], index["skipped_steps"]
-        self.micro_steps = 0
-        self.optimizer.loss_scaler.load_state_dict(index["loss_scaler"])
-        if self.lr_scheduler is not None and index["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(index["lr_scheduler"])
-
-    def _load_rng(self, reader: store.Reader) -> None:
-        index, world_size = reader.index, torch.distributed.get_world_size()
-        same_world = (index["world_size"], index["model_parallel_size"]) == (
-            world_size,
-            self.groups.model_parallel_size,
+def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:
+    size = groups.model_parallel_size * groups.data_parallel_size
+    if size != comm.world().size():
+        raise ValueError(
+            f"{groups.model_parallel_size} model-parallel x {groups.data_parallel_size} data-parallel ranks do not make up the "
+            f"world of {comm.world().size()} ranks. Further kinds of parallelism (pipelines) are not supported."
         )
-        states = reader.rng(torch.distributed.get_rank()) if same_world else None
-        if states is not None:
-            set_rng_states(states)
-        else:
-            logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
+    return comm.world()

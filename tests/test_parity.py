@@ -11,6 +11,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import merge_full, slice_full
+from megazero.zero.config import ZeroConfig
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
 from tests.ranks import run_ranks
 
@@ -61,7 +62,7 @@ def plain_training(data_parallel_size: int, optimizer: str):
     return losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def engine_case(model_parallel_size: int, optimizer: str, options: dict) -> None:
+def engine_case(model_parallel_size: int, optimizer: str, options: dict, stage: int = 0) -> None:
     groups = mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1)
     rank, size = groups.data_parallel_rank, groups.data_parallel_size
@@ -78,6 +79,7 @@ def engine_case(model_parallel_size: int, optimizer: str, options: dict) -> None
         *weight_decay_groups(model, DECAY),
         clip_grad=CLIP,
         gradient_accumulation_steps=MICRO,
+        zero=ZeroConfig(stage=stage),
     )
     got_losses, got_norms, got_gradients = [], [], {}
     for step in batches(size):
@@ -94,7 +96,8 @@ def engine_case(model_parallel_size: int, optimizer: str, options: dict) -> None
     torch.testing.assert_close(torch.tensor(got_losses), torch.tensor([row[rank] for row in losses]), **close)
     torch.testing.assert_close(torch.tensor(got_norms), torch.tensor(norms), **close)
     got_gradients = merge_full(got_gradients, cuts, groups.model)
-    got_weights = merge_full({name: p.detach() for name, p in model.named_parameters()}, cuts, groups.model)
+    state = engine.module_state_dict()
+    got_weights = merge_full({name: state[name] for name, _ in model.named_parameters()}, cuts, groups.model)
     for name in gradients:
         torch.testing.assert_close(
             got_gradients[name], gradients[name], **close, msg=lambda m, name=name: f"gradient of {name}: {m}"
@@ -107,6 +110,41 @@ def engine_case(model_parallel_size: int, optimizer: str, options: dict) -> None
 @pytest.mark.parametrize("model_parallel_size", [1, 2, 4])
 def test_training_equals_plain_torch(model_parallel_size, data_parallel_size, optimizer):
     run_ranks(model_parallel_size * data_parallel_size, engine_case, model_parallel_size, optimizer, {})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("model_parallel_size", [1, 2])
+def test_training_under_zero_equals_plain_torch(model_parallel_size, stage):
+    run_ranks(2 * model_parallel_size, engine_case, model_parallel_size, "adamw", {}, stage)
+
+
+def stages_case(model_parallel_size: int, options: dict) -> None:
+    """One micro-batch, fp32: every stage computes the same numbers."""
+    groups = mpu.initialize_model_parallel(model_parallel_size)
+    traces = []
+    for stage in range(4):
+        mpu.model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        model = GPT2Model(GPT2Config(**{**vars(CONFIG), **options}))
+        zero = ZeroConfig(stage=stage)
+        decay = weight_decay_groups(model, DECAY)
+        engine = Engine(model, groups, OPTIMIZERS["adamw"], *decay, clip_grad=CLIP, zero=zero)
+        trace = []
+        for step in batches(groups.data_parallel_size):
+            text = step[0][groups.data_parallel_rank]
+            loss = engine(text[:, :-1], targets=text[:, 1:]).mean()
+            engine.backward(loss)
+            trace += [loss.detach(), *(engine.full_grad(name) for name, _ in model.named_parameters())]
+            engine.step()
+            trace.append(torch.tensor(engine.get_global_grad_norm()))
+        traces.append(trace + list(engine.module_state_dict().values()))
+    for stage, trace in enumerate(traces):
+        assert all(torch.equal(a, b) for a, b in zip(trace, traces[0], strict=True)), f"stage {stage}"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_stages_equal_stage_0_bit_for_bit_under_tensor_parallelism(world_size):
+    run_ranks(world_size, stages_case, 2, {"checkpoint_activations": True})
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,17 @@
-"""The data-parallel engine's mechanism: flat buckets, the schedule that drives them, the optimizer over them."""
+"""ZeRO data parallelism: flat buckets, the schedule that drives them, the optimizer over them, and access to what is sharded."""
+
+from megazero.zero.config import ZeroConfig
+from megazero.zero.external import register_external_parameter, unregister_external_parameter
+from megazero.zero.gathered import GatheredParameters
+from megazero.zero.init import Init
+from megazero.zero.parameter import ReleasedParameter, ZeroParamStatus
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ReleasedParameter",
+    "ZeroConfig",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

@@ -1,105 +1,335 @@
-"""The bucket: flat storage of one unit's parameters (P), gradients (G) and fp32 master weights (O).
+"""The bucket: flat storage of one unit's parameters (P), gradients (G) and fp32 master weights (O), each whole or sharded.
 
-Parameters stay registered in their modules and become views into P. A bucket owns each storage for life: autograd saves
-views of weights, so a parameter that pointed elsewhere between forward and backward would give wrong input gradients.
+Parameters stay registered in their modules and become views into P. A bucket owns the storage of P for life: autograd saves
+views of weights, so a parameter that pointed elsewhere between forward and backward would give wrong input gradients. Where P is
+sharded, `release` frees that storage and `gather` refills the same one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
-from megazero import comm
-from megazero.zero.layout import BucketLayout, Segment
+from megazero.comm import Channel, Work
+from megazero.zero.gradient import Gradient, view_of
+from megazero.zero.home import AcceleratorHome, Home
+from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
+from megazero.zero.parameter import ReleasedParameter, set_bucket
+
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which states are cut over the data-parallel group (ZeRO, arXiv:1910.02054, sec. 5): P => G => O."""
+
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        """0 nothing, 1 O, 2 O and G, 3 O, G and P."""
+        return cls(stage >= 1, stage >= 2, stage >= 3)
 
 
 class Bucket:
-    """One unit's P in the compute dtype, G and O in fp32, replicated over the data-parallel `group`.
+    """One unit's P in the compute dtype, G in `grad_dtype` and O in fp32.
 
-    With fp32 parameters O is P: the optimizer writes the weights that the model reads.
+    What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. With fp32
+    parameters the master weights are the owned range of P: the optimizer writes the weights that the model reads.
+
+    Args:
+        name: of the unit, for messages.
+        parameters: by name; whole, and equal on every rank.
+        dtype: of P; the parameters' own by default. Master weights keep what a wider parameter had.
+        is_trainable: has G and O. A frozen bucket has P alone.
+        grad_dtype: of G. fp32 keeps what many micro-batches add up to; the compute dtype halves it.
+        reduce_dtype: of gradients on the wire; `grad_dtype` by default.
+        predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
+        device: of the bucket; the parameters' own by default.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], layout: BucketLayout, group: comm.ProcessGroup) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: dict[str, nn.Parameter],
+        layout: BucketLayout,
+        channel: Channel,
+        sharding: Sharding,
+        *,
+        dtype: torch.dtype | None = None,
+        is_trainable: bool = True,
+        grad_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        predivide: float = 1.0,
+        home: Home | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         first = next(iter(parameters.values()))
-        self.parameters = parameters
-        self.layout = layout
-        self.group = group
-        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)  # P
+        self.name, self.parameters, self.layout, self.channel, self.sharding = (
+            name,
+            parameters,
+            layout,
+            channel,
+            sharding,
+        )
+        self._grad_dtype, self._reduce_dtype, self._predivide = grad_dtype, reduce_dtype or grad_dtype, predivide
+        self.home = home or AcceleratorHome(device or first.device)
+        start, stop = layout.shard_range(channel.rank)
+        self.shard_range = slice(start, stop)
+        self.owned_range = self.shard_range if sharding.optimizer else slice(0, layout.numel)
+
+        dtypes = {parameter.dtype for parameter in parameters.values()}
+        source = (
+            first.dtype if len(dtypes) == 1 else torch.float32
+        )  # the wider one keeps its values in the master weights
+        whole = torch.zeros(layout.numel, dtype=source, device=device or first.device)
         for segment in layout.segments:
-            parameter = parameters[segment.name]
-            view = self.view(self.flat, segment)
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.master = self.flat if first.dtype == torch.float32 else self.flat.float()  # O
-        self.grad = torch.zeros(layout.numel, dtype=torch.float32, device=first.device)  # G
-        self._filled: set[str] = set()  # segments that hold a gradient of this step
-        self._work: comm.Work | None = None
-        self._is_waiting = False  # between reduce and wait
-        self.is_reduced = False  # G is, or is about to be, the mean over the group
-        self._reduced_before: Tensor | None = None  # mean of what was reduced before a late gradient arrived
+            self.view(whole, segment).copy_(parameters[segment.name].detach())
+        self.flat = whole if dtype in (None, source) else whole.to(dtype)  # P
+        self._views = {segment.name: self.view(self.flat, segment) for segment in layout.segments}
+        self._empty = self.flat.new_empty(0)
+        self.shard = self.flat[self.shard_range]
+        if sharding.parameters:
+            self.shard = self.home.empty(layout.shard_numel, self.flat.dtype).copy_(self.shard)
+        self.is_gathered = True
+        self._gather_work: Work | None = None
+        self._point_parameters()
+        for parameter in parameters.values():
+            set_bucket(parameter, self)
+
+        self._versions = self._current_versions()  # of the parameters, when the master weights were last equal to them
+        self.is_driven = False  # an engine's hooks act on it
+        self.is_held = False  # a GatheredParameters context is open on it
+        self.master: Tensor | None = None  # O: fp32, of the owned range
+        self.gradient: Gradient | None = None  # G
+        if is_trainable:
+            self.make_trainable(whole)
+
+    def make_trainable(self, whole: Tensor | None = None) -> None:
+        """Gives the bucket G and O, unless it has them. Master weights come from `whole`, else from P."""
+        if self.is_trainable:
+            return
+        if self.flat.dtype not in TRAINABLE:
+            raise ValueError(
+                f"Unit {self.name!r} has trained parameters of {self.flat.dtype}, and the optimizer works on fp32 "
+                "weights. Convert the model to float32, bfloat16 or float16, or freeze them."
+            )
+        if self.flat.dtype == torch.float32:
+            self.master = self._owned_of_p()
+        else:
+            owned = self._owned_of_p() if whole is None else whole[self.owned_range]
+            self.master = self.home.empty(owned.numel(), torch.float32).copy_(owned)
+        self.gradient = Gradient(
+            self.name,
+            self.layout,
+            self.channel,
+            self.owned_range,
+            self.sharding.gradients,
+            dtype=self._grad_dtype,
+            reduce_dtype=self._reduce_dtype,
+            predivide=self._predivide,
+            device=self.flat.device,
+        )
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the bucket has G and O; a frozen one has P alone."""
+        return self.gradient is not None
 
     @staticmethod
     def view(flat: Tensor, segment: Segment) -> Tensor:
         """The parameter-shaped view of `segment` in a flat tensor of this bucket's layout."""
-        return flat[segment.start : segment.stop].view(segment.shape)
+        return view_of(flat, segment)
 
-    def accumulate(self, segment: Segment) -> None:
-        """Adds the parameter's `.grad` into G with a cast, and drops it: `.grad` never outlives the hook."""
-        if self.is_reduced:
-            self._set_reduced_aside()
-        parameter = self.parameters[segment.name]
-        assert parameter.grad is not None
-        target = self.view(self.grad, segment)
-        if segment.name in self._filled:
-            target.add_(parameter.grad)
-        else:  # the first of the step overwrites, which saves clearing G and reading it back
-            target.copy_(parameter.grad)
-            self._filled.add(segment.name)
-        parameter.grad = None
+    def segment_of(self, parameter: nn.Parameter) -> Segment:
+        """The parameter's place in the bucket.
 
-    def reduce(self) -> None:
-        """Starts to replace G by its sum over the group; `wait` finishes. A parameter without gradient counts as zero."""
+        Raises:
+            KeyError: it does not lie here.
+        """
         for segment in self.layout.segments:
-            if segment.name not in self._filled:
-                self.view(self.grad, segment).zero_()
-        self._work = comm.all_reduce_(self.grad, self.group, async_op=True)
-        self.is_reduced = self._is_waiting = True
+            if self.parameters[segment.name] is parameter:
+                return segment
+        raise KeyError(f"the parameter does not lie in bucket {self.name}")
 
-    def wait(self) -> None:
-        """Finishes `reduce`: G is the mean over the group on every rank. Does nothing a second time."""
-        if not self._is_waiting:
+    # ---- P
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is on its way."""
+        return self._gather_work is not None
+
+    def gather(self) -> None:
+        """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing where it is, or is on its way."""
+        if self.is_gathered or self.is_gathering:
             return
-        self._is_waiting = False
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self.group.size() > 1:
-            self.grad.div_(self.group.size())
-        if self._reduced_before is not None:
-            self.grad.add_(self._reduced_before)
-            self._reduced_before = None
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.flat[self.shard_range].copy_(self.home.fetch(self.shard))
+        self._gather_work = self.channel.all_gather_(self.flat, self.name)
+
+    def wait_gathered(self) -> None:
+        """Finishes `gather`, so that the parameters have their values."""
+        if self._gather_work is None:
+            return
+        work, self._gather_work = self._gather_work, None
+        work.wait()
+        if not self.is_gathered:
+            self.is_gathered = True
+            self._point_parameters()
+
+    def release(self) -> None:
+        """Frees all of P but this rank's shard. Does nothing where P is not sharded."""
+        if not self.sharding.parameters or self.is_held:
+            return
+        self.wait_gathered()
+        if self.is_gathered:
+            self.is_gathered = False
+            self.flat.untyped_storage().resize_(0)
+            for parameter in self.parameters.values():
+                parameter.data = self._empty
+                parameter.__class__ = ReleasedParameter
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
+        gone = {id(parameter) for parameter in parameters}
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in gone}
+        self.release()
+        if not self.parameters:
+            self.flat = self.shard = self._empty
+
+    def keep_shard(self) -> None:
+        """Makes what the gathered P holds in this rank's range its shard: after the parameters were written to."""
+        if self.sharding.parameters:
+            self.home.store(self.shard, self.home.fetch(self.shard).copy_(self.flat[self.shard_range]))
+        self.adopt_parameters()
+
+    def adopt_parameters(self) -> None:
+        """Makes P the master weights where it has been changed; elsewhere they keep what 16 bits cannot hold."""
+        if self.master is not None and self.flat.dtype != torch.float32:
+            owned = self._owned_of_p()
+            self.master.copy_(torch.where(owned == self.master.to(owned.dtype), self.master, owned.float()))
+        self._versions = self._current_versions()
+
+    def adopt_written(self) -> None:
+        """Before a step: adopts what the user has written into parameters in place, which the master weights would overwrite."""
+        if not self.sharding.parameters and self._versions != self._current_versions():
+            self.adopt_parameters()
+
+    def refuse_if_held(self, what: str) -> None:
+        """Raises where a GatheredParameters context is open, whose end would bring the values from before back."""
+        if self.is_held and self.sharding.parameters:
+            raise RuntimeError(
+                f"{what} inside of GatheredParameters, which holds unit {self.name!r}: its end would undo it. Leave it first."
+            )
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters.values()]
 
     def publish(self) -> None:
-        """Copies the updated master weights into the parameters that the model reads."""
-        if self.master is not self.flat:
-            self.flat.copy_(self.master)
+        """After a step: writes the owned master weights into P, and starts to bring the other ranks' to this one.
 
-    def zero_grad(self) -> None:
-        """Forgets this step's gradients. G's memory stays; the next step overwrites it."""
-        self.wait()  # else the reduction that is under way would write into the next step's gradients
-        self._reduced_before = None
-        self._filled.clear()
-        self.is_reduced = False
+        A sharded P that is still gathered is stale now, so it is released; the next use gathers the new values.
+        """
+        if self.flat.dtype != torch.float32 and self.master is not None:
+            self._owned_of_p().copy_(self.master)
+        if self.sharding.parameters:
+            self.release()
+        elif self.sharding.optimizer:
+            self._gather_work = self.channel.all_gather_(self.flat, self.name)
+
+    def _owned_of_p(self) -> Tensor:
+        return self.shard if self.sharding.parameters else self.flat[self.owned_range]
+
+    def _point_parameters(self) -> None:
+        for name, parameter in self.parameters.items():  # others have been forgotten
+            parameter.__class__ = nn.Parameter
+            parameter.data = self._views[name]
+
+    # ---- G
+
+    @property
+    def trained_segments(self) -> list[Segment]:
+        """The parameters that the optimizer was given and that require a gradient now."""
+        segments = self.layout.segments
+        return [s for s in segments if s.group != NO_GROUP and self.parameters[s.name].requires_grad]
+
+    @property
+    def has_untrained_gradients(self) -> bool:
+        """Whether gradients come here that the optimizer was not given, so that nobody knows when the last one has come."""
+        return any(s.group == NO_GROUP and self.parameters[s.name].requires_grad for s in self.layout.segments)
+
+    def accumulate(self, segment: Segment) -> None:
+        """Adds the parameter's `.grad` to G, and drops it: `.grad` never outlives the hook."""
+        parameter = self.parameters[segment.name]
+        assert parameter.grad is not None and self.gradient is not None
+        if parameter.data_ptr() != self._views[segment.name].data_ptr():
+            raise RuntimeError(
+                f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "
+                ".half(), .cpu()), so that it would not be trained. Write values in place, or through "
+                "engine.load_module_state_dict(); move and convert a model before it is given to the engine."
+            )
+        self.gradient.accumulate(segment, parameter.grad)
+        parameter.grad = None
+
+    # ---- all of it
+
+    def whole(self, owned: Tensor) -> Tensor:
+        """A new tensor of the whole bucket from every rank's part of the owned range (master weights, moments, ...)."""
+        if not self.sharding.optimizer:
+            return owned.detach().clone()
+        out = torch.empty(self.layout.numel, dtype=owned.dtype, device=owned.device)
+        out[self.shard_range].copy_(owned.detach())
+        self.channel.all_gather_(out, self.name).wait()
+        return out
+
+    def owned_part(self, owned: Tensor, segment: Segment) -> tuple[Tensor, slice]:
+        """What a tensor of the owned range holds of one parameter: a 1-D view, and where it lies in the flattened parameter."""
+        low = max(segment.start, self.owned_range.start)
+        high = max(low, min(segment.stop, self.owned_range.stop))
+        offset = self.owned_range.start
+        return owned[low - offset : high - offset], slice(low - segment.start, high - segment.start)
+
+    def write(self, owned: Tensor, segment: Segment, values: Tensor) -> None:
+        """Writes this rank's part of one parameter's full `values` into a tensor of the owned range."""
+        part, place = self.owned_part(owned, segment)
+        part.detach().copy_(values.reshape(-1)[place])
+
+    def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
+        """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
+        self.refuse_if_held("loading")
+        if self.master is None:
+            self.gather()
+            self.wait_gathered()
+        with torch.no_grad():
+            for segment in self.layout.segments:
+                values = values_of(segment)
+                if values is not None and self.master is not None:
+                    self.write(self.master, segment, values)
+                elif values is not None:
+                    self.parameters[segment.name].copy_(values)
+        if self.master is None:
+            self.keep_shard()
+        else:
+            self.publish()
+            self.wait_gathered()
+        self.release()
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes held on this rank: parameters P, gradients G, and master weights O beyond P."""
-        master = 0 if self.master is self.flat else self.master.nbytes
-        return {"P": self.flat.nbytes, "G": self.grad.nbytes, "O": master}
-
-    def _set_reduced_aside(self) -> None:
-        """A gradient came after the reduction (a module that ran twice): it is reduced apart and added by `wait`."""
-        self.wait()
-        mean = self.grad.clone()
-        self.zero_grad()
-        self._reduced_before = mean
+        """Bytes held on this rank, counted from storages: P, G, and the master weights of O beyond P."""
+        gradients = [] if self.gradient is None else self.gradient.tensors
+        states = {"P": [self.flat, self.shard], "G": gradients, "O": [] if self.master is None else [self.master]}
+        seen: set[int] = set()
+        held = dict.fromkeys(states, 0)
+        for key, tensors in states.items():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    held[key] += storage.nbytes()
+        return held

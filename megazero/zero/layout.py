@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGNMENT = 64  # elements; a parameter starts on a 128-byte boundary in 16-bit dtypes, as cuBLAS wants
+NO_GROUP = -1  # the optimizer group of a parameter that the optimizer was not given
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,29 @@ class BucketLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) of every stretch of padding: no parameter lies there, and it stays zero."""
+        starts = [segment.start for segment in self.segments[1:]] + [self.numel]
+        ends = [segment.stop for segment in self.segments]
+        return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
+
+    @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The bucket cut by (group, is_replicated), in storage order; the last span takes the final padding."""
+        return self.spans_by(lambda segment: (segment.group, segment.is_replicated))
+
+    def spans_by(self, key: Callable[[Segment], Hashable | None]) -> tuple[Span, ...]:
+        """Runs of neighbours with an equal `key`, each with the padding behind it; segments whose key is None are left out."""
         spans: list[Span] = []
-        for segment in self.segments:
-            key = (segment.group, segment.is_replicated)
-            if spans and (spans[-1].group, spans[-1].is_replicated) == key:
-                continue
-            if spans:
-                spans[-1] = Span(spans[-1].start, segment.start, spans[-1].group, spans[-1].is_replicated)
-            spans.append(Span(segment.start, self.numel, *key))
+        last: Hashable | None = None
+        starts = [segment.start for segment in self.segments[1:]] + [self.numel]
+        for segment, stop in zip(self.segments, starts, strict=True):
+            now = key(segment)
+            if now is not None and now == last:
+                spans[-1] = replace(spans[-1], stop=stop)
+            elif now is not None:
+                spans.append(Span(segment.start, stop, segment.group, segment.is_replicated))
+            last = now
         return tuple(spans)
 
 

@@ -1,104 +1,312 @@
-"""Which parameters share a bucket, and when buckets are filled and reduced: the hooks between a model and its buckets."""
+"""When buckets are gathered, filled, reduced and released: the hooks between a model and its buckets.
+
+Forward: before a unit runs, its parameters are gathered, and those of the next unit start to come; after it they are released.
+Backward: the same in reverse order, driven by the gradients of the units' outputs; a unit is reduced as soon as its gradients are
+complete, and released then. Where parameters are whole on every rank, gather and release do nothing.
+
+Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival, which may
+differ between ranks and would then pair one rank's bucket with another's. One is on its way while the next unit is filled.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megazero import comm
+from megazero.nested import tensors_in
 from megazero.zero.bucket import Bucket
-from megazero.zero.layout import BucketLayout, Segment
+from megazero.zero.external import external_parameters, register_schedule
+from megazero.zero.gradient import Gradient
+from megazero.zero.layout import NO_GROUP, Segment
+from megazero.zero.parameter import bucket_of
+from megazero.zero.units import ROOT, BucketPlan
 
-ROOT = -1  # unit number of the parameters outside all units
-
-
-def find_units(model: nn.Module) -> list[nn.Module]:
-    """The model's units in execution order: the entries of its first ModuleList that own parameters (transformer blocks)."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            return [unit for unit in child if any(True for _ in unit.parameters())]
-        if units := find_units(child):
-            return units
-    return []
-
-
-def build_buckets(
-    model: nn.Module, data_group: comm.ProcessGroup, group_of: dict[str, int], replicated: set[str]
-) -> list[Bucket]:
-    """Lays the trainable parameters of `model` into buckets, one per unit and dtype; the root is what no unit holds.
-
-    Args:
-        group_of: index of the optimizer's parameter group for each trainable parameter, by its full name.
-        replicated: names of the parameters that are equal on every tensor-parallel rank.
-
-    Returns:
-        Buckets in the order in which backward completes them: last unit first, root at the end. Frozen parameters have
-        neither gradient nor optimizer state, so they stay where they are.
-
-    Raises:
-        ValueError: two units share a parameter.
-    """
-    units = find_units(model)
-    unit_of: dict[nn.Parameter, int] = {}
-    for index, unit in enumerate(units):
-        for name, parameter in unit.named_parameters():
-            if unit_of.setdefault(parameter, index) != index:
-                raise ValueError(
-                    f"Parameter {name!r} is shared by units {unit_of[parameter]} and {index} of the model. A tied weight must "
-                    "lie in one unit: move both uses into one module, or keep the weight outside the ModuleList."
-                )
-    members: dict[tuple[int, torch.dtype], dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():  # names a tied parameter once
-        if parameter.requires_grad:
-            key = (unit_of.get(parameter, ROOT), parameter.dtype)
-            members.setdefault(key, {})[name] = parameter
-    buckets = []
-    for _, parameters in sorted(members.items(), key=lambda item: (-item[0][0], str(item[0][1]))):
-        entries = [(name, tuple(p.shape), group_of[name], name in replicated) for name, p in parameters.items()]
-        buckets.append(Bucket(parameters, BucketLayout.build(entries, data_group.size()), data_group))
-    return buckets
+MAX_REDUCTIONS = 1  # on their way at the same time
 
 
 class Schedule:
-    """Reduces each bucket as soon as the last micro-batch's backward has filled it, while backward goes on.
+    """Drives the buckets of one model.
 
-    Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival,
-    which may differ between ranks and would then pair one rank's bucket with another's.
+    Args:
+        units: in execution order.
+        buckets: in backward order, with the plan of each.
+        overlap: collectives travel while the model computes; False waits for each at once.
     """
 
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self.buckets = buckets  # in backward order
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        plans: Sequence[BucketPlan],
+        buckets: list[Bucket],
+        overlap: bool = True,
+    ) -> None:
+        self.buckets = buckets
+        self.overlap = overlap
         self.is_last_micro_batch = True
-        for index, bucket in enumerate(self.buckets):
-            for segment in bucket.layout.segments:
-                self._register(index, bucket, segment)
+        self.step = 0  # optimizer steps done, for messages
+        self._unit_of = {bucket: plan.unit for plan, bucket in zip(plans, buckets, strict=True)}
+        self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
+        for bucket, number in self._unit_of.items():
+            self._of_unit[number].append(bucket)
+        self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
+        self._inputs_left: dict[int, int] = {}  # per unit: inputs whose gradient has not come yet
+        self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
+        self._handles: list[Any] = []
+        self._watched: set[str] = set()
+        for bucket in buckets:
+            bucket.is_driven = True
+        for bucket in self._order:
+            self.watch_gradients(bucket)
+        if any(bucket.sharding.parameters for bucket in buckets):
+            self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
+            self._handles.append(model.register_forward_hook(self._after_model))
+            root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
+            for module in model.modules():  # a part of the model may be called alone
+                if module is not model and root.intersection(module.parameters(recurse=False)):
+                    self._handles.append(module.register_forward_pre_hook(self._before_root_module, prepend=True))
+            for index, unit in enumerate(units):
+                self._register(unit, self._of_unit[index], partial(self._prefetch, index))
+            for module in model.modules():
+                for parameter in external_parameters(module):
+                    self.add_external(module, parameter)
+            register_schedule(self)
+        if any(bucket.sharding.gradients for bucket in buckets):
+            for index, unit in enumerate(units):
+                self._watch_inputs(index, unit)
         self.restart()
+
+    def watch_gradients(self, bucket: Bucket) -> None:
+        """Takes the gradients of the bucket's parameters as they come."""
+        if bucket not in self._order:  # frozen until now
+            self._order = [b for b in self.buckets if b in self._order or b is bucket]
+        for segment in bucket.layout.segments:
+            parameter = bucket.parameters[segment.name]
+            if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
+                self._watched.add(segment.name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_grad(bucket, segment)))
+                if (
+                    bucket.sharding.parameters
+                ):  # a gradient that comes after the release needs its parameter whole again
+                    self._handles.append(parameter.register_hook(partial(self._before_grad, bucket)))
+
+    def close(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for bucket in self.buckets:
+            bucket.is_driven = False
+
+    # ---- the two halves of a micro-batch around loss.backward()
+
+    def start_backward(self) -> None:
+        """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
+        self.restart()
+        self._gather(self._of_unit[ROOT])
 
     def restart(self) -> None:
-        """Expects a new backward, also after one that an exception cut short."""
-        self._waiting = [{segment.name for segment in bucket.layout.segments} for bucket in self.buckets]
-        self._next = 0  # index of the first bucket that has not been reduced
+        """Forgets what an earlier backward has left open."""
+        self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
+        self._next = 0  # index of the first bucket in _order that has not been reduced
 
     def finish_backward(self) -> None:
-        """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits for all."""
-        if self.is_last_micro_batch:
-            for bucket in self.buckets:
-                if not bucket.is_reduced:
-                    bucket.reduce()
-            for bucket in self.buckets:
-                bucket.wait()
+        """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits, releases."""
+        for index, bucket in enumerate(self._order):
+            if self._is_due(bucket) and (index >= self._next or _gradient(bucket).has_unreduced):
+                self._reduce(bucket)
+        for bucket in self._order:
+            self._wait_reduced(bucket)
         self.restart()
+        self._inputs_left.clear()
+        self._has_leaf_inputs.clear()
+        self.release_all()
 
-    def _register(self, index: int, bucket: Bucket, segment: Segment) -> None:
-        def on_grad(_: torch.Tensor) -> None:
+    def release_all(self) -> None:
+        """Frees every gathered parameter, and what was fetched ahead and not used."""
+        for bucket in self.buckets:
+            bucket.release()
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether every gradient of the step is the sum over the group."""
+        return all(_gradient(bucket).is_reduced for bucket in self._order)
+
+    # ---- gradients
+
+    def _on_grad(self, bucket: Bucket, segment: Segment) -> Callable[[Tensor], None]:
+        def on_grad(_: Tensor) -> None:
             bucket.accumulate(segment)
-            self._waiting[index].discard(segment.name)
-            if self.is_last_micro_batch and not self._waiting[index]:
+            waiting = self._waiting[bucket]
+            waiting.discard(segment.name)
+            if not waiting:
                 self._reduce_ready()
+                self._release_if_done(self._unit_of[bucket])
 
-        bucket.parameters[segment.name].register_post_accumulate_grad_hook(on_grad)
+        return on_grad
+
+    def _before_grad(self, bucket: Bucket, _: Tensor) -> None:
+        if not bucket.is_gathered:
+            self._gather([bucket])
 
     def _reduce_ready(self) -> None:
-        while self._next < len(self.buckets) and not self._waiting[self._next]:
-            self.buckets[self._next].reduce()
+        while self._next < len(self._order) and not self._waiting[self._order[self._next]]:
+            bucket = self._order[self._next]
             self._next += 1
+            if self._is_due(bucket):
+                self._reduce(bucket)
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        return self.is_last_micro_batch or bucket.sharding.gradients
+
+    def _reduce(self, bucket: Bucket) -> None:
+        under_way = [other for other in self._order if _gradient(other).is_reducing and other is not bucket]
+        for other in under_way[: max(0, len(under_way) + 1 - MAX_REDUCTIONS)]:
+            self._wait_reduced(other)
+        _gradient(bucket).reduce()
+        if not self.overlap:
+            self._wait_reduced(bucket)
+
+    def _wait_reduced(self, bucket: Bucket) -> None:
+        self._wait(_gradient(bucket).wait, bucket, "the sum of the gradients")
+
+    # ---- parameters
+
+    def add_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
+        bucket = bucket_of(parameter)
+        if bucket is not None and bucket in self._unit_of:
+            self._register(module, [bucket], lambda: None)
+
+    def _register(self, module: nn.Module, buckets: list[Bucket], prefetch: Callable[[], None]) -> None:
+        def before_backward(_: Tensor) -> None:
+            self._gather(buckets, prefetch)
+
+        inputs: list[tuple[Tensor, Any]] = []  # and what made them, before the module ran
+
+        def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
+            inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
+            self._gather(buckets, prefetch)
+
+        def after_forward(_: nn.Module, __: Any, output: Any) -> None:
+            _refuse_views(output, buckets)
+            if not _in_backward():  # there activation checkpointing runs it again, and its backward follows at once
+                for bucket in buckets:
+                    bucket.release()
+            # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
+            made_before = {id(tensor): maker for tensor, maker in inputs}
+            for tensor in {id(t): t for t in (*tensors_in(output), *(t for t, _ in inputs))}.values():
+                if tensor.requires_grad and not (
+                    id(tensor) in made_before and made_before[id(tensor)] is tensor.grad_fn
+                ):
+                    tensor.register_hook(before_backward)
+            inputs.clear()
+
+        self._handles.append(
+            module.register_forward_pre_hook(_outside_graphs(before_forward), with_kwargs=True, prepend=True)
+        )
+        self._handles.append(module.register_forward_hook(_outside_graphs(after_forward)))
+
+    def _gather(self, buckets: list[Bucket], prefetch: Callable[[], None] = lambda: None) -> None:
+        """Makes buckets whole; what comes next is asked for before this one is waited for."""
+        for bucket in buckets:
+            bucket.gather()
+            if (
+                bucket.is_trainable and not self._waiting[bucket] and _in_backward()
+            ):  # it ran twice: gradients come again
+                self._waiting[bucket] = {s.name for s in bucket.trained_segments}
+        prefetch()
+        for bucket in buckets:
+            self._wait(bucket.wait_gathered, bucket, "its parameters")
+
+    def _prefetch(self, index: int) -> None:
+        for bucket in self._of_unit.get(index - 1 if _in_backward() else index + 1, []) if self.overlap else []:
+            bucket.gather()
+
+    def _before_model(self, _: nn.Module, __: Any) -> None:
+        self._gather(self._of_unit[ROOT], lambda: self._prefetch(ROOT))
+
+    def _before_root_module(self, _: nn.Module, __: Any) -> None:
+        self._gather(self._of_unit[ROOT])
+
+    def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
+        _refuse_views(output, self._of_unit[ROOT])
+        if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
+            self.release_all()
+
+    # When a unit's backward is over. A trained parameter's gradient comes when every use of it is done, so a unit is over when
+    # all have come; a frozen weight is needed for the gradients of the unit's inputs as well. And where a parameter was not used,
+    # the gradients of the inputs tell: autograd runs what was recorded later first, so all of the unit has run before the node
+    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.)
+
+    def _release_if_done(self, index: int) -> None:
+        buckets = self._of_unit[index]
+        if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
+            return
+        if self._inputs_left.get(index) and not all(bucket.is_trainable for bucket in buckets):
+            return
+        if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
+            for bucket in buckets:
+                bucket.release()
+
+    def _watch_inputs(self, index: int, unit: nn.Module) -> None:
+        def on_input_grad(_: Tensor) -> None:
+            self._inputs_left[index] = self._inputs_left.get(index, 0) - 1
+            if self._inputs_left[index] == 0:
+                if index not in self._has_leaf_inputs:
+                    for bucket in self._of_unit[index]:
+                        if bucket.is_trainable:
+                            self._waiting[bucket].clear()
+                    self._reduce_ready()
+                self._release_if_done(index)
+
+        def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for tensor in {id(t): t for t in tensors_in((args, kwargs))}.values() if torch.is_grad_enabled() else ():
+                if tensor.requires_grad:
+                    self._inputs_left[index] = self._inputs_left.get(index, 0) + 1
+                    tensor.register_hook(on_input_grad)
+                    if tensor.is_leaf:
+                        self._has_leaf_inputs.add(index)
+
+        hook = _outside_graphs(before_forward)
+        self._handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+
+    def _wait(self, wait: Callable[[], None], bucket: Bucket, what: str) -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {torch.distributed.get_rank()}, step {self.step + 1}, unit {bucket.name!r}: waiting for {what} failed. If "
+                "the other ranks did not come, they run another part of the model, have failed, or have left the loop; every "
+                f"data-parallel rank must run the same units and the same number of steps. ({error})"
+            ) from error
+
+
+def _gradient(bucket: Bucket) -> Gradient:
+    assert bucket.gradient is not None, "only trained buckets are asked"
+    return bucket.gradient
+
+
+def _refuse_views(output: Any, buckets: list[Bucket]) -> None:
+    """A view of a weight in a module's output would outlive the weight's memory, and reading it end the interpreter."""
+    storages = {bucket.flat.untyped_storage().data_ptr(): bucket for bucket in buckets if bucket.sharding.parameters}
+    for tensor in tensors_in(output):
+        bucket = storages.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if bucket is not None:
+            raise RuntimeError(
+                f"Unit {bucket.name!r} returns a parameter, or a view of one (shape {tuple(tensor.shape)}), whose memory "
+                "is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
+            )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _outside_graphs(hook: Callable) -> Callable:
+    """`hook`, which torch.compile leaves alone where it compiles the module that it is registered on."""
+    return torch.compiler.disable(hook)

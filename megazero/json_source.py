@@ -1,0 +1,91 @@
+"""Where a JSON configuration comes from: a dict, a file, or base64; strict about keys that are given twice."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class DeepSpeedConfigError(ValueError, AssertionError):
+    """The configuration asks for something that is wrong, unknown, or not possible here.
+
+    DeepSpeed raises AssertionError for some of these mistakes and ValueError for others; ported code may catch either.
+    """
+
+
+_STRING = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+
+
+def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
+    """The configuration as a new dict, from a mapping, the path of a JSON file, or URL-safe base64 of JSON text.
+
+    In a file, comments (`//`, `#`, `/* */`) and trailing commas pass.
+
+    Raises:
+        DeepSpeedConfigError: the source is none of these, is not valid JSON, or gives a key twice.
+    """
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, os.PathLike)):
+        raise DeepSpeedConfigError(f"A configuration is a dict, a path or base64 text, got {type(source).__name__}.")
+    if os.path.isfile(source):
+        try:
+            return parse_json(Path(source).read_text(encoding="utf-8-sig"), str(source))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DeepSpeedConfigError(f"The configuration {str(source)!r} cannot be read: {error}.") from error
+    try:
+        text = base64.b64decode(str(source), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        text = ""
+    if not text.lstrip().startswith("{"):  # a short file name can be valid base64 by chance
+        raise DeepSpeedConfigError(f"The configuration {str(source)!r} is neither an existing file nor base64 of JSON.")
+    return parse_json(text, "the base64 configuration")
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """The object that JSON text holds, after comments and trailing commas are dropped.
+
+    Args:
+        name: of the text, for error messages.
+    """
+    try:
+        document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        raise DeepSpeedConfigError(
+            f"{name}, line {error.lineno}, column {error.colno}: {error.msg}: {line!r} is not JSON, even with comments and "
+            "trailing commas dropped. Often a comma is missing at the end of the line before."
+        ) from error
+    except DeepSpeedConfigError as error:
+        raise DeepSpeedConfigError(f"{name}: {error}") from None
+    if not isinstance(document, dict):
+        raise DeepSpeedConfigError(f"{name} must hold a JSON object, got {type(document).__name__}.")
+    return document
+
+
+def strip_comments(text: str) -> str:
+    """`text` with blanks in place of comments and trailing commas outside of strings; the rest keeps its place."""
+    for pattern in (_COMMENT, _TRAILING_COMMA):
+        text = pattern.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
+    return text
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DeepSpeedConfigError(f"keys are given twice in one object: {', '.join(twice)}. Keep one of each.")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> None:
+    raise DeepSpeedConfigError(f"{constant} is not a number that JSON knows.")

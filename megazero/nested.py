@@ -1,0 +1,32 @@
+"""Tensors inside of nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors inside of nested lists, tuples, dicts and objects with attributes (dataclasses), each object looked at once."""
+    yield from _walk(value, set())
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, (str, bytes, int, float, complex, type)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _walk(item, seen)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _walk(item, seen)
+    elif not callable(value):
+        yield from _walk(getattr(value, "__dict__", None), seen)
+        slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+        yield from _walk([getattr(value, name, None) for name in sorted(slots)], seen)

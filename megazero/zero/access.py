@@ -1,0 +1,274 @@
+"""Full values of sharded states, by parameter: DeepSpeed's `utils.safe_get_*` and `safe_set_*`, and whole state dictionaries.
+
+Getters are collectives over the data-parallel group: every rank calls them, for the same parameters in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from megazero.zero.bucket import Bucket
+from megazero.zero.gradient import Gradient
+from megazero.zero.layout import Segment
+from megazero.zero.optimizer import BucketOptimizer
+from megazero.zero.parameter import bucket_of
+
+MASTER = "master"  # the fp32 weights' name among the optimizer's states
+
+_optimizer_of: WeakKeyDictionary[Bucket, ref[BucketOptimizer]] = (
+    WeakKeyDictionary()
+)  # an optimizer refers to its buckets
+
+
+def register_optimizer(optimizer: BucketOptimizer) -> None:
+    """Lets the `safe_*` functions find the optimizer of a parameter."""
+    for bucket in optimizer.buckets:
+        _optimizer_of[bucket] = ref(optimizer)
+
+
+def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | None:
+    """Where a trained parameter lies; None for one that is frozen or that no engine holds."""
+    bucket = bucket_of(parameter)
+    reference = None if bucket is None else _optimizer_of.get(bucket)
+    optimizer = None if reference is None else reference()
+    if bucket is None or optimizer is None or not bucket.is_trainable:
+        return None
+    return bucket, bucket.segment_of(parameter), optimizer
+
+
+def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Tensor | None:
+    if key == MASTER:
+        return bucket.master
+    keys = optimizer.state_keys_everywhere()
+    if key not in keys:
+        return None
+    return optimizer.state_of(bucket, keys)[key]
+
+
+def _gradient(bucket: Bucket) -> Gradient:
+    assert bucket.gradient is not None, "_find returns trained buckets"
+    return bucket.gradient
+
+
+def full_states(optimizer: BucketOptimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter's name, "master" or a key of the optimizer's state, full fp32 tensor) of all that is trained. Collective.
+
+    One bucket's state is whole at a time; the tensors are views that die with the iteration.
+    """
+    keys = optimizer.state_keys_everywhere()
+    for bucket in optimizer.buckets:
+        if bucket.master is None:
+            continue
+        states = {MASTER: bucket.master, **optimizer.state_of(bucket, keys)}
+        for key, owned in states.items():
+            whole = bucket.whole(owned)
+            for segment in bucket.layout.segments:
+                yield segment.name, key, Bucket.view(whole, segment)
+
+
+def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """(name, full P) of every parameter, one bucket gathered at a time. Collective. The tensors are views: copy what you keep."""
+    for bucket in buckets:
+        was_gathered = bucket.is_gathered
+        bucket.gather()
+        bucket.wait_gathered()
+        for segment in bucket.layout.segments:
+            yield segment.name, bucket.parameters[segment.name].detach()
+        if not was_gathered:
+            bucket.release()
+
+
+def safe_get_full_fp32_param(parameter: nn.Parameter) -> Tensor | None:
+    """The full fp32 master weight, a copy; None for a parameter that is not trained. Collective."""
+    return safe_get_full_optimizer_state(parameter, MASTER)
+
+
+def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """The full state `key` ("exp_avg", "exp_avg_sq"), a copy; None where there is none (yet). Collective."""
+    found = _find(parameter)
+    if found is None:
+        return None
+    bucket, segment, optimizer = found
+    owned = _owned_state(bucket, optimizer, key)
+    return None if owned is None else Bucket.view(bucket.whole(owned), segment).clone()
+
+
+def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
+    """The full mean gradient, fp32, without loss scale; None unless between a step's last backward and step(). Collective."""
+    found = _find(parameter)
+    if found is None or not _gradient(found[0]).is_reduced:
+        return None
+    bucket, segment, optimizer = found
+    gradient = _gradient(bucket)
+    whole = Bucket.view(bucket.whole(gradient.owned), segment).float()
+    return whole * (gradient.to_mean / optimizer.cur_scale)
+
+
+def safe_get_local_fp32_param(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of the fp32 master weight: 1-D, possibly empty, its own memory."""
+    return safe_get_local_optimizer_state(parameter, MASTER)
+
+
+def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
+    """This rank's part of the state `key`: 1-D, possibly empty."""
+    found = _find(parameter)
+    if found is None:
+        return None
+    bucket, segment, optimizer = found
+    owned = _owned_state(bucket, optimizer, key)
+    return None if owned is None else bucket.owned_part(owned, segment)[0].detach()
+
+
+def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of the mean gradient, without loss scale; None unless between the last backward of a step and step()."""
+    found = _find(parameter)
+    if found is None or not _gradient(found[0]).is_reduced:
+        return None
+    bucket, segment, optimizer = found
+    gradient = _gradient(bucket)
+    return bucket.owned_part(gradient.owned, segment)[0].float() * (gradient.to_mean / optimizer.cur_scale)
+
+
+def safe_set_full_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
+    """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
+    bucket, segment, _ = _trained(parameter, values)
+    assert bucket.master is not None
+    bucket.write(bucket.master, segment, values)
+    bucket.publish()
+    bucket.wait_gathered()
+
+
+def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
+    """Writes the state `key`. Every rank calls it with the same full values.
+
+    Raises:
+        KeyError: the optimizer has no such state, or has not made a step yet.
+    """
+    bucket, segment, optimizer = _trained(parameter, values)
+    if key == MASTER:
+        safe_set_full_fp32_param(parameter, values)
+        return
+    if key not in optimizer.state_keys_everywhere():
+        raise KeyError(f"the optimizer has no state {key!r}: it has {optimizer.state_keys()}, after its first step.")
+    for view, place in optimizer.parts_of_state(bucket, key, segment):
+        view.copy_(values.reshape(-1)[place])
+
+
+def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
+    """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
+    bucket, segment, optimizer = _trained(parameter, values)
+    if not _gradient(bucket).is_reduced:
+        raise RuntimeError(
+            "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
+        )
+    gradient = _gradient(bucket)
+    bucket.write(gradient.owned, segment, values * (optimizer.cur_scale / gradient.to_mean))
+
+
+def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
+    """Writes this rank's part of the fp32 master weight: 1-D, of the size that the getter returns. Collective."""
+    _set_local(safe_get_local_fp32_param(parameter), values)
+    bucket = bucket_of(parameter)
+    assert bucket is not None
+    bucket.publish()
+    bucket.wait_gathered()
+
+
+def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
+    """Writes this rank's part of the state `key`: 1-D, of the size that the getter returns."""
+    part = safe_get_local_optimizer_state(parameter, key)
+    found = _find(parameter)
+    if found is None or part is None:
+        raise KeyError(f"the parameter has no state {key!r} (yet).")
+    bucket, segment, optimizer = found
+    if part.shape != values.shape:
+        raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
+    first = (
+        max(segment.start, bucket.owned_range.start) - segment.start
+    )  # of this rank's part in the flattened parameter
+    for view, place in optimizer.parts_of_state(bucket, key, segment):
+        view.copy_(values[place.start - first : place.stop - first])
+
+
+def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
+    """Writes this rank's part of the mean gradient (without loss scale): 1-D, of the size that the getter returns."""
+    found = _find(parameter)
+    if found is None or not _gradient(found[0]).is_reduced:
+        raise RuntimeError(
+            "safe_set_local_grad: there is no gradient; call it between engine.backward() and engine.step()."
+        )
+    bucket, segment, optimizer = found
+    gradient = _gradient(bucket)
+    _set_local(bucket.owned_part(gradient.owned, segment)[0], values * (optimizer.cur_scale / gradient.to_mean))
+
+
+def _set_local(part: Tensor | None, values: Tensor) -> None:
+    if part is None:
+        raise ValueError(
+            "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
+        )
+    if part.shape != values.shape:
+        raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
+    part.detach().copy_(values)
+
+
+def _trained(parameter: nn.Parameter, values: Tensor) -> tuple[Bucket, Segment, BucketOptimizer]:
+    found = _find(parameter)
+    if found is None:
+        raise ValueError(
+            "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
+        )
+    found[0].refuse_if_held("setting a value")
+    if tuple(values.shape) != found[1].shape:
+        raise ValueError(
+            f"{found[1].name}: values of shape {tuple(values.shape)} for a parameter of shape {found[1].shape}."
+        )
+    return found
+
+
+def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Tensor]:
+    """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective."""
+    names: dict[int, list[str]] = {}
+    out: dict[str, Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+        if not isinstance(value, nn.Parameter):
+            out[name] = value.detach().cpu().clone()
+    ids = {name: id(parameter) for bucket in buckets for name, parameter in bucket.parameters.items()}
+    with torch.no_grad():
+        for name, value in full_parameters(buckets):
+            copy = value.cpu().clone()
+            out.update(dict.fromkeys(names[ids[name]], copy))
+    return {name: out[name] for name in module.state_dict(keep_vars=True)}
+
+
+def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Tensor], strict: bool = True) -> None:
+    """Writes full values, the same on every rank, into parameters and buffers, master weights included.
+
+    Raises:
+        RuntimeError: names are missing or unknown (with `strict`), or a shape differs; nothing has been written then.
+    """
+    names = {id(value): name for name, value in reversed(module.state_dict(keep_vars=True).items())}
+    known = module.state_dict(keep_vars=True)
+    missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+    if strict and (missing or unknown):
+        raise RuntimeError(
+            f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
+        )
+    shapes = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in known.items()}
+    for name in known.keys() & state.keys():
+        if tuple(state[name].shape) != shapes[name]:
+            raise RuntimeError(
+                f"load_module_state_dict: {name} has shape {shapes[name]}, got {tuple(state[name].shape)}."
+            )
+    with torch.no_grad():
+        for name, value in known.items():
+            if not isinstance(value, nn.Parameter) and name in state:
+                value.copy_(state[name])
+        saved = {own: state.get(names[id(p)]) for bucket in buckets for own, p in bucket.parameters.items()}
+        for bucket in buckets:
+            bucket.load(lambda segment: saved[segment.name])

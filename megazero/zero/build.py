@@ -1,0 +1,99 @@
+"""From a model's parameters to its buckets, one unit at a time, so that a model that was built sharded is never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megazero import comm
+from megazero.comm import Channel
+from megazero.zero.bucket import Bucket, Sharding
+from megazero.zero.config import ZeroConfig
+from megazero.zero.parameter import bucket_of, forget
+from megazero.zero.units import BucketPlan
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def dtype_of(name: str, compute: torch.dtype, same: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that a setting names: "fp32", "fp16", "bf16", "compute" (the parameters'), or "same" (`same`)."""
+    if name == "same":
+        assert same is not None
+        return same
+    return compute if name == "compute" else DTYPES[name]
+
+
+def build_buckets(plans: Iterable[BucketPlan], channel: Channel, config: ZeroConfig) -> list[Bucket]:
+    """The buckets of `plans`, released where parameters are sharded.
+
+    Raises:
+        ValueError: on every rank, where ranks hold different values; or a parameter belongs to another engine.
+    """
+    sharding, buckets, sums = Sharding.of_stage(config.stage), [], []
+    for plan in plans:
+        sources = _gathered_sources(plan.parameters.values())
+        compute = plan.dtype
+        grad_dtype = dtype_of(config.grad_dtype, compute)
+        bucket = Bucket(
+            plan.name,
+            plan.parameters,
+            plan.layout,
+            channel,
+            sharding,
+            dtype=compute,
+            is_trainable=plan.is_trainable,
+            grad_dtype=grad_dtype,
+            reduce_dtype=dtype_of(config.reduce_dtype, compute, grad_dtype),
+            predivide=channel.size if config.prescale_gradients else config.gradient_predivide_factor,
+        )
+        for source in sources:
+            source.forget(plan.parameters.values())
+        sums.append(bucket.flat.sum(dtype=torch.float64))
+        bucket.release()
+        buckets.append(bucket)
+    _check_replicas(sums, channel)
+    return buckets
+
+
+def dissolve(buckets: Iterable[Bucket]) -> None:
+    """Gives every parameter a whole tensor of its own again."""
+    for bucket in buckets:
+        bucket.gather()
+        bucket.wait_gathered()
+        for parameter in bucket.parameters.values():
+            parameter.data = parameter.data.clone()
+            forget(parameter)
+
+
+def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
+    sources: list[Bucket] = []
+    for parameter in parameters:
+        source = bucket_of(parameter)
+        if source is None or source in sources:
+            continue
+        if source.is_driven:
+            raise ValueError(
+                f"The parameters of unit {source.name!r} belong to another engine already, and two would write to them. Call "
+                "destroy() of that engine first."
+            )
+        sources.append(source)
+    for source in sources:
+        source.gather()
+    for source in sources:
+        source.wait_gathered()
+    return sources
+
+
+def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
+    """Raises on every rank unless all data-parallel ranks start with equal weights."""
+    if channel.size == 1 or not sums:
+        return
+    mine = torch.stack(sums)
+    bits = mine.view(torch.int64)  # NaN is not equal to itself
+    if any(not torch.equal(bits, other) for other in comm.all_gather(bits, channel.group)):
+        raise ValueError(
+            "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
+            "with the same seed on every rank before the model is built, or load the same weights."
+        )

@@ -1,0 +1,112 @@
+"""`GatheredParameters`: sharded parameters, whole for a while, to be read or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero import comm
+from megazero.zero.bucket import Bucket
+from megazero.zero.external import register_external_parameter
+from megazero.zero.parameter import bucket_of
+
+
+class GatheredParameters:
+    """Context manager in which sharded parameters are whole on every rank. Collective over their data-parallel group.
+
+    With `modifier_rank` what that rank holds at the end becomes the parameters' values everywhere, master weights included.
+    Without it the values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that no
+    engine and no `zero.Init` holds are left alone.
+
+    Args:
+        params: a parameter, or any iterable of them.
+        modifier_rank: rank, in the data-parallel group, whose changes are kept.
+        fwd_module: a module that will read these parameters in its forward: registers them as external to it.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        RuntimeError: some ranks did not come; a parameter is gathered by an enclosing context already; a parameter was changed
+            without `modifier_rank`.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.modifier_rank = modifier_rank
+        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        self.buckets: list[Bucket] = []
+        for parameter in parameters if enabled else []:
+            bucket = bucket_of(parameter)
+            if bucket is not None and bucket not in self.buckets:
+                self.buckets.append(bucket)
+            if bucket is not None and fwd_module is not None:
+                register_external_parameter(fwd_module, parameter)
+        if modifier_rank is None:  # whole parameters can be read at any time
+            self.buckets = [bucket for bucket in self.buckets if bucket.sharding.parameters]
+        if self.buckets and modifier_rank is not None and not 0 <= modifier_rank < self.buckets[0].channel.size:
+            raise ValueError(
+                f"GatheredParameters(modifier_rank={modifier_rank}): the data-parallel group has ranks 0 to "
+                f"{self.buckets[0].channel.size - 1}."
+            )
+
+    def __enter__(self) -> None:
+        """Gathers."""
+        for bucket in self.buckets:
+            if bucket.is_held:
+                raise RuntimeError(
+                    f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
+                    "and the inner one would release them under it. Use one context for all."
+                )
+        if self.buckets:
+            self.buckets[0].channel.meet("GatheredParameters")
+        self._was_gathered = [bucket.is_gathered for bucket in self.buckets]  # inside of its unit's own forward
+        for bucket in self.buckets:
+            bucket.is_held = True
+            bucket.gather()
+        for bucket in self.buckets:
+            bucket.wait_gathered()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Keeps the changes of the modifier rank, and releases."""
+        changed: list[str] = []
+        for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
+            bucket.is_held = False
+            if kind is None and self.modifier_rank is not None:
+                group = bucket.channel.group
+                comm.broadcast_(bucket.flat, torch.distributed.get_global_rank(group, self.modifier_rank), group)
+                bucket.keep_shard()
+            elif kind is None:
+                changed += _changed(bucket)
+            if not was_gathered or changed:
+                bucket.release()
+        if self.buckets and kind is None and self.modifier_rank is None:
+            self._refuse(changed)
+
+    def _refuse(self, changed: list[str]) -> None:
+        names = {name for names in comm.all_gather_object(changed, self.buckets[0].channel.group) for name in names}
+        if names:
+            raise RuntimeError(
+                f"GatheredParameters: {', '.join(sorted(names))} changed inside the context, which was opened for reading only; "
+                "the change has been undone. To keep it, give modifier_rank=0 (the rank whose values count)."
+            )
+
+
+def _changed(bucket: Bucket) -> list[str]:
+    """Parameters whose gathered values differ from this rank's shard, bit for bit; each rank looks at its own part."""
+    own = bucket.flat[bucket.shard_range]
+    if torch.equal(own.view(torch.uint8), bucket.shard.view(torch.uint8)):
+        return []
+    names = []
+    for segment in bucket.layout.segments:
+        low = max(segment.start, bucket.shard_range.start) - bucket.shard_range.start
+        high = min(segment.stop, bucket.shard_range.stop) - bucket.shard_range.start
+        if low < high and not torch.equal(own[low:high].view(torch.uint8), bucket.shard[low:high].view(torch.uint8)):
+            names.append(segment.name)
+    return names

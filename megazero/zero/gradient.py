@@ -1,0 +1,149 @@
+"""G: the gradients of one bucket, from what autograd hands over to their sum over the data-parallel group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.comm import Channel, Work
+from megazero.zero.layout import BucketLayout, Segment
+
+
+def view_of(flat: Tensor, segment: Segment) -> Tensor:
+    """The parameter-shaped view of `segment` in a flat tensor of its bucket's layout."""
+    return flat[segment.start : segment.stop].view(segment.shape)
+
+
+class Gradient:
+    """G of one bucket.
+
+    Where G is whole, `whole` stays and `owned` is a part of it; reduction happens in place, once per step. Where G is sharded,
+    `whole` lives from the first gradient to the reduction, and every reduction adds to `owned`.
+
+    Args:
+        name: of the bucket, which ranks compare before they exchange anything.
+        owned_range: what this rank's optimizer updates: its shard, or everything where O is whole.
+        is_sharded: keeps nothing but the owned range between reductions.
+        dtype: that gradients add up in.
+        reduce_dtype: of gradients on the wire.
+        predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: BucketLayout,
+        channel: Channel,
+        owned_range: slice,
+        is_sharded: bool,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        predivide: float,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self.layout, self.channel, self.owned_range, self.is_sharded = layout, channel, owned_range, is_sharded
+        self.dtype, self.reduce_dtype, self.predivide, self.device = dtype, reduce_dtype, predivide, device
+        self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
+        if is_sharded:
+            self.owned = torch.zeros(
+                layout.shard_numel, dtype=dtype, device=device
+            )  # the group's sum once `is_reduced`
+        else:
+            self.owned = self._whole()[owned_range]
+        self.is_reduced = False
+        self._filled: set[str] = set()  # segments that hold a gradient since the last reduction
+        self._work: Work | None = None
+        self._wire: Tensor | None = None  # what is being reduced
+        self._reduced_before: Tensor | None = None  # sum of what was reduced before a late gradient arrived
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that is held."""
+        held = (self.whole, self.owned, self._wire, self._reduced_before)
+        return [tensor for tensor in held if tensor is not None]
+
+    @property
+    def to_mean(self) -> float:
+        """What `owned` is multiplied with to be the mean over the group instead of the sum."""
+        return self.predivide / self.channel.size
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients have come since the last reduction."""
+        return bool(self._filled)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction is on its way."""
+        return self._work is not None
+
+    def accumulate(self, segment: Segment, grad: Tensor) -> None:
+        """Adds one parameter's gradient with a cast."""
+        self.wait()  # a late gradient must not write into what is on its way
+        if self.is_reduced and not self.is_sharded:
+            self._set_reduced_aside()
+        target = view_of(self._whole(), segment)
+        if segment.name in self._filled:
+            target.add_(grad)
+        else:  # the first since the last reduction overwrites, which saves clearing G and reading it back
+            target.copy_(grad)
+            self._filled.add(segment.name)
+
+    def reduce(self) -> None:
+        """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
+        self.wait()
+        if self.is_reduced and not self.is_sharded and not self._filled:
+            self._set_reduced_aside()  # a second loss before the step, which reaches the bucket on other ranks at most
+        whole = self._whole()
+        for segment in self.layout.segments:
+            if segment.name not in self._filled:
+                view_of(whole, segment).zero_()
+        self._filled.clear()
+        if self.predivide != 1.0:
+            whole.div_(self.predivide)
+        self._wire = whole.to(self.reduce_dtype)  # G itself where the dtypes are equal
+        if self.is_sharded:
+            self.whole = None  # a further gradient of this step starts anew
+        owns_all = self.owned_range.stop - self.owned_range.start == self.layout.numel
+        self._work = (self.channel.all_reduce_ if owns_all else self.channel.reduce_scatter_)(self._wire, self.name)
+
+    def wait(self) -> None:
+        """Finishes `reduce`: `owned` is the sum over the group. Does nothing a second time."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        work.wait()
+        assert self._wire is not None
+        part, self._wire = self._wire[self.owned_range], None
+        if self.is_sharded and self.is_reduced:
+            self.owned.add_(part)
+        elif part.data_ptr() != self.owned.data_ptr():
+            self.owned.copy_(part)
+        if self._reduced_before is not None:
+            self.owned.add_(self._reduced_before)
+            self._reduced_before = None
+        self.is_reduced = True
+
+    def zero(self) -> None:
+        """Forgets this step's gradients. Memory that stays is overwritten by the next step."""
+        self.wait()  # else the reduction that is under way would write into the next step's gradients
+        self._reduced_before = None
+        self._filled.clear()
+        self.is_reduced = False
+        if self.is_sharded:
+            self.whole = None
+
+    def _whole(self) -> Tensor:
+        if self.whole is None:
+            self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            for start, stop in self.layout.gaps:
+                self.whole[start:stop].zero_()
+        return self.whole
+
+    def _set_reduced_aside(self) -> None:
+        """A gradient comes after the reduction (a module that ran twice): it is reduced apart and added when that is done."""
+        total = self.owned.clone()
+        self.zero()
+        self._reduced_before = total

@@ -1,0 +1,175 @@
+"""Building a model that never exists whole: `zero.Init` shards modules while the constructors around them still run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from megazero import comm
+from megazero.json_source import read_source
+from megazero.mpu.groups import get_groups, model_parallel_is_initialized
+from megazero.zero.bucket import Bucket, Sharding
+from megazero.zero.gathered import GatheredParameters
+from megazero.zero.layout import NO_GROUP, BucketLayout
+from megazero.zero.parameter import add_writer, bucket_of, remove_writer
+
+# What keeps the buckets of models that no engine has taken over yet: they go with the module that owns the parameters.
+_buckets_of: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
+
+
+class Init:
+    """Context manager in which every `nn.Module` that is constructed keeps only this rank's shard of its parameters.
+
+    When a module is attached to a parent its constructor has finished, so everything below it is sharded; its own parameters
+    stay whole for its parent's constructor, which commonly initialises them, and are sharded when the parent is attached in turn
+    or the context ends. So a rank holds at most its share of the parameters, and whole what the modules under construction, their
+    lists, and the direct children of both own themselves. A plain list of leaves is whole until it is attached.
+
+    Values are those of rank 0 of the group, and equal an unsharded construction with rank 0's seed. While the
+    context is active, in-place functions (`p.normal_()`, `nn.init.normal_(p)`) also work on what is sharded already, and so do
+    `copy.deepcopy`, questions about the shape, and under `torch.no_grad()` whatever returns no view (`p[0] = 0` and `p.norm()`,
+    but not `p.data` nor `p[0].zero_()`, which raise). Each gathers one bucket, so every rank must come, and computes in the
+    sharded dtype. Each module's parameters form a small bucket; an engine re-lays them into its units.
+
+    Args:
+        module: shard this one now, whatever is constructed.
+        data_parallel_group: ranks to shard over; by default those of `mpu`, of megazero's groups, or the world.
+        remote_device: where shards rest; only the accelerator (None) is there now.
+        config_dict_or_path, config, deepspeed_config: a configuration whose fp16 or bf16 section gives the dtype.
+        enabled: False makes the context do nothing.
+        dtype: of the sharded parameters; by default the configuration's, else each parameter's own.
+        mem_efficient_linear, pin_memory: accepted; there is nothing to choose.
+
+    Raises:
+        ValueError: `remote_device` names a place that is not there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: comm.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        deepspeed_config: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        self._handles: list[Any] = []
+        self._seen: list[ref[nn.Module]] = []  # in the same order on every rank
+        if not enabled:
+            return
+        if remote_device not in (None, "none", comm.local_device().type):
+            raise ValueError(
+                f"zero.Init(remote_device={remote_device!r}): shards rest on the accelerator ({comm.local_device().type}) only; "
+                "offload is not there yet. Drop remote_device."
+            )
+        comm.init_distributed()
+        group = data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        if group is None:
+            group = get_groups().data if model_parallel_is_initialized() else comm.world()
+        self.dtype = dtype or _dtype_of(
+            next((c for c in (config_dict_or_path, config, deepspeed_config) if c is not None), None)
+        )
+        self.channel = comm.Channel(group)
+        if module is not None:
+            self._shard_tree(module)
+
+    def __enter__(self) -> Init:
+        """Starts to shard what is constructed."""
+        if self.enabled:
+            self._handles = [
+                register_module_module_registration_hook(self._on_child),
+                register_module_parameter_registration_hook(self._on_parameter),
+            ]
+            add_writer(_write)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Shards what has no parent, and ends."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            remove_writer(_write)
+        self._handles = []
+        if kind is None and self.enabled:
+            for seen in self._seen:
+                module = seen()
+                if module is not None:
+                    self._shard(module)
+        self._seen = []
+
+    def _on_child(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
+        if child is not None:  # whose own parameters the constructor that attaches it may still write
+            for below in child.children():
+                self._shard_tree(below)
+
+    def _on_parameter(self, module: nn.Module, _: str, __: nn.Parameter | None) -> None:
+        self._seen.append(ref(module))
+
+    def _shard_tree(self, module: nn.Module) -> None:
+        for part in module.modules():
+            self._shard(part)
+
+    def _shard(self, module: nn.Module) -> None:
+        own = {n: p for n, p in module.named_parameters(recurse=False) if bucket_of(p) is None}
+        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        for name, parameter in own.items():
+            target = self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
+            by_dtype.setdefault(target, {})[name] = parameter
+        for dtype, parameters in by_dtype.items():
+            entries = [(name, tuple(p.shape), NO_GROUP, False) for name, p in parameters.items()]
+            layout = BucketLayout.build(entries, self.channel.size)
+            name = type(module).__name__
+            bucket = Bucket(
+                name,
+                parameters,
+                layout,
+                self.channel,
+                Sharding.of_stage(3),
+                dtype=dtype,
+                is_trainable=False,
+                device=comm.local_device(),
+            )
+            comm.broadcast_(bucket.flat, torch.distributed.get_global_rank(self.channel.group, 0), self.channel.group)
+            bucket.keep_shard()
+            bucket.release()
+            _buckets_of.setdefault(module, []).append(bucket)
+
+
+def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
+    """What `function` returns when it runs with `parameter` gathered; rank 0's values of it are kept. Collective."""
+    with GatheredParameters(parameter, modifier_rank=0):
+        before = parameter.data_ptr(), parameter.shape, parameter.stride()
+        result = function()
+        if before != (parameter.data_ptr(), parameter.shape, parameter.stride()):
+            raise RuntimeError(
+                f"Inside zero.Init a sharded parameter of shape {tuple(before[1])} was given another storage or shape, "
+                f"{tuple(parameter.shape)}. Write its values only, or assign a new nn.Parameter to its module."
+            )
+    return result
+
+
+def _dtype_of(config: Any) -> torch.dtype | None:
+    """The dtype that a configuration's fp16 or bf16 section turns on; None for neither. `initialize` checks all the rest."""
+    if config is None:
+        return None
+    sections = read_source(config)
+    for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
+        if sections.get(key, {}).get("enabled", False) is True:
+            return dtype
+    return None

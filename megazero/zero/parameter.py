@@ -1,0 +1,198 @@
+"""What a sharded parameter is while its values are not on this rank: an empty tensor that says so when it is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from megazero.zero.bucket import Bucket
+    from megazero.zero.layout import Segment
+
+
+class ZeroParamStatus(Enum):
+    """Whether a sharded parameter's values are whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+# Where each parameter lies, without keeping anything alive. Nothing is hung on parameters, which are the user's objects.
+_bucket_of: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # to a weak reference: a bucket refers to its parameters
+
+
+def bucket_of(parameter: nn.Parameter) -> Bucket | None:
+    """The bucket that holds `parameter`; None if no engine and no `zero.Init` has laid it into one."""
+    reference = _bucket_of.get(parameter)
+    return None if reference is None else reference()
+
+
+def set_bucket(parameter: nn.Parameter, bucket: Bucket) -> None:
+    """Records that `parameter` lies in `bucket`, and in no other any more. The caller keeps the bucket."""
+    _bucket_of[parameter] = ref(bucket)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Records that `parameter` lies in no bucket any more."""
+    _bucket_of.pop(parameter, None)
+
+
+# How a released parameter is written while models are being built: `zero.Init` adds one for as long as it is active.
+Writer = Callable[[nn.Parameter, Callable[[], Any]], Any]
+_writers: list[Writer] = []
+
+
+def add_writer(writer: Writer) -> None:
+    """Lets in-place functions run on released parameters from now on, as `writer(parameter, call)`, until `remove_writer`."""
+    _writers.append(writer)
+
+
+def remove_writer(writer: Writer) -> None:
+    """Ends one `add_writer(writer)`."""
+    _writers.remove(writer)
+
+
+class ReleasedParameter(nn.Parameter):
+    """The class of a parameter between release and gather, as torch's own UninitializedParameter is between two states.
+
+    It is an empty tensor of shape (0,). Asking for its dtype or device is fine; every operation that would read or write
+    values raises, because what it read would be nothing and what it wrote would be lost. While there is a writer (`zero.Init`
+    is active), in-place functions on it, deep copies, questions about its shape, and without autograd whatever returns no
+    view of it work as if it were whole.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Lets questions about the tensor pass, and nothing that touches values."""
+        tensors = [*args, *(kwargs or {}).values()]
+        flat = [x for item in tensors for x in (item if isinstance(item, (list, tuple)) else [item])]
+        target = next((x for x in flat if isinstance(x, cls)), None)
+        if _writers and target is not None and _record(target):
+            if func in _GEOMETRY:
+                return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
+            if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not torch.is_grad_enabled()):
+                return _writers[-1](target, lambda: _call(func, args, kwargs or {}, target))
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise RuntimeError(_message(func, target))
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """A whole copy while a writer is there, as `nn.TransformerEncoder` makes of its layer."""
+        if _writers and _record(self):
+            # gathered it is an nn.Parameter, which copies itself
+            return _writers[-1](self, lambda: copy.deepcopy(self, memo))
+        return super().__deepcopy__(memo)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Which parameter it is, instead of values."""
+        record = _record(self)
+        return f"ReleasedParameter({record[1].name}, shape={record[1].shape})" if record else "ReleasedParameter()"
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """The full shape."""
+        return torch.Size(_place(self)[1].shape)
+
+    @property
+    def ds_numel(self) -> int:
+        """Elements of the full parameter."""
+        return _place(self)[1].numel
+
+    @property
+    def ds_id(self) -> int:
+        """A number that no other parameter of this process has."""
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """NOT_AVAILABLE, or INFLIGHT while its bucket is being gathered."""
+        is_on_its_way = _place(self)[0].is_gathering
+        return ZeroParamStatus.INFLIGHT if is_on_its_way else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """A copy of what this rank's shard of the bucket holds of the parameter; 1-D, possibly empty."""
+        bucket, segment = _place(self)
+        start, stop = bucket.layout.shard_range(bucket.channel.rank)
+        low, high = max(segment.start, start), min(segment.stop, stop)
+        return bucket.shard[low - start : max(high, low) - start].detach().clone()
+
+
+def _record(parameter: nn.Parameter) -> tuple[Bucket, Segment] | None:
+    bucket = bucket_of(parameter)
+    return None if bucket is None else (bucket, bucket.segment_of(parameter))
+
+
+def _place(parameter: nn.Parameter) -> tuple[Bucket, Segment]:
+    record = _record(parameter)
+    assert record is not None, "only a bucket makes a parameter a ReleasedParameter"
+    return record
+
+
+def _is_in_place(func: Callable, first: Any, target: nn.Parameter) -> bool:
+    name = getattr(func, "__name__", "")
+    return first is target and name.endswith("_") and not name.endswith("__")
+
+
+def _call(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> Any:
+    """What `func` returns with `target` gathered, unless that is a view: its storage is about to be released."""
+    message = _message(func, target)
+    result = func(*args, **kwargs)
+    for item in result if isinstance(result, (list, tuple)) else [result]:
+        if isinstance(item, Tensor) and item is not target and _is_view(item, target):
+            raise RuntimeError(message)
+    return result
+
+
+def _is_view(item: Tensor, of: Tensor) -> bool:
+    return item.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+
+
+def _message(func: Callable, parameter: nn.Parameter | None) -> str:
+    record = None if parameter is None else _record(parameter)
+    which = f"Parameter {record[1].name!r}" if record else "A parameter"
+    name = getattr(func, "__name__", "this operation")
+    if name in ("__get__", "__set__"):
+        name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '')!r}"
+    return (
+        f"{which} is sharded over the data-parallel ranks and not gathered now, so {name} would read nothing, or write what is "
+        "lost. Use it inside the forward of its own module; or `with megazero.zero.GatheredParameters(params):` to read it and "
+        "`GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under zero.Init p.normal_(), p.zero_() and "
+        "p[i] = 0 work as well, under torch.no_grad(), but no p.data and no view); or, where a module's forward reads a "
+        "parameter of another module, call megazero.zero.register_external_parameter(module, parameter) once."
+    )
+
+
+_T = torch.Tensor
+_QUESTIONS = {
+    *(
+        getattr(_T, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta")
+    ),
+    *(
+        getattr(_T, name).__get__
+        for name in ("is_sparse", "is_quantized", "is_nested", "requires_grad", "grad", "grad_fn")
+    ),
+    *(getattr(_T, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
+    *(
+        getattr(_T, name).__set__
+        for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    ),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
+    *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook, _T.untyped_storage),
+    *(_T.data_ptr, _T.__repr__, _T.stride, _T.storage_offset, _T.__len__),
+}
+_GEOMETRY = {
+    *(_T.shape.__get__, _T.ndim.__get__, _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement),  # type: ignore[attr-defined]
+}

@@ -1,0 +1,157 @@
+"""Which parameters share a bucket: the model's units, and the layout of every bucket. No communication, no storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from megazero.zero.layout import NO_GROUP, BucketLayout
+
+ROOT = -1  # unit number of the parameters outside all units
+LARGE_LEAF_NUMEL = 2**22  # a module without children that owns more is a unit of its own
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The model's units in execution order: what is gathered, computed and released together.
+
+    The entries of every outermost ModuleList and Sequential (transformer blocks), and modules without children that are large by
+    themselves. An entry of a Sequential that holds such a list itself is looked into instead, and so is an entry of a ModuleList
+    that is never called, being a ModuleList or ModuleDict. A parametrized module (weight_norm) counts as one without children.
+    Embeddings stay outside: their weights are commonly read by the output layer as well. So do modules whose weights another
+    module shares.
+    """
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] = owners.get(parameter, 0) + 1
+    shared = {parameter for parameter, count in owners.items() if count > 1}
+    return _units_in(model, shared, is_root=True)
+
+
+def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = False) -> list[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return _units_of_entries(module, shared)
+    children = [child for name, child in module.named_children() if name != "parametrizations"]
+    if (not children or is_parametrized(module)) and not is_root:
+        own = list(module.parameters())
+        is_large = sum(p.numel() for p in own) > LARGE_LEAF_NUMEL and not hasattr(module, "num_embeddings")
+        return [module] if is_large and not shared.intersection(own) else []
+    return [unit for child in children for unit in _units_in(child, shared)]
+
+
+def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    for entry in container.children():  # names one that appears twice once
+        if _is_never_called(entry):
+            found = _units_of_entries(entry, shared)
+        elif isinstance(container, nn.Sequential) and _has_list(entry):
+            found = _units_in(entry, shared)
+        else:
+            found = [entry] if any(True for _ in entry.parameters()) else []
+        units += [unit for unit in found if unit not in units]
+    return units
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _has_list(module: nn.Module) -> bool:
+    if is_parametrized(module):  # by a ModuleList of its own, and whole
+        return False
+    return isinstance(module, nn.ModuleList) or any(_has_list(child) for child in module.children())
+
+
+def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]] | None) -> list[nn.Module]:
+    """The units that the user names, by module or by class, in the model's order; `find_units` for None.
+
+    Raises:
+        ValueError: a named unit is not in the model, owns nothing, or lies inside of another one.
+    """
+    if wanted is None:
+        return find_units(model)
+    classes = tuple(item for item in wanted if isinstance(item, type))
+    modules = [item for item in wanted if not isinstance(item, type)]
+    units = [m for m in model.modules() if (classes and isinstance(m, classes)) or any(m is item for item in modules)]
+    for item in wanted:
+        if not any(unit is item or (isinstance(item, type) and isinstance(unit, item)) for unit in units):
+            name = item.__name__ if isinstance(item, type) else type(item).__name__
+            raise ValueError(
+                f"zero_units names {name}, which the model does not contain. Name its modules or their classes."
+            )
+    names = {module: name for name, module in model.named_modules()}
+    for outer in units:
+        for inner in units:
+            if inner is not outer and any(inner is module for module in outer.modules()):
+                raise ValueError(
+                    f"zero_units: {names[inner]!r} lies inside of {names[outer]!r}, so its parameters would belong to two units. "
+                    "Name one of them."
+                )
+    return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What a bucket will hold."""
+
+    name: str  # the unit's name in the model
+    unit: int  # index in the list of units, or ROOT
+    dtype: torch.dtype
+    is_trainable: bool
+    parameters: dict[str, nn.Parameter]
+    layout: BucketLayout
+
+
+def plan_buckets(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    world_size: int,
+    group_of: dict[str, int],
+    replicated: Iterable[str],
+    dtype: torch.dtype | None = None,
+) -> list[BucketPlan]:
+    """One bucket per unit, dtype and requires_grad, in the order in which backward completes them: last unit first, root last.
+
+    Args:
+        group_of: index of the optimizer's parameter group, by full parameter name. A parameter that is in none is not trained.
+        replicated: names of the parameters that are equal on every tensor-parallel rank.
+        dtype: of the buckets' P where it is not the parameters' own; other floating-point dtypes are converted.
+
+    Raises:
+        ValueError: two units share a parameter.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    unit_of: dict[nn.Parameter, int] = {}
+    for index, unit in enumerate(units):
+        for name, parameter in unit.named_parameters():
+            if unit_of.setdefault(parameter, index) != index:
+                first, second = names[units[unit_of[parameter]]], names[unit]
+                raise ValueError(
+                    f"Parameter {name!r} is shared by units {first!r} and {second!r} of the model. A tied weight must lie in one "
+                    "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
+                )
+    replicated = set(replicated)
+    members: dict[tuple[int, torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():  # names a tied parameter once
+        target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
+        key = (unit_of.get(parameter, ROOT), target, parameter.requires_grad and name in group_of)
+        members.setdefault(key, {})[name] = parameter
+    plans = []
+    for (index, target, is_trainable), parameters in sorted(
+        members.items(), key=lambda item: (-item[0][0], str(item[0][1:]))
+    ):
+        entries = [
+            (name, shape_of(p), group_of.get(name, NO_GROUP), name in replicated) for name, p in parameters.items()
+        ]
+        name = "root" if index == ROOT else names[units[index]]
+        plans.append(BucketPlan(name, index, target, is_trainable, parameters, BucketLayout.build(entries, world_size)))
+    return plans
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The full shape of a parameter, also of a released one."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,272 @@
+"""Small models that each bring one trap for a sharded engine, and how they are trained under any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import megazero.activation_checkpointing as ours
+from megazero import mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.zero.config import ZeroConfig
+
+
+class Block(nn.Module):
+    """A pre-norm residual block of odd size."""
+
+    def __init__(self, h: int = 5) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(3 * h, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Toy(nn.Module):
+    """Token ids -> loss: a tied head, three blocks, a parameter that no loss reaches."""
+
+    def __init__(self, run: str = "plain", shared: bool = False, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(block(5) for _ in range(3))
+        self.norm = nn.LayerNorm(5)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.run, self.shared = run, shared
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in [*self.blocks, self.blocks[0]] if self.shared else self.blocks:
+            x = call(self.run, block, x)
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def call(run: str, block: nn.Module, x: Tensor) -> Tensor:
+    if run == "plain" or not torch.is_grad_enabled():
+        return block(x)
+    if run == "ours":
+        return ours.checkpoint(block, x)
+    return checkpoint(block, x, use_reentrant=run == "reentrant")
+
+
+class HalfUsedBlock(Block):
+    """A block with a parameter that gets no gradient."""
+
+    def __init__(self, h: int = 5) -> None:
+        super().__init__(h)
+        self.extra = nn.Linear(h, h)
+
+
+@dataclass
+class Output:
+    """What a block may return instead of a tensor."""
+
+    hidden: Tensor
+    extras: dict
+
+
+class OutputBlock(Block):
+    """Returns a dataclass that holds a dict with a tuple; the loss flows through the innermost tensor."""
+
+    def forward(self, x: Tensor) -> Output:
+        y = super().forward(x)
+        return Output(hidden=y.detach(), extras={"pair": (None, y)})
+
+
+class OutputToy(Toy):
+    def __init__(self) -> None:
+        super().__init__(block=OutputBlock)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).extras["pair"][1]
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class InPlaceBlock(Block):
+    """Adds to its input in place and returns the same object."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.down(F.gelu(self.up(self.norm(x))))
+        return x
+
+
+class InPlaceToy(Toy):
+    def __init__(self) -> None:
+        super().__init__(block=InPlaceBlock)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = 1 * self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(slots=True)
+class SlotOutput:
+    hidden: Tensor
+
+
+class SlotBlock(Block):
+    def forward(self, x: Tensor) -> SlotOutput:
+        return SlotOutput(super().forward(x))
+
+
+class SlotToy(Toy):
+    def __init__(self) -> None:
+        super().__init__(block=SlotBlock)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x).hidden
+        logits = self.norm(x) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class CachingBlock(Block):
+    """Hands a list on in which every block leaves a tensor, as a key-value cache does."""
+
+    def forward(self, x: Tensor, cache: dict) -> tuple[Tensor, dict]:
+        y = super().forward(x)
+        cache["seen"].append(2 * y)
+        return y, cache
+
+
+class CachingToy(Toy):
+    """The loss reads the cache as well, so that gradients enter the blocks there too."""
+
+    def __init__(self) -> None:
+        super().__init__(block=CachingBlock)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, cache = self.embedding(tokens), {"seen": []}
+        for block in self.blocks:
+            x, cache = block(x, cache)
+        logits = self.norm(x + sum(cache["seen"])) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class FrozenToy(Toy):
+    """Frozen weights between trained ones: their values are needed for the gradient of what lies below."""
+
+    def __init__(self, run: str = "plain") -> None:
+        super().__init__(run)
+        self.embedding.weight.requires_grad_(False)
+        for p in self.blocks[1].parameters():
+            p.requires_grad_(False)
+        self.blocks[2].down.weight.requires_grad_(False)
+        self.blocks[0].up.weight.requires_grad_(False)
+
+
+class Mlp(nn.Sequential):
+    """OneFlow's example: 256-128-10 on vectors that the token ids choose."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.sin(tokens.flatten()[:, None] * torch.arange(256.0)).to(
+            self[0].weight.dtype if self[0].weight.ndim else torch.float32
+        )
+        return F.cross_entropy(super().forward(x).float(), tokens.flatten() % 10)
+
+
+def huggingface_gpt2() -> nn.Module:
+    """transformers' GPT2LMHeadModel, with its loss."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=12, n_layer=2, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    )
+    model = GPT2LMHeadModel(config)
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(input_ids=tokens, labels=tokens).loss
+
+    return WithLoss()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied head, unused parameter": Toy,
+    "non-reentrant checkpointing": lambda: Toy("nonreentrant"),
+    "reentrant checkpointing": lambda: Toy("reentrant"),
+    "our checkpointing": lambda: Toy("ours"),
+    "block used twice": lambda: Toy(shared=True),
+    "block used twice, reentrant": lambda: Toy("reentrant", shared=True),
+    "block used twice, non-reentrant": lambda: Toy("nonreentrant", shared=True),
+    "unused parameter in every block": lambda: Toy(block=HalfUsedBlock),
+    "dataclass outputs": OutputToy,
+    "a cache handed on": CachingToy,
+    "residual added in place": InPlaceToy,
+    "outputs with slots": SlotToy,
+    "frozen layers": FrozenToy,
+    "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
+    "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),
+    "mlp 256-128-10": Mlp,
+    "GPT2LMHeadModel": huggingface_gpt2,
+}
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
+    # A key's bias has no gradient but rounding, which a small eps would blow up to a full step.
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
+    "adamw, not fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),
+}
+
+
+def token_batches(steps: int, micro: int, world_size: int) -> Tensor:
+    """[steps, micro-batches, ranks, 2, 7] token ids."""
+    return torch.randint(0, 11, (steps, micro, world_size, 2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def make_engine(model: nn.Module, stage: int, *, optimizer: str = "adamw", decay: float = 0.1, **options) -> Engine:
+    zero = ZeroConfig(stage=stage, **options.pop("zero", {}))
+    return Engine(
+        model, mpu.get_groups(), OPTIMIZERS[optimizer], *weight_decay_groups(model, decay), zero=zero, **options
+    )
+
+
+def trained_names(engine: Engine) -> list[str]:
+    return sorted(s.name for b in engine.buckets for s in b.trained_segments)
+
+
+def train(engine: Engine, batches: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Trains on `batches` and yields everything there is to compare: losses, norms, all gradients, all weights."""
+    rank = mpu.get_data_parallel_rank()
+    for index, step in enumerate(batches):
+        for batch in step:
+            loss = engine(batch[rank])
+            yield f"loss {index}", loss.detach().clone()
+            engine.backward(loss)
+            if engine.is_gradient_accumulation_boundary():
+                for name in trained_names(engine):
+                    yield f"gradient of {name} {index}", engine.full_grad(name)
+            engine.step()
+        yield f"norm {index}", torch.tensor(engine.get_global_grad_norm())
+    for name, value in engine.state_dict().items():
+        yield f"weight {name}", value
+
+
+def run(
+    make: Callable[[], nn.Module], stage: int, *, steps: int = 3, micro: int = 1, seed: int = 0, **options
+) -> dict[str, Tensor]:
+    """The trace of a training from scratch."""
+    torch.manual_seed(seed)
+    engine = make_engine(make(), stage, gradient_accumulation_steps=micro, **options)
+    trace = dict(train(engine, token_batches(steps, micro, mpu.get_data_parallel_world_size())))
+    engine.destroy()
+    return trace

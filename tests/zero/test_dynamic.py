@@ -1,0 +1,315 @@
+"""What users do between two steps: evaluate, fail, unfreeze, compile, call a part; under every stage, against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazero import mpu, utils
+from megazero.engine import EngineStateError
+from tests.ranks import run_ranks
+from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, token_batches, train
+
+STAGES = (0, 1, 2, 3)
+
+
+def my_batch(step: int = 0) -> torch.Tensor:
+    return token_batches(3, 1, mpu.get_data_parallel_world_size())[step, 0, mpu.get_data_parallel_rank()]
+
+
+def fresh(stage: int, **options):
+    torch.manual_seed(0)
+    return make_engine(options.pop("model", None) or Toy(**options.pop("toy", {})), stage, **options)
+
+
+def one_step(engine, batch: torch.Tensor) -> None:
+    engine.backward(engine(batch))
+    engine.step()
+
+
+def same_weights(engine, want: dict[str, torch.Tensor]) -> None:
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def evaluation_case() -> None:
+    mpu.initialize_model_parallel(1)
+    plain = fresh(0)
+    for step in range(3):
+        one_step(plain, my_batch(step))
+    want = plain.state_dict()
+    expected = [float(plain(my_batch(i)).detach()) for i in range(2)]
+    for stage in STAGES:
+        engine = fresh(stage)
+        for step in range(3):
+            loss = engine(my_batch(step))
+            with torch.no_grad():  # between forward and backward
+                engine.eval()(my_batch(0))
+                engine.train()
+            engine.backward(loss)
+            with torch.inference_mode():  # between backward and step
+                engine(my_batch(1))
+            engine.step()
+        same_weights(engine, want)
+        with torch.no_grad():
+            assert [float(engine(my_batch(i))) for i in range(2)] == expected, "prediction with the sharded parameters"
+        if stage == 3:
+            assert not any(bucket.is_gathered or bucket.is_gathering for bucket in engine.buckets), (
+                "no full copy is left behind"
+            )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evaluation_in_between_changes_nothing(world_size):
+    run_ranks(world_size, evaluation_case)
+
+
+class Failing(Block):
+    fails = False
+
+    def forward(self, x):
+        if Failing.fails:
+            raise ArithmeticError("on purpose")
+        return super().forward(x)
+
+
+def exception_case() -> None:
+    mpu.initialize_model_parallel(1)
+    plain = fresh(0)
+    one_step(plain, my_batch())
+    want = plain.state_dict()
+    for stage in STAGES:
+        engine = fresh(stage, toy={"block": Failing})
+        for context in (torch.enable_grad(), torch.no_grad()):
+            Failing.fails = True
+            with pytest.raises(ArithmeticError), context:
+                engine(my_batch())
+            Failing.fails = False
+        loss = engine(my_batch())
+        handle = loss.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("in backward")))
+        with pytest.raises(ArithmeticError):
+            engine.backward(loss)
+        handle.remove()
+        engine.zero_grad()
+        one_step(engine, my_batch())
+        same_weights(engine, want)
+
+
+def test_exceptions_in_forward_and_backward_leave_an_engine_that_trains_on():
+    run_ranks(2, exception_case)
+
+
+def unfreeze_case(stage: int) -> None:
+    """Against torch, whose optimizer makes a parameter's state when its first gradient comes."""
+    mpu.initialize_model_parallel(1)
+    size = mpu.get_data_parallel_world_size()
+    torch.manual_seed(0)
+    plain, model = Toy(), Toy()
+    model.load_state_dict(plain.state_dict())
+    phases = [
+        lambda m: m.blocks[0].requires_grad_(False) and m.norm.requires_grad_(False),
+        lambda m: m.blocks[0].requires_grad_(True),
+        lambda m: (m.norm.requires_grad_(True), m.blocks[2].up.requires_grad_(False)),
+    ]
+    for m in (plain, model):
+        m.unused.requires_grad_(False)
+        phases[0](m)
+    adam = OPTIMIZERS["adamw"]([{"params": list(plain.parameters()), "weight_decay": 0.0}])
+    engine = make_engine(model, stage, decay=0.0)
+    for phase in phases:
+        phase(plain)
+        phase(model)
+        for step in range(2):
+            batch = token_batches(3, 1, size)[step, 0]
+            adam.zero_grad()
+            (sum(plain(x) for x in batch) / size).backward()
+            adam.step()
+            one_step(engine, batch[mpu.get_data_parallel_rank()])
+    state = engine.state_dict()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(
+            state[name], p.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_unfreezing_and_freezing_later_trains_as_torch_does(stage):
+    run_ranks(2, unfreeze_case, stage)
+
+
+def compile_case(how: str) -> None:
+    mpu.initialize_model_parallel(1)
+    plain = fresh(0)
+    batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
+    want = dict(train(plain, batches))
+    for stage in STAGES:
+        torch.manual_seed(0)
+        model = Toy()
+        for block in model.blocks:
+            if how == "module":
+                block.compile(backend="aot_eager")
+            else:
+                block.forward = torch.compile(block.forward, backend="aot_eager")
+        got = dict(train(make_engine(model, stage), batches))
+        for key, value in want.items():
+            torch.testing.assert_close(
+                got[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, k=key, s=stage: f"stage {s}: {k}: {m}"
+            )
+
+
+@pytest.mark.parametrize("how", ["module", "forward"])
+def test_compiled_blocks_train_as_plain_ones(how):
+    run_ranks(2, compile_case, how)
+
+
+def part_case() -> None:
+    """Calling a part of the model, and a second forward before the backward."""
+    mpu.initialize_model_parallel(1)
+    results = []
+    for stage in STAGES:
+        engine = fresh(stage)
+        model = engine.module
+        x = model.embedding(my_batch())  # a module of the root, alone
+        y = model.norm(model.blocks[1](x))
+        engine.backward(y.square().mean())
+        engine.step()
+        first, second = engine(my_batch(1)), engine(my_batch(2))
+        engine.backward(first + second)
+        grad = engine.full_grad("blocks.0.up.weight")
+        engine.step()
+        results.append((grad, engine.state_dict()))
+    for grad, state in results[1:]:
+        assert torch.equal(grad, results[0][0])
+        assert all(torch.equal(value, results[0][1][name]) for name, value in state.items())
+
+
+def test_parts_of_a_model_and_two_forwards_before_a_backward():
+    run_ranks(2, part_case)
+
+
+def access_case(dtype: torch.dtype) -> None:
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    traces = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        engine = make_engine(Toy(), stage, dtype=dtype)
+        model = engine.module
+        weight, frozen = model.blocks[1].up.weight, nn.Linear(2, 2).weight
+        assert (
+            utils.safe_get_full_grad(weight) is None and utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        )
+        assert utils.safe_get_full_fp32_param(frozen) is None and utils.safe_get_full_grad(frozen) is None
+        engine.backward(engine(my_batch()))
+        grad = utils.safe_get_full_grad(weight)
+        utils.safe_set_full_grad(weight, 2 * grad)
+        torch.testing.assert_close(utils.safe_get_full_grad(weight), 2 * grad)
+        with pytest.raises(EngineStateError, match="full_grad"):
+            engine.zero_grad() or engine.full_grad("norm.weight")
+        one_step(engine, my_batch())
+        moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+        assert moment.shape == (15, 5) and moment.abs().sum() > 0
+        parts = utils.safe_get_local_optimizer_state(weight, "exp_avg")
+        assert parts.numel() <= 75 and utils.safe_get_local_fp32_param(weight).numel() == parts.numel()
+        utils.safe_set_full_optimizer_state(weight, torch.full((15, 5), 0.25), "exp_avg")
+        assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 0.25).all()
+        utils.safe_set_local_optimizer_state(weight, torch.full_like(parts, 0.5), "exp_avg")
+        assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 0.5).all()
+        utils.safe_set_full_fp32_param(weight, torch.full((15, 5), 0.1))
+        assert (utils.safe_get_full_fp32_param(weight) == torch.full((), 0.1)).all()
+        assert (engine.state_dict()["blocks.1.up.weight"] == torch.tensor(0.1).to(dtype)).all()
+        utils.safe_set_local_fp32_param(weight, torch.full_like(parts, 0.2))
+        one_step(engine, my_batch(1))
+        with pytest.raises(ValueError, match="shape"):
+            utils.safe_set_full_fp32_param(weight, torch.ones(2))
+        with pytest.raises(KeyError, match="no state 'speed'"):
+            utils.safe_set_full_optimizer_state(weight, torch.ones(15, 5), "speed")
+        traces.append((grad, moment, engine.state_dict()["blocks.1.up.weight"]))
+        assert rank >= 0
+    for trace in traces[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(trace, traces[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
+    run_ranks(2, access_case, dtype)
+
+
+def straggler_case() -> None:
+    mpu.initialize_model_parallel(1, timeout_s=5.0)
+    engine = fresh(3)
+    one_step(engine, my_batch())
+    if mpu.get_data_parallel_rank() == 0:
+        with pytest.raises(
+            RuntimeError, match=r"rank 0, step 2, unit '(root|blocks.\d)': waiting for its parameters failed"
+        ):
+            engine(my_batch())
+    torch.distributed.barrier()
+
+
+def test_a_forward_on_one_rank_only_names_rank_step_and_unit():
+    run_ranks(2, straggler_case)
+
+
+def save_alone_case(folder: str) -> None:
+    mpu.initialize_model_parallel(1, timeout_s=5.0)
+    engine = fresh(1)
+    if mpu.get_data_parallel_rank() == 0:
+        with pytest.raises(RuntimeError, match="save_checkpoint"):
+            engine.save_checkpoint(folder)
+    torch.distributed.barrier()
+
+
+def test_a_checkpoint_saved_on_one_rank_only_is_reported(tmp_path):
+    run_ranks(2, save_alone_case, str(tmp_path))
+
+
+def test_a_model_has_one_engine_at_a_time(one_rank):
+    model = Toy()
+    engine = make_engine(model, 2)
+    with pytest.raises(ValueError, match=r"belong to another engine already.*destroy\(\)"):
+        make_engine(model, 2)
+    engine.destroy()
+    again = make_engine(model, 3)
+    one_step(again, my_batch())
+    again.destroy()
+    assert all(p.numel() for p in model.parameters())
+
+
+def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
+    engine = make_engine(Toy(), 3, zero_units=[nn.Linear])
+    assert sorted({b.name for b in engine.buckets}) == sorted(
+        [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")] + ["root"]
+    )
+    one_step(engine, my_batch())
+    with pytest.raises(ValueError, match="'blocks.0.up' lies inside of 'blocks.0'"):
+        make_engine(Toy(), 3, zero_units=[Block, nn.Linear])
+    with pytest.raises(ValueError, match="names Conv1d"):
+        make_engine(Toy(), 3, zero_units=[nn.Conv1d])
+
+
+def test_units_are_found_in_lists_sequentials_and_large_leaves():
+    from megazero.zero.units import find_units
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([Block(), Block()])
+            self.middle = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Toy())
+            self.large = nn.Linear(4096, 1025, bias=False)
+            self.table = nn.Embedding(4096, 1025)
+            self.tied = nn.Linear(4096, 1025, bias=False)
+            self.again = nn.Linear(4096, 1025, bias=False)
+            self.again.weight = self.tied.weight
+
+    with torch.device("meta"):
+        model = Wide()
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[unit] for unit in find_units(model)] == [
+        *("encoder.0", "encoder.1", "middle.0"),
+        *(f"middle.2.blocks.{i}" for i in range(3)),
+        "large",
+    ]
+    assert F.linear is not None

@@ -1,0 +1,404 @@
+"""zero.Init, GatheredParameters and external parameters: construction that is never whole, and access to what is sharded."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megazero import mpu, zero
+from megazero.zero.parameter import bucket_of
+from tests.ranks import run_ranks
+from tests.zero.models import Block, Toy, make_engine, run, token_batches, train
+
+
+def values_case() -> None:
+    groups = mpu.initialize_model_parallel(1)
+    torch.manual_seed(3)
+    plain = Toy()
+    after = torch.rand(1)
+    torch.manual_seed(3 if groups.data_parallel_rank == 0 else 4)  # rank 0 decides
+    with zero.Init():
+        sharded = Toy()
+    assert all(p.shape == (0,) and isinstance(p, nn.Parameter) for p in sharded.parameters())
+    if groups.data_parallel_rank == 0:
+        assert torch.equal(torch.rand(1), after), "the generator is where an unsharded construction leaves it"
+    names = dict(plain.named_parameters())
+    for name, p in sharded.named_parameters():
+        assert p.ds_shape == names[name].shape and p.ds_numel == names[name].numel()
+        assert p.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE and p.ds_tensor.ndim == 1
+        with zero.GatheredParameters(p):
+            assert torch.equal(p, names[name])
+        assert p.shape == (0,)
+    outside = nn.Linear(2, 2)
+    assert outside.weight.shape == (2, 2) and type(outside.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_values_equal_an_unsharded_construction_with_the_seed_of_rank_0(world_size):
+    run_ranks(world_size, values_case)
+
+
+def training_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    want = run(Toy, 0)
+    torch.manual_seed(0)
+    with zero.Init():
+        model = Toy()
+    engine = make_engine(model, stage)
+    got = dict(train(engine, token_batches(3, 1, mpu.get_data_parallel_world_size())))
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_built_under_init_trains_as_one_built_whole_bit_for_bit(stage):
+    run_ranks(2, training_case, stage)
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in (torch.Tensor, nn.Parameter, zero.ReleasedParameter)
+    }
+    return sum(storages.values())
+
+
+class Probe(nn.Linear):
+    peak = 0
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        Probe.peak = max(Probe.peak, live_bytes())
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Probe(64, 64, bias=False), Probe(64, 64, bias=False)
+
+
+def construction_case() -> None:
+    mpu.initialize_model_parallel(1)
+    context = zero.Init()  # its channel's buffers are not the model's
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked at again and again
+    before = live_bytes()
+
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Pair() for _ in range(16))
+
+    Probe.peak = 0
+    with context:
+        model = Measured()
+    one = 64 * 64 * 4
+    world_size = mpu.get_data_parallel_world_size()
+    assert Probe.peak - before <= 32 * one / world_size + 2 * one + 4096, "P/N plus a parent and its direct children"
+    engine = make_engine(model, 3)
+    held = engine.memory()
+    assert held["P"] == 32 * one // world_size and held["O"] == 0, "fp32 master weights are the shards of P"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_construction_holds_at_most_a_share_and_a_parent_with_its_direct_children(world_size):
+    run_ranks(world_size, construction_case)
+
+
+class Applies(nn.Module):
+    """Initialises everything at the end of its constructor: its children through .data, what is deeper in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(5) for _ in range(2))
+        self.head = nn.Linear(5, 3)
+        self.head.weight.data.normal_(0, 0.02)
+        self.apply(self._write)
+        for p in self.blocks.parameters():
+            if p.dim() > 1:
+                nn.init.xavier_uniform_(p)
+
+    @staticmethod
+    @torch.no_grad()
+    def _write(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            module.bias.copy_(torch.rand(module.bias.shape))
+
+
+def hugging_face() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=12, n_layer=2, n_head=2))
+
+
+BUILDERS = {
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2),
+    "transformer": lambda: nn.Transformer(8, 2, 1, 1, 8),
+    "lstm": lambda: nn.LSTM(4, 4),
+    "applies": Applies,
+    "hugging face": hugging_face,
+}
+
+
+def written_case(kinds: list[str]) -> None:
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    for kind in kinds:
+        torch.manual_seed(3)
+        plain = BUILDERS[kind]()
+        after = torch.rand(1)
+        torch.manual_seed(3 + rank)  # rank 0 decides
+        with zero.Init():
+            model = BUILDERS[kind]()
+        assert rank or torch.equal(torch.rand(1), after), kind
+        want = dict(plain.named_parameters())
+        assert [name for name, _ in model.named_parameters()] == list(want)
+        for name, p in model.named_parameters():
+            assert p.shape == (0,) and p.ds_shape == want[name].shape
+            with zero.GatheredParameters(p):
+                assert torch.equal(p, want[name]), (kind, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_constructors_may_write_what_they_attached(world_size):
+    run_ranks(world_size, written_case, [kind for kind in BUILDERS if kind != "hugging face"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hugging_face_model_equals_an_unsharded_construction(world_size):
+    pytest.importorskip("transformers")
+    run_ranks(world_size, written_case, ["hugging face"])
+
+
+def unwritable_case() -> None:
+    mpu.initialize_model_parallel(1)
+    with zero.Init():
+        model = nn.Sequential(Block(5))
+        weight = model[0].up.weight
+        for touch in (
+            lambda: weight.data.normal_(),
+            lambda: weight[0].zero_(),
+            lambda: weight.unbind(),
+        ):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"weight.* p.normal_\(\), .*no p.data"):
+                touch()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="another storage or shape"):
+            weight.t_()
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            weight.normal_()
+        with pytest.raises(RuntimeError, match="sharded"):  # autograd would keep what is released
+            weight.sum()
+        with torch.no_grad():
+            assert weight.fill_(2.0) is weight and weight.size(1) == 5
+            weight[0] = 0.0
+            total = weight.sum()
+            model[0].down.bias.copy_(model[0].norm.weight)  # both sharded
+    with zero.GatheredParameters([weight, model[0].down.bias]):
+        assert (weight[1:] == 2.0).all() and (weight[0] == 0.0).all() and weight.sum() == total
+        assert (model[0].down.bias == 1.0).all()
+    with pytest.raises(RuntimeError, match="sharded"), torch.no_grad():
+        weight.fill_(3.0)
+
+
+def test_what_init_cannot_write_raises_with_the_fix():
+    run_ranks(2, unwritable_case)
+
+
+def nesting_case() -> None:
+    mpu.initialize_model_parallel(1)
+    with zero.Init():
+        with zero.Init(), zero.Init(enabled=False):
+            inner = nn.Linear(3, 2)
+
+        class Late(nn.Module):  # a class defined inside, with a parameter of its own after its child
+            def __init__(self) -> None:
+                super().__init__()
+                self.child = nn.Linear(2, 2)
+                self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+        late = Late()
+        outer = nn.Linear(2, 2)
+    for module in (inner, late, outer):
+        assert all(hasattr(p, "ds_id") for p in module.parameters())
+    with zero.GatheredParameters(late.scale):
+        assert late.scale.tolist() == [2.0, 2.0, 2.0]
+    with zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        half = nn.Linear(3, 2)
+    assert half.weight.dtype == torch.bfloat16
+    with zero.Init(enabled=False):
+        whole = nn.Linear(3, 2)
+    assert whole.weight.shape == (2, 3)
+    existing = nn.Linear(3, 2)
+    keep = existing.weight.detach().clone()
+    zero.Init(module=existing)
+    assert existing.weight.shape == (0,)
+    with zero.GatheredParameters(existing.parameters()):
+        assert torch.equal(existing.weight, keep) or mpu.get_data_parallel_rank() != 0
+    with pytest.raises(ValueError, match="remote_device='nvme'"):
+        zero.Init(remote_device="nvme")
+    tied = nn.Module()
+    with zero.Init():
+        tied.a, tied.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        tied.b.weight = tied.a.weight
+    assert tied.b.weight is tied.a.weight and tied.a.weight.shape == (0,)
+
+
+def test_nested_disabled_and_late_constructions():
+    run_ranks(2, nesting_case)
+
+
+def refusals_case(stage3: bool) -> None:
+    mpu.initialize_model_parallel(1)
+    with zero.Init():
+        model = nn.Sequential(Block(5), Block(5))
+    engine = make_engine(model, 3) if stage3 else None
+    weight = model[0].up.weight
+    for touch in (
+        lambda: nn.init.normal_(weight),
+        lambda: weight.data.normal_(),
+        lambda: F.linear(torch.ones(1, 5), weight),
+        lambda: weight.sum(),
+        lambda: torch.cat([weight, weight]),
+        lambda: weight.detach(),
+        lambda: model.state_dict(),
+        lambda: model.half(),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"'?(up\.)?(0\.)?.*weight.* is sharded .*GatheredParameters\(params, modifier_rank=0\)"
+        ):
+            touch()
+    assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
+    assert engine is None or all(v.numel() for v in engine.state_dict().values())
+
+
+@pytest.mark.parametrize("stage3", [False, True], ids=["before the engine", "after"])
+def test_touching_a_sharded_parameter_raises_with_the_fix(stage3):
+    run_ranks(2, refusals_case, stage3)
+
+
+def gathered_case(dtype: torch.dtype, stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    torch.manual_seed(0)
+    engine = make_engine(Toy(), stage, dtype=dtype, optimizer="sgd", decay=0.0)
+    model = engine.module
+    weight = model.blocks[1].up.weight
+    with zero.GatheredParameters([weight, model.norm.weight], modifier_rank=1), torch.no_grad():
+        weight.fill_(rank + 2.0)
+        model.norm.weight.mul_(0.5 if rank == 1 else 7.0)
+    state = engine.state_dict()
+    assert (state["blocks.1.up.weight"] == 3.0).all() and (state["norm.weight"] == 0.5).all()
+    engine.backward(engine(token_batches(1, 1, 2)[0, 0, rank]))
+    for bucket in engine.buckets:
+        if bucket.is_trainable:
+            bucket.gradient.owned.zero_()
+    engine.step()  # by nothing: what was written must be in the master weights too
+    assert (engine.state_dict()["blocks.1.up.weight"] == 3.0).all()
+    for change in (lambda: weight.data.add_(1), lambda: weight.add_(1)):
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=r"blocks.1.up.weight changed .* modifier_rank=0"), torch.no_grad():
+                with zero.GatheredParameters(weight):
+                    if rank == 0:
+                        change()
+            assert (engine.state_dict()["blocks.1.up.weight"] == 3.0).all(), "the change is undone"
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="enclosing context"), zero.GatheredParameters(weight):
+            with zero.GatheredParameters(model.blocks[1].parameters()):
+                pass
+        with pytest.raises(ArithmeticError), zero.GatheredParameters(weight, modifier_rank=0):
+            raise ArithmeticError
+        assert weight.shape == (0,)
+    plain = nn.Linear(2, 2)
+    with zero.GatheredParameters(p for p in plain.parameters()), torch.no_grad():
+        plain.weight.fill_(1.0)
+    with zero.GatheredParameters(plain.weight, enabled=False):
+        pass
+    with pytest.raises(ValueError, match="modifier_rank=5"):
+        zero.GatheredParameters(weight, modifier_rank=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters_keep_one_ranks_changes_and_refuse_unasked_ones(dtype, stage):
+    run_ranks(2, gathered_case, dtype, stage)
+
+
+def lonely_case() -> None:
+    mpu.initialize_model_parallel(1, timeout_s=5.0)
+    torch.manual_seed(0)
+    engine = make_engine(Toy(), 3)
+    if mpu.get_data_parallel_rank() == 0:
+        with (
+            pytest.raises(RuntimeError, match="GatheredParameters"),
+            zero.GatheredParameters(engine.module.norm.weight),
+        ):
+            pass
+    torch.distributed.barrier()
+
+
+def test_gathered_parameters_on_some_ranks_only_is_reported():
+    run_ranks(2, lonely_case)
+
+
+class Reader(nn.Module):
+    """A block whose forward reads a weight of another unit."""
+
+    def __init__(self, other: nn.Module, register: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        object.__setattr__(self, "other", other)
+        if register:
+            zero.register_external_parameter(self, other.down.bias)
+
+    def forward(self, x):
+        return self.linear(x) + self.other.down.bias
+
+
+class Dangling(nn.Module):
+    def __init__(self, register: bool) -> None:
+        super().__init__()
+        block = Block(5)
+        self.blocks = nn.ModuleList([block, Reader(block, register), Block(5)])
+
+    def forward(self, tokens):
+        x = torch.sin(tokens[..., None] * torch.arange(1.0, 6.0))
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def external_case() -> None:
+    mpu.initialize_model_parallel(1)
+    want = run(lambda: Dangling(True), 0)
+    got = run(lambda: Dangling(True), 3)
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+    model = Dangling(False)
+    engine = make_engine(model, 3)
+    tokens = token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]
+    with pytest.raises(RuntimeError, match=r"blocks.0.down.bias.*register_external_parameter"):
+        engine(tokens)
+    zero.register_external_parameter(model.blocks[1], model.blocks[0].down.bias)
+    engine.backward(engine(tokens))
+    engine.step()
+    with pytest.raises(RuntimeError, match="takes a module and a parameter"):
+        zero.register_external_parameter(model, torch.ones(2))
+    zero.unregister_external_parameter(model.blocks[1], model.blocks[0].down.bias)
+
+
+def test_a_parameter_read_outside_its_unit_is_registered_or_named():
+    run_ranks(2, external_case)
+
+
+def test_bucket_records_die_with_the_model(one_rank):
+    engine = make_engine(Toy(), 0)
+    weight = engine.module.norm.weight
+    assert bucket_of(weight) is engine.buckets[-1]
+    engine.destroy()
+    assert bucket_of(weight) is None and type(weight) is nn.Parameter

@@ -1,0 +1,425 @@
+"""Bytes held per rank: the engine against its design's table and the ZeRO paper's, counted from storages; and the planner."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import megazero.activation_checkpointing as checkpointing
+from megazero import mpu, zero
+from megazero.engine import Engine
+from megazero.model import GPT2Config, GPT2Model
+from megazero.zero.memory import memory_rows, plan_memory
+from tests.ranks import run_ranks
+from tests.zero.models import FrozenToy, HalfUsedBlock, Toy, make_engine, token_batches
+
+STAGES = (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Deep(Toy):
+    """Enough equal blocks for all that may be whole at the same time, and a root that is larger than one."""
+
+    def __init__(self, run: str = "plain", blocks: int = 5, block: type[nn.Module] | None = None) -> None:
+        super().__init__(run, **({"block": block} if block else {}))
+        self.blocks.extend(type(self.blocks[0])(5) for _ in range(blocks - len(self.blocks)))
+        self.positions = nn.Parameter(torch.zeros(400))
+
+
+def padded(entries: Iterable[int], ranks: int) -> int:
+    """Elements of a bucket of parameters of these sizes: each begins on a multiple of 64, and shards are multiples of 64."""
+    total = sum(-(-numel // 64) * 64 for numel in entries)
+    return -(-total // (64 * ranks)) * 64 * ranks
+
+
+def padded_numel(model: Toy, ranks: int) -> int:
+    """psi with padding, of a model that trains all of its parameters: one bucket per block, and the root."""
+    blocks = [[p.numel() for p in block.parameters()] for block in model.blocks]
+    root = [p.numel() for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    return sum(padded(entries, ranks) for entries in [*blocks, root])
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def live_bytes() -> int:
+    """Bytes of all floating-point tensors alive in the process, save scalars and what `gc.freeze` has set aside."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return storage_bytes(tensor for tensor in tensors if tensor.dtype.is_floating_point and tensor.ndim > 0)
+
+
+def in_buckets(engine: Engine) -> list[Tensor]:
+    """Every tensor that a bucket refers to, gradients that are being reduced included."""
+    holders = [*engine.buckets, *(bucket.gradient for bucket in engine.buckets if bucket.gradient is not None)]
+    return [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
+
+
+def held_now(engine: Engine) -> int:
+    """Bytes of everything that buckets and optimizer refer to at this moment."""
+    tensors = in_buckets(engine)
+    tensors += [value for state in engine.optimizer.state.values() for value in state.values()]
+    tensors += [piece.master.grad for piece in engine.optimizer.slices if piece.master.grad is not None]
+    return storage_bytes(tensors)
+
+
+def counter_bytes(engine: Engine) -> int:
+    """Of the optimizer's state, what is not per element: Adam's step counter, one number for each flat slice."""
+    return sum(v.nbytes for state in engine.optimizer.state.values() for v in state.values() if v.ndim == 0)
+
+
+def step(engine: Engine, micro: int = 1) -> None:
+    for batch in token_batches(1, micro, mpu.get_data_parallel_world_size())[0]:
+        engine.backward(engine(batch[mpu.get_data_parallel_rank()]))
+        engine.step()
+
+
+def table_of_the_design(stage: int, n: int, psi: int, dtype: str, grad_dtype: str) -> tuple[int, int, int]:
+    """Bytes of P, G and O that stay on each of `n` ranks; fp32 parameters are their own master weights."""
+    p = 2 if dtype == "bf16" else 4
+    g = p if grad_dtype == "compute" else 4
+    o = 12 if dtype == "bf16" else 8
+    return tuple(psi * each // (n if stage >= first else 1) for each, first in ((p, 3), (g, 2), (o, 1)))
+
+
+def resting_case() -> None:
+    n = mpu.initialize_model_parallel(1).data_parallel_size
+    for stage in STAGES:
+        for dtype, grad_dtype in (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "compute")):
+            what = f"stage {stage}, {dtype}, gradients in {grad_dtype}, {n} ranks"
+            settings = {"dtype": DTYPES[dtype], "zero": {"grad_dtype": grad_dtype}}
+            gc.collect()
+            gc.freeze()
+            model = Toy()
+            psi = padded_numel(model, n)
+            plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=DTYPES[dtype], grad_dtype=grad_dtype)
+            assert plan.numel == sum(p.numel() for p in model.parameters()), what
+            engine = make_engine(model, stage, **settings)
+            start = engine.memory()
+            assert (start["P"], start["G"], start["O"]) == (plan.parameters, plan.gradients, plan.master), what
+            step(engine, 1)
+            counters = counter_bytes(engine)
+            assert counters == 4 * len(engine.optimizer.slices)
+            memory = engine.memory()
+            held = (memory["P"], memory["G"], memory["O"] - counters)
+            assert held == table_of_the_design(stage, n, psi, dtype, grad_dtype), what
+            assert held == (plan.parameters, plan.gradients, plan.optimizer), what
+            if dtype == "bf16" and grad_dtype == "compute":
+                paper = (16 * psi, 4 * psi + 12 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n)
+                assert sum(held) == plan.resident == paper[stage], what
+            assert all(bucket.is_gathered == (stage < 3) for bucket in engine.buckets), what
+            assert held_now(engine) == sum(memory.values()), what
+            assert live_bytes() == sum(held), f"{what}: something else is held"
+            engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bytes_held_equal_the_table_and_the_plan_and_nothing_else_is_alive(world_size):
+    run_ranks(world_size, resting_case)
+
+
+def frozen_case() -> None:
+    n = mpu.initialize_model_parallel(1).data_parallel_size
+    for stage in STAGES:
+        model = FrozenToy()
+        plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16)
+        engine = make_engine(model, stage, dtype=torch.bfloat16)
+        frozen = sum(bucket.layout.numel for bucket in engine.buckets if not bucket.is_trainable)
+        trained = sum(bucket.layout.numel for bucket in engine.buckets if bucket.is_trainable)
+        step(engine)
+        held = engine.memory()
+        shards = [n if stage >= first else 1 for first in (1, 2, 3)]
+        assert held["P"] == plan.parameters == 2 * (frozen + trained) // shards[2]
+        assert held["G"] == plan.gradients == 4 * trained // shards[1]
+        assert held["O"] - counter_bytes(engine) == plan.optimizer == 12 * trained // shards[0]
+
+
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state():
+    run_ranks(2, frozen_case)
+
+
+# ---- during a step
+
+
+def sampled(engine: Engine, run: Callable[[], None], measure: Callable[[Engine], int] = held_now) -> int:
+    """The most that is held while `run` does its work, seen at every module's and every gradient's hook and at every update."""
+    samples: list[int] = []
+
+    def sample(*_: object) -> None:
+        samples.append(measure(engine))
+
+    # Hooks of every optimizer: one with hooks of its own is not stepped bucket by bucket.
+    handles = [register_optimizer_step_pre_hook(sample), register_optimizer_step_post_hook(sample)]
+    for module in engine.module.modules():
+        handles += [module.register_forward_pre_hook(sample), module.register_forward_hook(sample)]
+    for module in engine.module.blocks.modules():
+        handles.append(module.register_full_backward_hook(sample))
+    for parameter in engine.module.parameters():
+        handles += [parameter.register_hook(sample), parameter.register_post_accumulate_grad_hook(sample)]
+    run()
+    for handle in handles:
+        handle.remove()
+    return max(samples)
+
+
+SETTINGS = [
+    {},
+    {"overlap_comm": False},
+    {"grad_dtype": "compute"},
+    {"reduce_dtype": "compute"},
+    {"grad_dtype": "compute", "reduce_dtype": "fp32"},
+]
+
+
+def check_peak(model: Deep, stage: int, settings: dict) -> None:
+    n, options = mpu.get_data_parallel_world_size(), dict(settings)
+    overlap = options.pop("overlap_comm", True)
+    plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16, overlap=overlap, **options)
+    engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=2)
+    step(engine, 2)  # the optimizer's state is there from now on
+    at_rest = plan.resident + counter_bytes(engine)
+    transient = sampled(engine, lambda: step(engine, 2)) - at_rest
+    what = f"{model.run}, stage {stage}, {settings}, {n} ranks"
+    if "reduce_dtype" in settings:  # the largest buffer apart is that of the root, which no hook sees
+        assert 0 < transient <= plan.transient, f"{what}: held {transient} on top, planned {plan}"
+    else:
+        assert transient == plan.transient, f"{what}: held {transient} on top, planned {plan}"
+    assert held_now(engine) == at_rest, f"{what}: something stays after the step"
+    if stage == 3:
+        with torch.no_grad():
+            seen = sampled(engine, lambda: engine(token_batches(1, 1, 1)[0, 0, 0])) - at_rest
+        assert seen == plan.gathered, f"{what}: an evaluation held {seen} on top, planned {plan}"
+        assert held_now(engine) == at_rest and not any(bucket.is_gathered for bucket in engine.buckets), what
+    engine.destroy()
+
+
+def peak_case() -> None:
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    for stage in STAGES:
+        for settings in SETTINGS:
+            check_peak(Deep(), stage, settings)
+    for run in ("reentrant", "nonreentrant", "ours"):
+        for stage in (2, 3):
+            check_peak(Deep(run), stage, {})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_most_that_a_step_holds_is_what_was_planned_and_nothing_stays(world_size):
+    run_ranks(world_size, peak_case)
+
+
+class Chunked(Deep):
+    """Recomputes `together` blocks in one piece."""
+
+    together = 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        blocks = [list(self.blocks)[i : i + self.together] for i in range(0, len(self.blocks), self.together)]
+        x = self.embedding(tokens)
+        for chunk in blocks:
+            x = checkpointing.checkpoint(nn.Sequential(*chunk), x)
+        return (self.norm(x) @ self.embedding.weight.t()).float().logsumexp(-1).mean()
+
+
+def test_blocks_that_are_recomputed_together_are_whole_together(one_rank):
+    mpu.model_parallel_cuda_manual_seed(1)
+    for together in (1, 2, 4):
+        model = Chunked(blocks=8)
+        model.together = together
+        plan = plan_memory(model, stage=3, data_parallel_size=1, dtype=torch.bfloat16, recomputed_together=together)
+        engine = make_engine(model, 3, dtype=torch.bfloat16)
+        step(engine)
+        units = [bucket for bucket in engine.buckets if bucket.name != "root"]
+        count = sampled(
+            engine, lambda engine=engine: step(engine), lambda _, units=units: sum(b.is_gathered for b in units)
+        )
+        assert count in (together, together + 1)  # the next one may still be on its way
+        transient = sampled(engine, lambda engine=engine: step(engine)) - plan.resident - counter_bytes(engine)
+        assert transient == plan.transient if together == 1 else transient <= plan.transient
+        engine.destroy()
+
+
+def test_an_unused_parameter_in_every_block_costs_no_more_memory(one_rank):
+    check_peak(Deep(block=HalfUsedBlock), 3, {})
+
+
+def test_buckets_count_gradients_on_their_way(one_rank):
+    engine = make_engine(Deep(), 2, dtype=torch.bfloat16)
+
+    def not_counted(engine: Engine) -> int:
+        return storage_bytes(in_buckets(engine)) - sum(sum(bucket.nbytes.values()) for bucket in engine.buckets)
+
+    assert sampled(engine, lambda: step(engine), not_counted) == 0
+
+
+def init_case() -> None:
+    n = mpu.initialize_model_parallel(1).data_parallel_size
+    gc.freeze()
+    context = zero.Init(dtype=torch.bfloat16)
+    with context:
+        model = Deep()
+    shards = sum(padded([p.ds_numel for p in module.parameters(recurse=False)], n) for module in model.modules()) // n
+    assert live_bytes() == 2 * shards, "zero.Init keeps more than its shards"
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        assert live_bytes() == 2 * shards * (1 + n)
+    assert live_bytes() == 2 * shards, "GatheredParameters keeps more than the shards"
+    plan = plan_memory(model, stage=3, data_parallel_size=n, dtype=None)
+    engine = make_engine(model, 3)
+    step(engine)
+    assert live_bytes() == plan.resident, "what zero.Init has built stays beside the engine's"
+    with zero.GatheredParameters(model.parameters()):
+        pass
+    assert live_bytes() == plan.resident
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_init_and_gathered_parameters_release_what_they_gathered(world_size):
+    run_ranks(world_size, init_case)
+
+
+def test_a_destroyed_engine_leaves_the_plain_model_and_nothing_else(one_rank):
+    gc.freeze()
+    model = Deep()
+    whole = sum(p.nbytes for p in model.parameters())
+    engine = make_engine(model, 2)
+    step(engine)
+    engine.destroy()
+    del engine
+    try:
+        assert live_bytes() == whole
+    finally:
+        gc.unfreeze()
+
+
+def test_a_sharded_model_that_nobody_has_any_more_is_freed(one_rank):
+    gc.freeze()
+    with zero.Init():
+        model = Deep()
+    del model
+    try:
+        assert live_bytes() == 0
+    finally:
+        gc.unfreeze()
+
+
+# ---- models that no machine here could hold
+
+
+def test_adam_states_of_the_tutorials_gpt2_shrink_from_18_to_2_25_gb_on_8_ranks(one_rank):
+    for heads in (16, 25):
+        config = GPT2Config(
+            num_layers=48,
+            hidden_size=1600,
+            num_attention_heads=heads,
+            vocab_size=50257,
+            max_position_embeddings=1024,
+        )
+        model = GPT2Model(config, device="meta")
+        plans = [plan_memory(model, stage=stage, data_parallel_size=8, dtype=torch.float16) for stage in STAGES]
+        psi = config.num_parameters() + (50304 - 50257) * 1600
+        assert [plan.numel for plan in plans] == [psi] * 4
+        assert all(plan.padding < 1e-5 * plan.resident for plan in plans)
+        billion_and_a_half = [plan.optimizer / psi * 1.5 for plan in plans]  # GB
+        assert billion_and_a_half == pytest.approx([18, 2.25, 2.25, 2.25], rel=1e-5)
+        assert [round(plan.optimizer / 1e9, 2) for plan in plans] == [18.69, 2.34, 2.34, 2.34]  # of 1.558 billion
+        root, block = (50304 + 1024 + 2) * 1600, 12 * 1600**2 + 13 * 1600
+        assert plans[3].gathered == pytest.approx(2 * (root + 2 * block), rel=1e-4)
+        assert plans[3].reducing == pytest.approx(4 * (root + 2 * block), rel=1e-4)
+
+
+class Psi(nn.Module):
+    """`numel` parameters on the meta device."""
+
+    def __init__(self, numel: float, blocks: int = 50) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Module() for _ in range(blocks))
+        for block in self.blocks:
+            block.weight = nn.Parameter(torch.empty(int(numel) // blocks, device="meta"))
+
+
+# ZeRO (arXiv:1910.02054), table 1: GB per device with P_os, P_os+g, P_os+g+p, by data-parallel degree; rounded or cut off there.
+TABLE_1 = {
+    7.5e9: """
+        1     120   120   120
+        4     52.5  41.3  30
+        16    35.6  21.6  7.5
+        64    31.4  16.6  1.88
+        256   30.4  15.4  0.47
+        1024  30.1  15.1  0.12""",
+    128e9: """
+        1     2048  2048  2048
+        4     896   704   512
+        16    608   368   128
+        64    536   284   32
+        256   518   263   8
+        1024  513   257   2""",
+    1e12: """
+        1     16000 16000 16000
+        4     7000  5500  4000
+        16    4750  2875  1000
+        64    4187  2218  250
+        256   4046  2054  62.5
+        1024  4011  2013  15.6""",
+}
+
+
+@pytest.mark.parametrize("numel", TABLE_1)
+def test_table_1_of_the_zero_paper(numel):
+    model = Psi(numel)
+    for line in TABLE_1[numel].strip().splitlines():
+        ranks, *printed = line.split()
+        for stage, want in zip((1, 2, 3), printed, strict=True):
+            plan = plan_memory(
+                model, stage=stage, data_parallel_size=int(ranks), dtype=torch.float16, grad_dtype="compute"
+            )
+            last_digit = 10.0 ** -len(want.partition(".")[2])
+            assert abs(plan.resident / 1e9 - float(want)) < last_digit, f"{numel:g} on {ranks} ranks, stage {stage}"
+
+
+# ---- the table that a job prints
+
+
+def test_rows_have_planned_beside_measured_and_say_what_comes_later():
+    plan = plan_memory(Psi(1e9), stage=1, data_parallel_size=4, dtype=torch.bfloat16)
+    assert [" ".join(row).split() for row in plan.rows()[:3]] == [
+        "bytes per rank planned measured".split(),
+        "parameters (P) 2.00 GB -".split(),
+        "gradients (G) 4.00 GB -".split(),
+    ]
+    before = {"P": plan.parameters, "G": plan.gradients, "O": plan.master}
+    rows = dict(memory_rows(plan, before))
+    assert rows["optimizer (O)"].split("  (")[1] == "2.00 GB of it from the first step on)"
+    assert rows["optimizer (O)"].split()[2:4] == ["1.00", "GB"] and rows["peak"].split()[-1] == "-"
+    after = {**before, "O": plan.optimizer, "buffers": 10**6}
+    rows = dict(memory_rows(plan, after))
+    assert rows["optimizer (O)"].split() == "3.00 GB 3.00 GB".split()
+    assert (
+        rows["buffers, at most"].split() == "0 B 1.00 MB".split() and rows["peak"].split() == "9.00 GB 9.00 GB".split()
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stage": 4},
+        {"data_parallel_size": 0},
+        {"grad_dtype": "fp8"},
+        {"states_per_element": -1},
+        {"recomputed_together": 0},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_refused(wrong):
+    settings = {"stage": 1, "data_parallel_size": 2, "dtype": None, **wrong}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        plan_memory(nn.Linear(2, 2), **settings)

@@ -1,0 +1,166 @@
+"""What users do to parameters behind the engine's back is kept or refused by name, never lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megazero import mpu, utils, zero
+from tests.ranks import run_ranks
+from tests.zero.models import Block, Toy, make_engine, run, token_batches
+from tests.zero.test_dynamic import fresh, my_batch, one_step
+
+STAGES = (0, 1, 2, 3)
+
+
+def write_case(dtype: torch.dtype) -> None:
+    mpu.initialize_model_parallel(1)
+    for stage in STAGES[:3]:
+        engine = fresh(stage, dtype=dtype, optimizer="sgd", decay=0.0)
+        weight = engine.module.norm.weight
+        with torch.no_grad():
+            weight.fill_(7.0)  # on every rank, as weight clipping or load_state_dict does
+        engine.backward(0.0 * engine(my_batch()))
+        engine.step()
+        assert (engine.state_dict()["norm.weight"] == 7.0).all() and (
+            utils.safe_get_full_fp32_param(weight) == 7.0
+        ).all()
+        for repoint in (lambda w: setattr(w, "data", w.data.clone()), lambda _, e=engine: e.module.double()):
+            repoint(weight)
+            with pytest.raises(RuntimeError, match="has been given other memory since the engine was made"):
+                one_step(engine, my_batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writes_in_place_are_kept_and_other_memory_is_refused(dtype):
+    run_ranks(2, write_case, dtype)
+
+
+def rounding_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for stage in (0, 1, 3):
+        engine = fresh(stage, dtype=torch.bfloat16)
+        before = utils.safe_get_full_fp32_param(engine.module.embedding.weight)
+        with zero.GatheredParameters(engine.module.norm.weight, modifier_rank=0), torch.no_grad():
+            engine.module.norm.weight[1] = 3.0
+        assert torch.equal(utils.safe_get_full_fp32_param(engine.module.embedding.weight), before)
+        assert utils.safe_get_full_fp32_param(engine.module.norm.weight).tolist() == [1, 3, 1, 1, 1]
+
+
+def test_gathered_parameters_leave_the_fp32_weights_of_what_did_not_change():
+    run_ranks(2, rounding_case)
+
+
+def held_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = fresh(3)
+    weight = engine.module.blocks[0].up.weight
+    engine.backward(engine(my_batch()))
+    for action in (
+        engine.step,
+        lambda: utils.safe_set_full_fp32_param(weight, torch.zeros(15, 5)),
+    ):
+        with pytest.raises(RuntimeError, match="inside of GatheredParameters"), zero.GatheredParameters(weight):
+            action()
+    engine.step()
+    assert engine.global_steps == 1 and engine.micro_steps == 1
+
+
+def test_steps_and_writes_inside_of_gathered_parameters_are_refused():
+    run_ranks(2, held_case)
+
+
+class Queries(nn.Module):
+    """Returns a view of its parameter, as learned queries are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x):
+        return self.latents.expand(3, 5)
+
+
+def view_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = make_engine(nn.Sequential(Queries(), Block(5)), 3)
+    with pytest.raises(RuntimeError, match=r"Unit '0' returns a parameter, or a view of one \(shape \(3, 5\)\).*clone"):
+        engine(torch.ones(1))
+
+
+def test_a_unit_that_returns_a_view_of_its_weight_is_refused_instead_of_crashing():
+    run_ranks(1, view_case)
+
+
+class GatheringBlock(Block):
+    def forward(self, x):
+        with zero.GatheredParameters(self.up.weight):
+            scale = self.up.weight.detach().abs().max()
+        return super().forward(x) / (1 + 0 * scale)
+
+
+def nested_case() -> None:
+    mpu.initialize_model_parallel(1)
+    want = run(Toy, 0)
+    got = run(lambda: Toy(block=GatheringBlock), 3)
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
+def test_gathered_parameters_inside_of_a_units_forward():
+    run_ranks(2, nested_case)
+
+
+def autocast_case() -> None:
+    """Two micro-batches in one autocast region share the cached cast of a weight, so gradients come after the unit is over."""
+    mpu.initialize_model_parallel(1)
+    states = []
+    for stage in (0, 2, 3):
+        engine = fresh(stage, gradient_accumulation_steps=2)
+        batches = token_batches(1, 2, mpu.get_data_parallel_world_size())[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            for batch in batches:
+                one_step(engine, batch[mpu.get_data_parallel_rank()])
+        states.append(engine.state_dict())
+    for state in states[1:]:
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_over_several_micro_batches():
+    run_ranks(2, autocast_case)
+
+
+def test_a_checkpoint_loaded_in_mid_accumulation_starts_a_step_anew(one_rank, tmp_path):
+    engine = fresh(2, gradient_accumulation_steps=2)
+    for _ in range(2):
+        one_step(engine, my_batch())
+    engine.save_checkpoint(str(tmp_path))
+    one_step(engine, my_batch(1))  # half a step
+    engine.load_checkpoint(str(tmp_path))
+    assert not engine.is_gradient_accumulation_boundary()
+    for _ in range(2):
+        engine.backward(engine(my_batch(2)))
+        grad = engine.full_grad("norm.weight") if engine.is_gradient_accumulation_boundary() else None
+        engine.step()
+    again = fresh(2, gradient_accumulation_steps=2)
+    again.load_checkpoint(str(tmp_path))
+    for _ in range(2):
+        again.backward(again(my_batch(2)))
+        want = again.full_grad("norm.weight") if again.is_gradient_accumulation_boundary() else None
+        again.step()
+    assert torch.equal(grad, want)
+
+
+def test_dtypes_that_cannot_be_trained_are_refused_and_mixed_ones_keep_their_values(one_rank):
+    for dtype in (torch.float64, torch.complex64):
+        with pytest.raises(ValueError, match=f"trained parameters of {dtype}"):
+            make_engine(nn.Linear(2, 2, dtype=dtype), 1)
+    model = nn.Linear(2, 2)
+    model.weight.data = model.weight.data.half()
+    model.bias.data.fill_(100001.0)
+    engine = make_engine(model, 1, dtype=torch.bfloat16)
+    assert (utils.safe_get_full_fp32_param(model.bias) == 100001.0).all()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        make_engine(nn.Linear(2, 2), 1, gradient_accumulation_steps=0)
+    engine.destroy()

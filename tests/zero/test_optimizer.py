@@ -1,0 +1,188 @@
+"""The optimizer over buckets: what it keeps through freezing and checkpoints, and how often it steps the torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megazero import mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.loss_scaler import LossScaler
+from megazero.zero.config import ZeroConfig
+from tests.ranks import run_ranks
+from tests.zero.models import OPTIMIZERS, Toy, make_engine, token_batches
+
+
+def toy() -> Toy:
+    torch.manual_seed(0)
+    model = Toy()
+    model.unused.requires_grad_(False)
+    return model
+
+
+def batches(step: int) -> torch.Tensor:
+    return token_batches(8, 1, mpu.get_data_parallel_world_size())[step, 0]
+
+
+def one_step(engine: Engine, step: int) -> None:
+    engine.backward(engine(batches(step)[mpu.get_data_parallel_rank()]))
+    engine.step()
+
+
+def engine_of(model: nn.Module, factory, stage: int = 1, **options) -> Engine:
+    zero = ZeroConfig(stage=stage, **options.pop("zero", {}))
+    return Engine(model, mpu.get_groups(), factory, *weight_decay_groups(model, 0.0), zero=zero, **options)
+
+
+# ---- freezing
+
+
+def set_trained(model: Toy, step: int) -> None:
+    """The first block rests for one step, the last one for two; all rest for a forward without a step."""
+    model.blocks[0].requires_grad_(step != 2)
+    model.blocks[2].up.requires_grad_(step not in (2, 3))
+
+
+def refreeze_case(stage: int, optimizer: str) -> None:
+    mpu.initialize_model_parallel(1)
+    model = toy()
+    plain = copy.deepcopy(model)
+    torch_optimizer = OPTIMIZERS[optimizer]([{"params": list(plain.parameters()), "weight_decay": 0.0}])
+    engine = make_engine(model, stage, optimizer=optimizer, decay=0.0, clip_grad=0.0)
+    for step in range(6):
+        set_trained(plain, step)
+        if step == 4:
+            model.requires_grad_(False)
+            engine(batches(0)[0])
+            model.requires_grad_(True)
+            model.unused.requires_grad_(False)
+        set_trained(model, step)
+        torch_optimizer.zero_grad()
+        (sum(plain(x) for x in batches(step)) / len(batches(step))).backward()
+        torch_optimizer.step()
+        one_step(engine, step)
+    state = engine.state_dict()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(state[name], p.detach(), rtol=1e-5, atol=1e-6)
+    assert len(engine.optimizer.slices) < 20, "parameters with equal counters are updated together"
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, "adamw, not fused"), (3, "adamw"), (2, "sgd")])
+def test_a_frozen_parameter_keeps_its_state_as_in_torch(stage, optimizer):
+    run_ranks(2, refreeze_case, stage, optimizer)
+
+
+def test_adagrad_trains_what_is_unfrozen_later(one_rank):
+    model = toy()
+    model.blocks[0].requires_grad_(False)
+    engine = engine_of(model, lambda g: torch.optim.Adagrad(g, lr=0.1, initial_accumulator_value=0.5))
+    one_step(engine, 0)
+    model.blocks[0].requires_grad_(True)
+    before = engine.state_dict()["blocks.0.up.weight"]
+    one_step(engine, 1)
+    assert not torch.equal(engine.state_dict()["blocks.0.up.weight"], before)
+    assert engine.optimizer.counters()["blocks.0.up.weight"] == {"step": 1.0}
+
+
+# ---- checkpoints
+
+
+def resume_case(folder: str, stage: int) -> None:
+    """One block is unfrozen late and another frozen at the time of the save: both have counters of their own."""
+    mpu.initialize_model_parallel(1)
+    model = toy()
+    model.blocks[0].requires_grad_(False)
+    engine = make_engine(model, stage)
+    one_step(engine, 0)
+    one_step(engine, 1)
+    model.blocks[0].requires_grad_(True)
+    model.blocks[1].requires_grad_(False)
+    one_step(engine, 2)
+    engine.save_checkpoint(folder)
+    resumed_model = toy()
+    resumed = make_engine(resumed_model, 3 - stage)
+    resumed_model.blocks[1].requires_grad_(False)
+    resumed.load_checkpoint(folder)
+    for m in (model, resumed_model):
+        m.blocks[1].requires_grad_(True)
+    for step in (3, 4):
+        one_step(engine, step)
+        one_step(resumed, step)
+    got = resumed.state_dict()
+    for name, want in engine.state_dict().items():
+        assert torch.equal(got[name], want), name
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_step_counters_of_what_was_unfrozen_late_come_back(tmp_path, stage):
+    run_ranks(2, resume_case, str(tmp_path), stage)
+
+
+def test_learning_rate_comes_back_and_other_settings_are_the_new_runs(one_rank, tmp_path):
+    engine = engine_of(toy(), lambda g: torch.optim.AdamW(g, lr=0.1, betas=(0.8, 0.9)))
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.01
+    one_step(engine, 0)
+    engine.save_checkpoint(str(tmp_path))
+    for options, lr in (({}, 0.01), ({"load_optimizer_states": False}, 0.1), ({"load_module_only": True}, 0.1)):
+        fresh = engine_of(toy(), lambda g: torch.optim.AdamW(g, lr=0.1, betas=(0.7, 0.9)))
+        fresh.load_checkpoint(str(tmp_path), **options)
+        assert [(group["lr"], group["betas"]) for group in fresh.optimizer.param_groups] == [(lr, (0.7, 0.9))] * 2
+
+
+# ---- the torch optimizer
+
+
+class CountingSgd(torch.optim.Optimizer):
+    """Counts its steps in the parameter group."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class Adam(CountingSgd):
+    """A user's own, of a known name."""
+
+
+def test_an_optimizer_unknown_to_be_elementwise_is_stepped_once(one_rank):
+    engine = engine_of(toy(), CountingSgd, allow_untested_optimizer=True)
+    one_step(engine, 0)
+    assert [group["k"] for group in engine.optimizer.param_groups] == [1, 1]
+
+
+def test_step_hooks_fire_once(one_rank):
+    engine = engine_of(toy(), lambda g: torch.optim.SGD(g, lr=0.1))
+    fired = []
+    engine.optimizer.torch_optimizer.register_step_post_hook(lambda *_: fired.append(1))
+    one_step(engine, 0)
+    assert len(fired) == 1
+
+
+def test_a_class_of_a_known_name_is_not_known(one_rank):
+    with pytest.raises(ValueError, match=r"test_optimizer\.Adam is not known to be elementwise"):
+        engine_of(toy(), Adam)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw, not fused"])
+def test_scaled_gradients_in_16_bits_do_not_underflow(one_rank, optimizer):
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    factory = lambda g: torch.optim.AdamW(g, lr=0.5, eps=1e-12, fused=optimizer == "adamw")  # noqa: E731
+    engine = engine_of(
+        model, factory, zero={"grad_dtype": "compute"}, dtype=torch.float16, loss_scaler=LossScaler(65536.0)
+    )
+    x = torch.full((1, 4), 1e-2, dtype=torch.float16)
+    engine.backward((engine(x).float() * 1e-6).mean())  # a gradient of 1e-8, below what fp16 holds
+    engine.step()
+    torch.testing.assert_close(engine.state_dict()["weight"].float(), torch.full((1, 4), 0.5), rtol=0, atol=1e-2)

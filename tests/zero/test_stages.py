@@ -1,0 +1,62 @@
+"""Stages 1, 2 and 3 against stage 0: losses, gradients, norms and weights, bit for bit where the arithmetic is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero import mpu
+from tests.ranks import run_ranks
+from tests.zero.models import MODELS, run
+
+
+def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-6) -> None:
+    assert trace.keys() == want.keys()
+    for key, value in want.items():
+        if bitwise:
+            assert torch.equal(trace[key], value), f"{what}: {key} differs by {(trace[key] - value).abs().max()}"
+        else:
+            torch.testing.assert_close(
+                trace[key], value, rtol=1e-5, atol=atol, msg=lambda m, k=key: f"{what}: {k}: {m}"
+            )
+
+
+def stages_case(names: list[str], options: dict, bitwise: bool) -> None:
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    for name in names:
+        want = run(MODELS[name], 0, **options)
+        for stage in (1, 2, 3):
+            compare(run(MODELS[name], stage, **options), want, f"{name}, stage {stage}", bitwise)
+
+
+TWICE = [
+    name for name in MODELS if "twice" in name
+]  # their gradients may be reduced in two parts, which add up in another order
+ONCE = [name for name in MODELS if name not in TWICE]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_stages_equal_stage_0_bit_for_bit(world_size):
+    run_ranks(world_size, stages_case, ONCE, {"clip_grad": 0.5}, True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_stages_equal_stage_0_where_a_block_is_used_twice(world_size):
+    run_ranks(world_size, stages_case, TWICE, {"clip_grad": 0.5}, False)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw, not fused"])
+def test_all_stages_equal_stage_0_bit_for_bit_with_other_optimizers(optimizer):
+    run_ranks(2, stages_case, ["tied head, unused parameter"], {"clip_grad": 0.5, "optimizer": optimizer}, True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_stages_equal_stage_0_with_accumulation(world_size):
+    run_ranks(world_size, stages_case, list(MODELS), {"clip_grad": 0.5, "micro": 3}, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero", [{}, {"grad_dtype": "compute"}, {"reduce_dtype": "compute"}], ids=str)
+def test_all_stages_equal_stage_0_bit_for_bit_in_16_bits(dtype, zero):
+    run_ranks(2, stages_case, ["tied head, unused parameter", "frozen layers"], {"dtype": dtype, "zero": zero}, True)
