@@ -1,0 +1,42 @@
+"""The batch equation: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel size."""
+
+from __future__ import annotations
+
+from megazero.json_source import DeepSpeedConfigError
+
+
+def resolve_batch(
+    total: int | None, micro: int | None, steps: int | None, world_size: int, model_parallel_size: int
+) -> tuple[int, int, int]:
+    """The three batch numbers, those that were not given from those that were.
+
+    Raises:
+        DeepSpeedConfigError: too few are given, one is below 1, or they do not agree; the message shows the arithmetic.
+    """
+    if model_parallel_size < 1 or world_size % model_parallel_size:
+        raise DeepSpeedConfigError(
+            f"The world size {world_size} is not a multiple of the model-parallel size {model_parallel_size}: no data-parallel "
+            "size follows. Start another number of ranks."
+        )
+    ranks = world_size // model_parallel_size
+    given = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    if total is None and micro is None:
+        raise DeepSpeedConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided.")
+    if steps is None:
+        steps = total // (micro * ranks) if total is not None and micro else 1
+    if total is None:
+        assert micro is not None
+        total = micro * steps * ranks
+    if micro is None:
+        micro = total // (steps * ranks) if steps else 0
+    if min(total, micro, steps) < 1 or total != micro * steps * ranks:
+        total_text, micro_text, steps_text = (
+            f"{name} {value}" + ("" if given[name] is not None else " (follows)")
+            for name, value in zip(given, (total, micro, steps), strict=True)
+        )
+        raise DeepSpeedConfigError(
+            f"The batch sizes do not fit: {total_text} must be {micro_text} x {steps_text} x data-parallel size {ranks} "
+            f"(world size {world_size} / model-parallel size {model_parallel_size}) = {micro * steps * ranks}, and each at "
+            "least 1. Change one, or leave one out: it follows from the others where the division has no remainder."
+        )
+    return total, micro, steps

@@ -1,0 +1,241 @@
+"""The JSON configuration as a whole: read, checked at every level before anything is built, and what the engine is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.json_config.batch import resolve_batch
+from megazero.json_config.old_forms import modernised, without_disabled
+from megazero.json_config.schema import ALWAYS, LATER, NO_EFFECT, OBEYED, REFUSED, Reader, describe, every_key, key
+from megazero.json_config.sections import (
+    ActivationCheckpointingSection,
+    AioSection,
+    Bf16Section,
+    CheckpointSection,
+    DataTypesSection,
+    Fp16Section,
+    OptimizerSection,
+    SchedulerSection,
+)
+from megazero.json_config.zero_section import ZeroSection
+from megazero.json_source import DeepSpeedConfigError, read_source
+from megazero.optim.loss_scaler import PrecisionConfig
+from megazero.zero.config import ZeroConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class JsonConfig:
+    """A configuration in DeepSpeed's keys, checked; the three batch numbers are resolved.
+
+    Attributes:
+        world_size, model_parallel_size: what the batch numbers were resolved for.
+        given: the paths of the keys that the source had ("fp16.enabled"); the others have their defaults.
+    """
+
+    train_batch_size: int = key(None, OBEYED, "micro-batch x accumulation steps x data-parallel size")
+    train_micro_batch_size_per_gpu: int = key(None, OBEYED, "samples of one forward on one data-parallel rank")
+    gradient_accumulation_steps: int = key(None, OBEYED, "micro-batches of one optimizer step")
+
+    gradient_clipping: float = key(1.0, OBEYED, "the global norm is at most this; 0: no clipping", at_least=0)
+    zero_optimization: ZeroSection = key(ZeroSection(), OBEYED)
+    fp16: Fp16Section = key(Fp16Section(), OBEYED)
+    bf16: Bf16Section = key(Bf16Section(), OBEYED, old=("bfloat16",))
+    data_types: DataTypesSection = key(DataTypesSection(), OBEYED)
+    optimizer: OptimizerSection | None = key(None, OBEYED)
+    scheduler: SchedulerSection | None = key(None, OBEYED)
+    activation_checkpointing: ActivationCheckpointingSection = key(ActivationCheckpointingSection(), OBEYED)
+    checkpoint: CheckpointSection = key(CheckpointSection(), OBEYED)
+    aio: AioSection = key(AioSection(), LATER)
+
+    steps_per_print: int | None = key(None, OBEYED, "optimizer steps between progress lines; null: none", at_least=1)
+    wall_clock_breakdown: bool = key(False, OBEYED, "logs the times of forward, backward and step")
+    memory_breakdown: bool = key(False, LATER, "logs memory")
+    dump_state: bool = key(False, ALWAYS, "the effective configuration is always printed once")
+    prescale_gradients: bool = key(False, OBEYED, "gradients are divided by the number of ranks before they are summed")
+    gradient_predivide_factor: float = key(1.0, OBEYED, "they are divided by this before, by the rest after", above=0)
+    gradient_allreduce_op: str = key("mean", LATER, "sum is refused, as it is with stage 3", choices=("mean", "sum"))
+    communication_data_type: str | None = key(
+        None,
+        OBEYED,
+        "of gradients on the wire: fp32 or the compute dtype; null: that in which they accumulate",
+        choices=_DTYPES,
+    )
+    seq_parallel_communication_data_type: str | None = key(
+        "fp32", NO_EFFECT, "sequences are not split", choices=_DTYPES
+    )
+    zero_allow_untested_optimizer: bool = key(False, OBEYED, "ZeRO with an optimizer of the caller's own class")
+    zero_force_ds_cpu_optimizer: bool = key(True, LATER, "offloading needs the CPU Adam")
+    dataloader_drop_last: bool = key(False, OBEYED, "drops a last incomplete batch")
+    managed_gradient_accumulation: bool = key(True, REFUSED, "step() counts micro-batches")
+    sparse_gradients: bool = key(False, REFUSED, "gradients are dense")
+    use_data_before_expert_parallelism: bool = key(False, REFUSED, "mixtures of experts are not built")
+    disable_allgather: bool = key(False, NO_EFFECT, "updated weights travel in one all-gather per unit")
+    allgather_size: int = key(500_000_000, NO_EFFECT, "buffers are sized by the model's units", above=0)
+    vocabulary_size: int | None = key(None, NO_EFFECT, "the model pads its own vocabulary", at_least=1)
+    disable_python_gc: bool = key(False, NO_EFFECT, "the garbage collector is left alone")
+    log_level: str | None = key(None, NO_EFFECT, "set the level of the logger megazero")
+
+    world_size: int = 1
+    model_parallel_size: int = 1
+    given: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.fp16.enabled and self.bf16.enabled:
+            raise DeepSpeedConfigError(
+                "fp16.enabled and bf16.enabled are both true, but parameters have one dtype. Disable one of them."
+            )
+        if self.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
+            raise DeepSpeedConfigError(
+                'gradient_allreduce_op "sum" is not possible with zero_optimization.stage 3. Use "mean", or stage 2.'
+            )
+        self._dtype("communication_data_type", self.communication_data_type)
+        self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share the batch."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of parameters and activations: "fp32", "fp16" or "bf16"."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """What the engine is told about ZeRO.
+
+        Raises:
+            ValueError: a home is asked for that is not built yet.
+        """
+        section = self.zero_optimization
+        homes = {
+            home: "accelerator" if offload is None or offload.device == "none" else offload.device
+            for home, offload in (("param_home", section.offload_param), ("optimizer_home", section.offload_optimizer))
+        }
+        return ZeroConfig(
+            stage=section.stage,
+            grad_dtype=self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype) or "fp32",
+            reduce_dtype=self._dtype("communication_data_type", self.communication_data_type) or "same",
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            prescale_gradients=self.prescale_gradients,
+            overlap_comm=section.overlap_comm,
+            **homes,
+        )
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        """The dtype of the parameters and the loss scale."""
+        if not self.fp16.enabled:
+            return PrecisionConfig(bf16=self.bf16.enabled)
+        section = self.fp16
+        if section.loss_scale:
+            return PrecisionConfig(fp16=True, loss_scale=section.loss_scale)
+        return PrecisionConfig(
+            fp16=True,
+            initial_loss_scale=2.0**section.initial_scale_power,
+            loss_scale_window=section.loss_scale_window,
+            min_scale=section.min_loss_scale,
+            hysteresis=section.hysteresis,
+            consecutive_hysteresis=section.consecutive_hysteresis,
+        )
+
+    def describe(self) -> str:
+        """The effective configuration, a line per section, and which of the given keys change nothing."""
+        lines = [
+            f"batch: train_batch_size {self.train_batch_size} = train_micro_batch_size_per_gpu "
+            f"{self.train_micro_batch_size_per_gpu} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "
+            f"data-parallel size {self.data_parallel_size}"
+        ]
+        lines += describe(self, self.given)
+        for effect in (NO_EFFECT, LATER):
+            idle = sorted(p for p, f in every_key(type(self)) if f.metadata["effect"] == effect and p in self.given)
+            if idle:
+                lines.append(f"given, but {effect}: {', '.join(idle)}")
+        return "\n".join(lines)
+
+    def _dtype(self, path: str, dtype: str | None) -> str | None:
+        """How ZeroConfig calls a dtype of the JSON: fp32, or compute."""
+        if dtype in (None, "fp32"):
+            return dtype
+        if dtype != self.compute_dtype:
+            raise DeepSpeedConfigError(
+                f'{path} "{dtype}" is neither "fp32" nor the dtype of the parameters, which is {self.compute_dtype}. Use one of '
+                f"these, or enable {dtype}."
+            )
+        return "compute"
+
+
+def load_json_config(
+    source: Mapping[str, Any] | str | os.PathLike,
+    *,
+    world_size: int,
+    model_parallel_size: int = 1,
+    auto: Mapping[str, Any] | None = None,
+) -> JsonConfig:
+    """The configuration in `source`, checked at every level. Old forms and misspellings that are accepted are logged.
+
+    Args:
+        source: a dict, the path of a JSON file, or URL-safe base64 of JSON.
+        auto: what "auto" means, by the path of the key: {"train_micro_batch_size_per_gpu": 4}. Inside of sections, "auto"
+            that is not in it means the default; at top level and in `params` it is an error.
+
+    Raises:
+        DeepSpeedConfigError: anything is wrong, unknown, or not built; it is a ValueError and an AssertionError.
+    """
+    config = parse_json_config(
+        read_source(source), world_size=world_size, model_parallel_size=model_parallel_size, auto=auto
+    )
+    refuse_unbuilt(config)
+    return config
+
+
+def parse_json_config(
+    document: Mapping[str, Any],
+    *,
+    world_size: int = 1,
+    model_parallel_size: int = 1,
+    auto: Mapping[str, Any] | None = None,
+) -> JsonConfig:
+    """As `load_json_config`, from a dict, and without `refuse_unbuilt`."""
+    reader = Reader(auto or {})
+    document = modernised(without_disabled(document), reader.warnings)
+    values = reader.values(JsonConfig, document, "")
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (values.get(name) for name in batch)
+    resolved = resolve_batch(total, micro, steps, world_size, model_parallel_size)
+    values.update(zip(batch, resolved, strict=True))
+    config = JsonConfig(
+        **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
+    )
+    for warning in reader.warnings if os.environ.get("RANK", "0") == "0" else ():  # all ranks read the same
+        logger.warning("configuration: %s", warning)
+    return config
+
+
+def refuse_unbuilt(config: JsonConfig) -> None:
+    """Refuses what is read and checked, but not built yet. Delete a line here when its part is there.
+
+    Raises:
+        DeepSpeedConfigError: one of these is asked for.
+    """
+    zero = config.zero_optimization
+    asked = {
+        "zero_optimization.offload_param.device": zero.offload_param and zero.offload_param.device != "none",
+        "zero_optimization.offload_optimizer.device": zero.offload_optimizer
+        and zero.offload_optimizer.device != "none",
+        "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
+        "fp16.auto_cast": config.fp16.enabled and config.fp16.auto_cast,
+        "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
+    }
+    for path, is_asked in asked.items():
+        if is_asked:
+            raise DeepSpeedConfigError(f"{path} asks for something that is not built yet. Drop it.")

@@ -1,0 +1,125 @@
+"""Old forms of the JSON, rewritten as today's; and DeepSpeed's subsystems that do not exist here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megazero.json_config.schema import AUTO, join, show
+from megazero.json_source import DeepSpeedConfigError
+
+_MONITOR = "metrics go to DIR/metrics.jsonl and TensorBoard under --save DIR or --tensorboard-dir"
+_DATA = "the training data are shuffled samples of equal length"
+DISABLED_ONLY = {
+    "amp": "apex amp is not used; use fp16 or bf16",
+    "autotuning": "there is no tuner",
+    "comet": _MONITOR,
+    "comms_logger": "collectives are not logged one by one",
+    "compile": "use --compile, or torch.compile on the model",
+    "compression_training": "nothing is compressed",
+    "csv_monitor": _MONITOR,
+    "curriculum_learning": _DATA,
+    "data_efficiency": _DATA,
+    "datastates": "checkpoints are written by their own store",
+    "eigenvalue": "it belongs to quantization, which is not built",
+    "elasticity": "batch sizes are fixed; a checkpoint loads under any number of ranks",
+    "expert_parallel": "mixtures of experts are not built",
+    "flops_profiler": "TFLOP/s and MFU are in every log line",
+    "hybrid_engine": "inference is not part of training",
+    "nebula": "checkpoints are written by their own store",
+    "pipeline": "pipeline parallelism is not built",
+    "progressive_layer_drop": "no layer is dropped",
+    "quantize_training": "quantization is not built",
+    "sparse_attention": "attention is dense",
+    "tensor_parallel": "tensor parallelism is --model-parallel-size, or an mpu given to initialize",
+    "tensorboard": _MONITOR,
+    "timers": "use wall_clock_breakdown",
+    "torch_autocast": "parameters have one dtype; use fp16 or bf16",
+    "wandb": _MONITOR,
+    "weight_quantization": "quantization is not built",
+}
+
+
+def without_disabled(document: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` less the sections of subsystems that do not exist here.
+
+    Raises:
+        DeepSpeedConfigError: one of them is not disabled.
+    """
+    for name, reason in DISABLED_ONLY.items():
+        section = document.get(name)
+        is_off = not section or (isinstance(section, Mapping) and section.get("enabled") is False)
+        if not is_off:
+            raise DeepSpeedConfigError(
+                f'{name} asks for something that does not exist here: {reason}. Drop the section, or set "enabled": false in it.'
+            )
+    return {name: value for name, value in document.items() if name not in DISABLED_ONLY}
+
+
+def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
+    """`document` with old forms rewritten; a sentence on each goes to `warnings`.
+
+    Raises:
+        DeepSpeedConfigError: an old form and what replaces it are given together.
+    """
+    document = dict(document)
+    _replace_bool(document, "fp32_allreduce", "communication_data_type", "fp32", "", warnings)
+    zero = document.get("zero_optimization")
+    if isinstance(zero, bool):
+        warnings.append(f"zero_optimization {show(zero)} is an old form, read as stage {int(zero)}.")
+        document["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping):
+        document["zero_optimization"] = _modern_zero(dict(zero), warnings)
+    optimizer = document.get("optimizer")
+    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params"), Mapping):
+        params = dict(optimizer["params"])
+        if "max_grad_norm" in params:
+            warnings.append(
+                f"optimizer.params.max_grad_norm {show(params.pop('max_grad_norm'))} is dropped: gradients are clipped as "
+                f"gradient_clipping says ({show(document.get('gradient_clipping', 'its default'))})."
+            )
+        document["optimizer"] = {**optimizer, "params": params}
+    return document
+
+
+def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
+    path = "zero_optimization"
+    pin = zero.pop("cpu_offload_use_pin_memory", AUTO)
+    offload: dict[str, Any] = {"device": "cpu"}
+    if pin != AUTO:
+        if not isinstance(pin, bool):
+            raise DeepSpeedConfigError(f"{path}.cpu_offload_use_pin_memory must be true or false, got {show(pin)}.")
+        both = [name for name in ("offload_param", "offload_optimizer") if name in zero]
+        if both:
+            raise DeepSpeedConfigError(
+                f"{path}.cpu_offload_use_pin_memory and {path}.{both[0]}, which replaces it, are given together. Use "
+                f"{both[0]}.pin_memory."
+            )
+        warnings.append(f"{path}.cpu_offload_use_pin_memory is an old form, read as pin_memory of offload_*.")
+        offload["pin_memory"] = pin
+    _replace_bool(zero, "cpu_offload", "offload_optimizer", offload, path, warnings)
+    for spelling in ("cpu_offload_param", "cpu_offload_params"):
+        _replace_bool(zero, spelling, "offload_param", offload, path, warnings)
+    unused = zero.get("find_unused_parameters")
+    _replace_bool(zero, "find_unused_parameters", "ignore_unused_parameters", False, path, warnings)
+    if unused is False:
+        zero["ignore_unused_parameters"] = True
+    return zero
+
+
+def _replace_bool(section: dict[str, Any], old: str, new: str, value: Any, path: str, warnings: list[str]) -> None:
+    """Rewrites the key `old`: true becomes `new` with `value`; false, and "auto", say nothing."""
+    if old not in section:
+        return
+    asked = section.pop(old)
+    if asked == AUTO:
+        return
+    if not isinstance(asked, bool):
+        raise DeepSpeedConfigError(f"{join(path, old)} must be true or false, got {show(asked)}.")
+    if new in section:
+        raise DeepSpeedConfigError(
+            f"{join(path, old)} and {join(path, new)}, which replaces it, are given together. Keep {join(path, new)}."
+        )
+    warnings.append(f"{join(path, old)} is an old form, read as {join(path, new)}.")
+    if asked:
+        section[new] = dict(value) if isinstance(value, dict) else value

@@ -1,0 +1,239 @@
+"""How a section of the JSON is described, as a dataclass of `key`s, and how it is read from a dict."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from megazero.json_source import DeepSpeedConfigError
+from megazero.optim.by_name import did_you_mean
+
+# What a key does here.
+OBEYED = "obeyed"
+ALWAYS = "always so"  # true asks for what always happens; false is accepted, and a warning says that it changes nothing
+NO_EFFECT = "without effect"  # accepted: it sizes or tunes something that is done another way
+LATER = "not used yet"  # read and checked, for a part that is not built yet
+REFUSED = "refused"  # unless it has its default, which turns the thing off
+
+AUTO = "auto"
+Section = TypeVar("Section")
+
+
+def key(
+    default: Any,
+    effect: str,
+    note: str = "",
+    *,
+    name: str | None = None,
+    old: Sequence[str] = (),
+    choices: Sequence[str] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A dataclass field that describes one key of the JSON.
+
+    Args:
+        default: its value where it is absent; MISSING if it must be there.
+        effect, note: what it does here, for the documentation and for messages.
+        name: in the JSON, where it is not the field's; the field's name is accepted as well.
+        old: old names and known misspellings, which are accepted with a warning.
+        choices: of a string, matched in any case.
+        at_least, above: bounds of a number.
+    """
+    metadata = {
+        "effect": effect,
+        "note": note,
+        "name": name,
+        "old": tuple(old),
+        "choices": tuple(choices),
+        "at_least": at_least,
+        "above": above,
+    }
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def keys(section: type) -> Iterator[tuple[str, Field]]:
+    """The keys of a section: the name in the JSON, and the field."""
+    for f in fields(section):
+        if "effect" in f.metadata:
+            yield f.metadata["name"] or f.name, f
+
+
+def default_of(f: Field) -> Any:
+    """The default of a field, MISSING where it has none."""
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def every_key(section: type, path: str = "") -> Iterator[tuple[str, Field]]:
+    """All keys of a section and of the sections in it, by path, without the sections themselves."""
+    hints = typing.get_type_hints(section)
+    for name, f in keys(section):
+        inner = [hint for hint in (hints[f.name], *typing.get_args(hints[f.name])) if is_dataclass(hint)]
+        if inner:
+            yield from every_key(typing.cast(type, inner[0]), join(path, name))
+        else:
+            yield join(path, name), f
+
+
+def describe(section: Any, given: Collection[str], path: str = "") -> list[str]:
+    """The values of a section on one line, of the keys that are obeyed or `given`; then those of each section in it."""
+    values, below = [], []
+    for name, f in keys(type(section)):
+        value, full = getattr(section, f.name), join(path, name)
+        if is_dataclass(value):
+            below += describe(value, given, full)
+        elif f.metadata["effect"] == OBEYED or full in given:
+            values.append(f"{name}={show(value)}")
+    return [f"{path or 'top level'}: {', '.join(values)}"] * bool(values) + below
+
+
+class Reader:
+    """Reads sections, and collects what is to be said about them.
+
+    Attributes:
+        warnings: one sentence each.
+        given: the paths of the keys that were given, under their present names.
+    """
+
+    def __init__(self, auto: Mapping[str, Any]) -> None:
+        self.auto = auto
+        self.warnings: list[str] = []
+        self.given: set[str] = set()
+
+    def section(self, section: type[Section], given: Any, path: str) -> Section:
+        """The section at `path`, checked.
+
+        Raises:
+            DeepSpeedConfigError: a key is unknown, missing, given under two names, or has a bad value.
+        """
+        values = self.values(section, given, path)
+        for name, f in keys(section):
+            if default_of(f) is MISSING and f.name not in values:
+                raise DeepSpeedConfigError(f"{join(path, name)} is missing.")
+        return section(**values)
+
+    def values(self, section: type, given: Any, path: str) -> dict[str, Any]:
+        """The values that were given in a section, converted, by field name."""
+        if not isinstance(given, Mapping):
+            raise _wrong(path, "an object", given)
+        described, hints = _spellings(section), typing.get_type_hints(section)
+        values: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for name, value in given.items():
+            if name not in described:
+                known = [known for known, _ in keys(section)]
+                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {did_you_mean(name, known)}")
+            current, f = described[name]
+            if current in spelled:
+                raise DeepSpeedConfigError(
+                    f"{join(path, spelled[current])} and {join(path, name)} are two names of one key. Keep {current}."
+                )
+            spelled[current] = name
+            if name in f.metadata["old"]:
+                self.warnings.append(f"{join(path, name)} is an old or misspelled name, read as {current}.")
+            full = join(path, current)
+            if value == AUTO:
+                if full not in self.auto and path:
+                    continue  # in a section, as if it were absent
+                value = self.resolve_auto(full)
+            values[f.name] = self._convert(hints[f.name], value, full, f)
+            self._check_effect(values[f.name], full, f)
+            self.given.add(full)
+        return values
+
+    def resolve_auto(self, path: str) -> Any:
+        """What "auto" stands for at `path`.
+
+        Raises:
+            DeepSpeedConfigError: the program that reads the file says nothing about it.
+        """
+        if path not in self.auto:
+            raise DeepSpeedConfigError(
+                f'{path} is "auto", but nothing here decides it'
+                + (f" (only {', '.join(sorted(self.auto))})" if self.auto else "")
+                + ". Give a value, or drop the key."
+            )
+        return self.auto[path]
+
+    def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            if value is None:
+                return None
+            hint = next(a for a in typing.get_args(hint) if a is not type(None))
+        if is_dataclass(hint):
+            return self.section(typing.cast(type, hint), value, path)
+        if typing.get_origin(hint) is dict:
+            if not isinstance(value, Mapping):
+                raise _wrong(path, "an object", value)
+            return {k: self.resolve_auto(join(path, k)) if v == AUTO else v for k, v in value.items()}
+        value = _scalar(hint, value, path, f.metadata["choices"])
+        least, above = f.metadata["at_least"], f.metadata["above"]
+        if (least is not None and value < least) or (above is not None and value <= above):
+            raise DeepSpeedConfigError(
+                f"{path} must be {f'at least {least}' if least is not None else f'greater than {above}'}, got {value}."
+            )
+        return value
+
+    def _check_effect(self, value: Any, path: str, f: Field) -> None:
+        effect, note, default = f.metadata["effect"], f.metadata["note"], default_of(f)
+        if effect == REFUSED and value != default:
+            raise DeepSpeedConfigError(
+                f"{path} {show(value)} is not possible here: {note}. Drop it, or set it to {show(default)}."
+            )
+        if effect == ALWAYS and value is False and default is True:
+            self.warnings.append(f"{path} false changes nothing: {note}.")
+
+
+def join(path: str, name: str) -> str:
+    """The path of a key in the section at `path`."""
+    return f"{path}.{name}" if path else name
+
+
+def show(value: Any) -> str:
+    """A value as JSON writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _spellings(section: type) -> dict[str, tuple[str, Field]]:
+    """Every accepted spelling: the present name, and the field."""
+    return {spelling: (name, f) for name, f in keys(section) for spelling in (f.name, *f.metadata["old"], name)}
+
+
+def _scalar(hint: type, value: Any, path: str, choices: Sequence[str]) -> Any:
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise _wrong(path, "true or false", value)
+        return value
+    if hint is str:
+        if not isinstance(value, str):
+            raise _wrong(path, "a string", value)
+        if not choices:
+            return value
+        for choice in choices:
+            if value.lower() == choice.lower():
+                return choice
+        raise DeepSpeedConfigError(f"{path} must be one of {', '.join(choices)}, got {show(value)}.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        if not is_number or value != int(value):
+            raise _wrong(path, "an integer", value)
+        return int(value)
+    if not is_number:
+        raise _wrong(path, "a finite number", value)
+    return float(value)
+
+
+def _wrong(path: str, wanted: str, value: Any) -> DeepSpeedConfigError:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    kind = kinds.get(type(value))
+    found = show(value) if not isinstance(value, (dict, list)) else kind
+    hint = f" ({kind})" if isinstance(value, str) else ""
+    return DeepSpeedConfigError(f"{path or 'The configuration'} must be {wanted}, got {found}{hint}.")

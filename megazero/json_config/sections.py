@@ -1,0 +1,127 @@
+"""The sections of the JSON configuration but `zero_optimization`: a dataclass each, with DeepSpeed's names and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from megazero.json_config.schema import ALWAYS, LATER, NO_EFFECT, OBEYED, REFUSED, key
+from megazero.json_source import DeepSpeedConfigError
+from megazero.optim.by_name import optimizer_factory
+from megazero.optim.schedules import scheduler_by_name
+
+_NVME = "for shards on NVMe"
+
+
+@dataclass(frozen=True)
+class Fp16Section:
+    """Half precision with a loss scale."""
+
+    enabled: bool = key(False, OBEYED, "parameters and activations are fp16")
+    auto_cast: bool = key(False, LATER, "true is refused: cast floating-point inputs in the model")
+    loss_scale: float = key(0.0, OBEYED, "0: dynamic", at_least=0)
+    initial_scale_power: int = key(16, OBEYED, "the dynamic scale starts at 2 to this power", at_least=0)
+    loss_scale_window: int = key(1000, OBEYED, "clean steps after which the scale doubles")
+    hysteresis: int = key(2, OBEYED, "overflows that are forgiven before the scale halves")
+    consecutive_hysteresis: bool = key(False, OBEYED, "every clean step refills the hysteresis")
+    min_loss_scale: float = key(1.0, OBEYED, "the scale never goes below")
+    fp16_master_weights_and_grads: bool = key(False, REFUSED, "master weights are always fp32")
+
+    def __post_init__(self) -> None:
+        if self.initial_scale_power > 127:
+            raise DeepSpeedConfigError(
+                f"fp16.initial_scale_power {self.initial_scale_power} gives a scale beyond fp32. Use 127 or less; 16 is usual."
+            )
+        if not self.enabled or self.loss_scale:
+            return  # the rest is for the dynamic scale
+        for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+            if getattr(self, name) <= 0:
+                raise DeepSpeedConfigError(
+                    f"fp16.{name} must be greater than 0 with the dynamic loss scale (fp16.loss_scale 0), got "
+                    f"{getattr(self, name)}."
+                )
+
+
+@dataclass(frozen=True)
+class Bf16Section:
+    """bfloat16, which needs no loss scale."""
+
+    enabled: bool = key(False, OBEYED, "parameters and activations are bf16")
+    check_grad_overflow: bool = key(True, ALWAYS, "a step with inf or NaN gradients is always skipped")
+    immediate_grad_update: bool = key(False, NO_EFFECT, "gradients are added up as soon as they are there")
+    bf16_master_weights_and_grads: bool = key(False, REFUSED, "master weights are always fp32")
+    bf16_optimizer_states: bool = key(False, REFUSED, "optimizer states are always fp32")
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer by name."""
+
+    type: str = key(MISSING, OBEYED, "Adam (AdamW's arithmetic), AdamW, Adagrad, SGD, or another class of torch.optim")
+    params: dict[str, Any] = key({}, OBEYED, "lr, betas, eps, weight_decay, adam_w_mode, torch_adam, ...")
+    legacy_fusion: bool = key(False, NO_EFFECT, "there is one implementation")
+
+    def __post_init__(self) -> None:
+        try:
+            optimizer_factory(self)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"optimizer: {error}") from error
+
+
+@dataclass(frozen=True)
+class SchedulerSection:
+    """The learning-rate schedule by name."""
+
+    type: str = key(MISSING, OBEYED, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR")
+    params: dict[str, Any] = key({}, OBEYED, "those of the schedule, see below")
+
+    def __post_init__(self) -> None:
+        try:
+            scheduler_by_name(self.type, self.params)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"scheduler: {error}") from error
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSection:
+    """How activations are kept where the model checkpoints them."""
+
+    partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
+    number_checkpoints: int | None = key(None, LATER, "layers, for contiguous_memory_optimization", at_least=1)
+    contiguous_memory_optimization: bool = key(False, LATER, "kept activations lie in one buffer")
+    cpu_checkpointing: bool = key(False, LATER, "kept activations rest in host memory; true is refused")
+    profile: bool = key(False, LATER, "times forward and recomputation")
+    synchronize_checkpoint_boundary: bool = key(False, LATER, "waits for the device at each boundary")
+
+
+@dataclass(frozen=True)
+class AioSection:
+    """Reading and writing shards on NVMe."""
+
+    block_size: int = key(1048576, LATER, _NVME + ": bytes of one request", at_least=1)
+    queue_depth: int = key(8, LATER, _NVME + ": requests in flight", at_least=1)
+    intra_op_parallelism: int = key(1, LATER, _NVME + ": threads of one request", old=("thread_count",), at_least=1)
+    single_submit: bool = key(False, LATER, _NVME)
+    overlap_events: bool = key(True, LATER, _NVME)
+    use_gds: bool = key(False, REFUSED, "GPUDirect storage is not built")
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and loading."""
+
+    tag_validation: str = key(
+        "WARN", OBEYED, "when ranks save under different tags", choices=("WARN", "IGNORE", "FAIL")
+    )
+    load_universal: bool = key(False, NO_EFFECT, "a checkpoint always loads under any number of ranks and stage")
+    use_node_local_storage: bool = key(False, REFUSED, "all nodes must see the directory of a checkpoint")
+    parallel_write: dict[str, Any] | None = key(None, NO_EFFECT, "every rank always writes its own part")
+
+
+@dataclass(frozen=True)
+class DataTypesSection:
+    """Dtypes that do not follow from fp16 and bf16."""
+
+    grad_accum_dtype: str | None = key(
+        None, OBEYED, "of accumulated gradients: fp32 (default) or the compute dtype", choices=("fp32", "fp16", "bf16")
+    )

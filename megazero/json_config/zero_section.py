@@ -1,0 +1,145 @@
+"""The `zero_optimization` section, with DeepSpeed's names and defaults."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.json_config.schema import ALWAYS, LATER, NO_EFFECT, OBEYED, REFUSED, key
+from megazero.json_source import DeepSpeedConfigError
+
+DEVICES = ("none", "cpu", "nvme")
+_BUFFERS = "buffers are sized by the model's units"
+_UNITS = "a unit (a transformer block) is gathered and released as a whole"
+_QUANTIZED = "quantized communication is not built"
+
+
+@dataclass(frozen=True)
+class OffloadParamSection:
+    """Where the shards of the parameters rest (stage 3)."""
+
+    device: str = key("none", LATER, "cpu and nvme are refused", choices=DEVICES)
+    nvme_path: str | None = key(None, LATER, "directory; needed by nvme")
+    buffer_count: int = key(5, LATER, "buffers for nvme", at_least=0)
+    buffer_size: int = key(100_000_000, LATER, "elements of a buffer for nvme", at_least=0)
+    max_in_cpu: int = key(1_000_000_000, LATER, "elements kept in host memory beside nvme", at_least=0)
+    pin_memory: bool = key(True, LATER, "page-locked host memory")
+
+
+@dataclass(frozen=True)
+class OffloadOptimizerSection:
+    """Where master weights and the optimizer's moments rest, and the update runs."""
+
+    device: str = key("none", LATER, "cpu and nvme are refused", choices=DEVICES)
+    nvme_path: str | None = key(None, LATER, "directory; needed by nvme")
+    buffer_count: int = key(4, LATER, "buffers for nvme", at_least=0)
+    pin_memory: bool = key(True, LATER, "page-locked host memory")
+    pipeline_read: bool = key(False, LATER, "reads the next piece while one is updated")
+    pipeline_write: bool = key(False, LATER, "writes the last piece while one is updated")
+    fast_init: bool = key(False, LATER, "for nvme")
+    ratio: float = key(1.0, LATER, "part of the update that runs on the host; below 1 needs stage 3", at_least=0)
+    super_offload: bool = key(False, REFUSED, "it is for one kind of machine and not built")
+    cpuadam_cores_perc: float = key(0.8, NO_EFFECT, "belongs to super_offload", at_least=0)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes overlap with the update."""
+        return self.pipeline_read or self.pipeline_write
+
+
+@dataclass(frozen=True)
+class ZeroSection:
+    """Which model states are sharded, and how."""
+
+    stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0)
+    overlap_comm: bool = key(True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same")
+    offload_param: OffloadParamSection | None = key(None, LATER)
+    offload_optimizer: OffloadOptimizerSection | None = key(None, LATER)
+
+    contiguous_gradients: bool = key(True, ALWAYS, "the gradients of a unit always lie in one buffer")
+    reduce_scatter: bool = key(True, ALWAYS, "a rank gets the gradients that it needs and no others")
+    allgather_partitions: bool = key(True, ALWAYS, "updated weights travel in one all-gather per unit")
+    use_multi_rank_bucket_allreduce: bool = key(True, ALWAYS, "gradients travel in one collective per unit")
+    load_from_fp32_weights: bool = key(True, ALWAYS, "master weights are loaded in fp32 where a checkpoint has them")
+    ignore_unused_parameters: bool = key(True, ALWAYS, "a parameter that was not used has a gradient of zero")
+    compute_grad_norm: bool = key(True, ALWAYS, "the norm is what finds overflows")
+    override_module_apply: bool = key(True, ALWAYS, "initialisation of sharded parameters works by itself")
+    parameter_alignment: bool = key(False, ALWAYS, "parameters always start at multiples of 64 elements")
+    enable_sanity_checks: bool = key(False, ALWAYS, "the checks are always on")
+
+    param_persistence_threshold: int = key(
+        100_000,
+        LATER,
+        "elements up to which a parameter stays whole",
+        name="stage3_param_persistence_threshold",
+        old=("stage3_param_persitence_threshold", "stage3_param_persitance_threshold"),
+        at_least=0,
+    )
+    model_persistence_threshold: int = key(
+        sys.maxsize, LATER, "elements that stay whole at most", name="stage3_model_persistence_threshold", at_least=0
+    )
+    max_live_parameters: int = key(
+        1_000_000_000, LATER, "elements gathered at a time", name="stage3_max_live_parameters", at_least=0
+    )
+    max_reuse_distance: int = key(
+        1_000_000_000,
+        LATER,
+        "elements until a next use that saves a release",
+        name="stage3_max_reuse_distance",
+        at_least=0,
+    )
+    gather_16bit_weights_on_model_save: bool = key(
+        False,
+        LATER,
+        "for save_16bit_model",
+        name="stage3_gather_16bit_weights_on_model_save",
+        old=("stage3_gather_fp16_weights_on_model_save",),
+    )
+
+    reduce_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, above=0)
+    allgather_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, at_least=0)
+    prefetch_bucket_size: int = key(50_000_000, NO_EFFECT, _BUFFERS, name="stage3_prefetch_bucket_size", at_least=0)
+    sub_group_size: int = key(1_000_000_000, NO_EFFECT, "the optimizer steps one flat tensor per unit", at_least=0)
+    memory_efficient_linear: bool = key(True, NO_EFFECT, "gathered weights are views; nothing is copied")
+    module_granularity_threshold: int = key(0, NO_EFFECT, _UNITS, name="stage3_module_granularity_threshold")
+    use_all_reduce_for_fetch_params: bool = key(False, NO_EFFECT, _UNITS, name="stage3_use_all_reduce_for_fetch_params")
+    allgather_sequential: bool = key(False, NO_EFFECT, _UNITS, name="stage3_allgather_sequential")
+    log_trace_cache_warnings: bool = key(False, NO_EFFECT, "there is no trace: the order of units is known")
+    elastic_checkpoint: bool = key(False, NO_EFFECT, "a checkpoint always loads under any number of ranks")
+    round_robin_gradients: bool = key(False, NO_EFFECT, "a rank's gradients are one contiguous piece")
+    pipeline_loading_checkpoint: bool = key(False, NO_EFFECT, "tensors are read one at a time")
+    legacy_stage1: bool = key(False, NO_EFFECT, "there is one implementation")
+
+    zero_hpz_partition_size: int = key(1, REFUSED, "a second sharding inside of a node is not built")
+    zero_quantized_weights: bool = key(False, REFUSED, _QUANTIZED)
+    zero_quantized_nontrainable_weights: bool = key(False, REFUSED, _QUANTIZED)
+    zero_quantized_gradients: bool = key(False, REFUSED, _QUANTIZED)
+    mics_shard_size: int = key(-1, REFUSED, "states are sharded over all data-parallel ranks")
+    mics_hierarchical_params_gather: bool = key(False, REFUSED, "states are sharded over all data-parallel ranks")
+    save_muon_momentum_buffer_in_memory: bool = key(False, REFUSED, "Muon is not built")
+    zenflow: dict[str, Any] | None = key(None, REFUSED, "ZenFlow is not built")
+
+    def __post_init__(self) -> None:
+        if self.stage > 3:
+            raise DeepSpeedConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {self.stage}.")
+        for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
+            self._check_offload(name, getattr(self, name), least)
+        offload = self.offload_optimizer
+        if offload and not (offload.ratio == 1 or (offload.ratio < 1 and self.stage == 3)):
+            raise DeepSpeedConfigError(
+                f"zero_optimization.offload_optimizer.ratio {offload.ratio} must be 1, or below 1 with stage 3; the stage is "
+                f"{self.stage}."
+            )
+
+    def _check_offload(self, name: str, offload: Any, least_stage: int) -> None:
+        path = f"zero_optimization.{name}"
+        if offload is None or offload.device == "none":
+            return
+        if self.stage < least_stage:
+            raise DeepSpeedConfigError(
+                f'{path}.device "{offload.device}" needs zero_optimization.stage {least_stage}'
+                f"{' or more' if least_stage < 3 else ''}, got stage {self.stage}: nothing is sharded that could rest elsewhere."
+            )
+        if offload.device == "nvme" and not offload.nvme_path:
+            raise DeepSpeedConfigError(f'{path}.device "nvme" needs {path}.nvme_path, a directory on the device.')

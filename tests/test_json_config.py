@@ -1,0 +1,547 @@
+"""The JSON configuration: every level is checked, old forms are understood, and what the engine is told follows."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config, parse_json_config
+from megazero.json_config.old_forms import DISABLED_ONLY
+from megazero.json_config.schema import default_of, every_key, show
+from megazero.json_source import parse_json, strip_comments
+from megazero.zero.config import ZeroConfig
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted((ROOT / "scripts/configs").iterdir())
+
+
+def load(world_size: int = 1, *, auto=None, model_parallel_size: int = 1, **document) -> JsonConfig:
+    document.setdefault("train_micro_batch_size_per_gpu", 1)
+    return load_json_config(document, world_size=world_size, model_parallel_size=model_parallel_size, auto=auto)
+
+
+def zero(**section) -> JsonConfig:
+    """Parsed, without the refusal of what is not built."""
+    return parse_json_config({"train_batch_size": 1, "zero_optimization": section})
+
+
+def refused(message: str, **document) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        load(**document)
+
+
+# Sources
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_load(path, caplog):
+    config = load_json_config(path, world_size=4, auto={"train_micro_batch_size_per_gpu": 3})
+    assert not caplog.records
+    if path.suffix == ".config":
+        assert config.train_batch_size == 12 and config.compute_dtype == "fp32"
+        assert config.zero == ZeroConfig(stage=int(path.stem[-1]))
+    else:
+        assert config.train_micro_batch_size_per_gpu == 4 and config.fp16.enabled and config.zero.stage == 2
+        assert config.optimizer.params == {"lr": 1.5e-4, "weight_decay": 0.01}
+
+
+def test_there_are_shipped_files():
+    assert [path.name for path in SHIPPED] == [
+        "ds_zero2_config.json",
+        *(f"ds_zero_stage_{k}.config" for k in (1, 2, 3)),
+    ]
+
+
+def test_dict_path_and_base64_are_one_configuration(tmp_path):
+    document = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document))
+    text = base64.urlsafe_b64encode(json.dumps(document).encode()).decode()
+    from_dict, *others = (load_json_config(source, world_size=2) for source in (document, path, str(path), text))
+    assert all(other == from_dict for other in others) and from_dict.zero.stage == 2
+
+
+@pytest.mark.parametrize("source", ["no/such/file.json", "abcdefgh", "ds_config", "", 7, None])
+def test_a_source_that_is_nothing_is_quoted(source):
+    with pytest.raises(DeepSpeedConfigError, match=f"'{source}' is neither|got (int|NoneType)"):
+        load_json_config(source, world_size=1)
+
+
+def test_comments_and_trailing_commas_pass_and_strings_stay():
+    text = """{ // one
+      "a": "http://x # not, a comment /* neither */ ,]", # two
+      /* three
+         lines */ "b": [1, 2, ], "c\\"//": {"d": 1.5e8, /* last */ }, // end
+    }"""
+    assert parse_json(text, "x") == {
+        "a": "http://x # not, a comment /* neither */ ,]",
+        "b": [1, 2],
+        'c"//': {"d": 1.5e8},
+    }
+    assert [len(line) for line in strip_comments(text).splitlines()] == [len(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{\n "a": 1\n "b": 2}', r"x, line 3, column 2: .* '\"b\": 2}' is not JSON.*comma is missing"),
+        ('{"a": 1, "b": {"c": 1, "c": 2, "d": 0, "d": 1}}', "x: keys are given twice in one object: c, d"),
+        ("[1]", "x must hold a JSON object, got list"),
+        ('{"a": NaN}', "NaN is not a number"),
+        ("", "x, line 1"),
+        ('{"a": /* never closed', "x, line 1"),
+    ],
+)
+def test_what_is_not_json_is_located(text, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        parse_json(text, "x")
+
+
+def test_the_source_is_not_changed_and_not_shared():
+    document = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}
+    before = json.dumps(document)
+    load_json_config(document, world_size=1).optimizer.params["lr"] = 7
+    assert json.dumps(document) == before
+
+
+def test_every_error_is_a_value_error_and_an_assertion_error():
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind):
+            load(no_such_key=1)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"gradient_cliping": 1.0}, "Unknown key gradient_cliping. Did you mean 'gradient_clipping'"),
+        ({"fp16": {"loss_scale_windw": 5}}, "Unknown key fp16.loss_scale_windw. Did you mean 'loss_scale_window'"),
+        (
+            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+            "Unknown key zero_optimization.offload_param.devise. Did you mean 'device'",
+        ),
+        (
+            {"activation_checkpointing": {"partitioned_activations": True}},
+            "activation_checkpointing.partitioned_activations. Did you mean 'partition_activations'",
+        ),
+        ({"aio": {"xyz": 1}}, "Unknown key aio.xyz. Known: block_size"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.type is missing"),
+        ({"scheduler": {"type": "WarmupLr"}}, "scheduler: there is no .*Did you mean 'WarmupLR'"),
+        ({"optimizer": {"type": "Adam", "params": {"rl": 0.1}}}, "optimizer: Adam has no parameter 'rl'"),
+    ],
+)
+def test_unknown_keys_are_refused_at_every_level(document, message):
+    refused(message, **document)
+
+
+@pytest.mark.parametrize("name", ["persitence", "persitance"])
+def test_the_tutorials_misspellings_are_understood_with_one_warning(name, caplog):
+    config = zero(stage=3, **{f"stage3_param_{name}_threshold": 1e4})
+    assert config.zero_optimization.param_persistence_threshold == 10_000
+    assert len(caplog.records) == 1 and "stage3_param_persistence_threshold" in caplog.text
+
+
+def test_the_stage3_prefix_may_be_left_out(caplog):
+    names = ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"]
+    with_prefix = zero(stage=3, **{f"stage3_{name}": 7 for name in names}).zero_optimization
+    without = zero(stage=3, **dict.fromkeys(names, 7)).zero_optimization
+    assert with_prefix == without and with_prefix.max_live_parameters == 7 and not caplog.records
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"stage3_max_live_parameters": 1, "max_live_parameters": 1},
+        {"stage3_gather_16bit_weights_on_model_save": True, "stage3_gather_fp16_weights_on_model_save": True},
+        {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
+        {"cpu_offload": False, "offload_optimizer": None},
+        {"cpu_offload_param": True, "offload_param": {}},
+        {"cpu_offload_param": True, "cpu_offload_params": True},
+        {"cpu_offload_use_pin_memory": True, "offload_param": {}},
+        {"find_unused_parameters": True, "ignore_unused_parameters": False},
+    ],
+    ids=lambda section: " ".join(section),
+)
+def test_two_names_of_one_key_together_are_refused(section):
+    with pytest.raises(DeepSpeedConfigError, match="given together|two names of one key"):
+        zero(stage=3, **section)
+
+
+def test_old_forms_become_new_ones(caplog):
+    new = zero(stage=3, offload_optimizer={"device": "cpu", "pin_memory": False}, offload_param={"device": "cpu"})
+    old = zero(stage=3, cpu_offload=True, cpu_offload_params=True, cpu_offload_use_pin_memory=False).zero_optimization
+    assert old.offload_optimizer == new.zero_optimization.offload_optimizer
+    assert old.offload_param.device == "cpu" and not old.offload_param.pin_memory
+    assert load(zero_optimization=True).zero.stage == 1 and load(zero_optimization=False).zero.stage == 0
+    assert load(bfloat16={"enabled": True}).bf16.enabled
+    assert load(fp32_allreduce=True).zero.reduce_dtype == "fp32" and load(fp32_allreduce=False).zero == ZeroConfig()
+    assert load(aio={"thread_count": 2}).aio.intra_op_parallelism == 2
+    assert zero(find_unused_parameters=False).zero_optimization.ignore_unused_parameters
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_max_grad_norm_is_dropped_with_a_warning(caplog):
+    config = load(optimizer={"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}, gradient_clipping=0.5)
+    assert config.optimizer.params == {"lr": 0.1} and config.gradient_clipping == 0.5
+    assert "max_grad_norm 1.0 is dropped" in caplog.text and "0.5" in caplog.text
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"train_batch_size": True}, "train_batch_size must be an integer, got true"),
+        ({"train_batch_size": "8"}, r'train_batch_size must be an integer, got "8" \(a string\)'),
+        ({"steps_per_print": 1.5}, "steps_per_print must be an integer, got 1.5"),
+        ({"gradient_clipping": True}, "gradient_clipping must be a finite number, got true"),
+        ({"gradient_clipping": -1}, "gradient_clipping must be at least 0, got -1"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be greater than 0"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage must be an integer"),
+        ({"zero_optimization": 2}, "zero_optimization must be an object, got 2"),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size must be greater than 0"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param must be an object"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, 'must be one of none, cpu, nvme, got "gpu"'),
+        ({"wall_clock_breakdown": 1}, "wall_clock_breakdown must be true or false, got 1"),
+        ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation must be one of WARN, IGNORE, FAIL"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be one of mean, sum"),
+        ({"optimizer": {"type": "Adam", "params": [1]}}, "optimizer.params must be an object, got a list"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+        ({"fp16": {"loss_scale": True}}, "fp16.loss_scale must be a finite number"),
+        ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be at least 0"),
+        ({"fp16": {"loss_scale": float("inf")}}, "fp16.loss_scale must be a finite number"),
+        ({"fp16": {"loss_scale": float("nan")}}, "fp16.loss_scale must be a finite number"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be greater than 0"),
+        ({"fp16": {"enabled": True, "min_loss_scale": -1}}, "fp16.min_loss_scale must be greater than 0"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis must be greater than 0"),
+        ({"fp16": {"initial_scale_power": 128}}, "fp16.initial_scale_power 128"),
+    ],
+    ids=str,
+)
+def test_bad_values_name_the_key(document, message):
+    refused(message, **document)
+
+
+def test_integral_floats_are_integers():
+    config = zero(reduce_bucket_size=5e8, stage=2.0)
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000 and type(config.zero_optimization.stage) is int
+
+
+def test_the_scale_is_checked_where_it_is_used():
+    load(fp16={"loss_scale_window": 0})
+    load(fp16={"enabled": True, "loss_scale": 8, "loss_scale_window": 0, "min_loss_scale": 0})
+
+
+def test_auto_in_a_section_is_the_default():
+    config = load(zero_optimization={"stage": 2, "reduce_bucket_size": "auto"}, fp16={"enabled": "auto"})
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000 and not config.fp16.enabled
+
+
+def test_auto_is_what_the_caller_says():
+    optimizer = {"type": "Adam", "params": {"lr": "auto"}}
+    auto = {"train_micro_batch_size_per_gpu": 4, "optimizer.params.lr": 0.5, "fp16.enabled": True}
+    config = load(train_micro_batch_size_per_gpu="auto", optimizer=optimizer, fp16={"enabled": "auto"}, auto=auto)
+    assert config.train_batch_size == 4 and config.optimizer.params["lr"] == 0.5 and config.fp16.enabled
+    assert load(train_micro_batch_size_per_gpu=2, auto=auto).train_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{"train_batch_size": "auto"}, {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, {"fp16": "auto"}],
+)
+def test_auto_that_nothing_decides_is_refused_by_name(document):
+    refused('is "auto", but nothing here decides it. Give a value', **document)
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    "total, micro, steps, resolved",
+    [
+        (32, 16, 1, (32, 16, 1)),
+        (32, 8, 2, (32, 8, 2)),
+        (32, 8, None, (32, 8, 2)),
+        (32, None, 2, (32, 8, 2)),
+        (None, 8, 2, (32, 8, 2)),
+        (32, None, None, (32, 16, 1)),
+        (None, 8, None, (16, 8, 1)),
+    ],
+)
+def test_missing_batch_numbers_follow(total, micro, steps, resolved):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    document = {name: value for name, value in zip(names, (total, micro, steps), strict=True) if value is not None}
+    config = load_json_config(document, world_size=2)
+    assert tuple(getattr(config, name) for name in names) == resolved
+    assert config.given == set(document)
+
+
+@pytest.mark.parametrize(
+    "total, micro, steps",
+    [(33, 17, 2), (32, 18, 1), (33, 8, None), (33, None, None), (32, None, 3), (2, 4, None), (0, 1, 1), (-2, -1, 1)],
+)
+def test_batches_that_do_not_fit_show_the_arithmetic(total, micro, steps):
+    document = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    document = {name: value for name, value in document.items() if value is not None}
+    message = (
+        rf"train_batch_size {total} must be train_micro_batch_size_per_gpu .* x gradient_accumulation_steps .* x "
+        r"data-parallel size 2 \(world size 4 / model-parallel size 2\) = "
+    )
+    with pytest.raises(AssertionError, match=message):
+        load_json_config(document, world_size=4, model_parallel_size=2)
+
+
+@pytest.mark.parametrize("document", [{}, {"gradient_accumulation_steps": 4}])
+def test_a_batch_size_is_needed(document):
+    with pytest.raises(AssertionError, match="Either train_batch_size or train_micro_batch_size_per_gpu needs to be"):
+        load_json_config(document, world_size=1)
+
+
+def test_model_parallel_ranks_share_a_batch():
+    config = load(world_size=16, model_parallel_size=4, train_micro_batch_size_per_gpu=3)
+    assert config.data_parallel_size == 4 and config.train_batch_size == 12
+    with pytest.raises(DeepSpeedConfigError, match="world size 6 is not a multiple of the model-parallel size 4"):
+        load(world_size=6, model_parallel_size=4)
+
+
+# What the engine is told
+
+
+def test_defaults():
+    config = load()
+    assert config.zero == ZeroConfig(overlap_comm=True) and config.precision.dtype.itemsize == 4
+    assert config.gradient_clipping == 1.0 and config.steps_per_print is None
+    assert config.optimizer is None and config.scheduler is None
+    assert config.checkpoint.tag_validation == "WARN"
+    assert load(checkpoint={"tag_validation": "fail"}).checkpoint.tag_validation == "FAIL"
+
+
+def test_the_dynamic_scale():
+    section = {
+        "enabled": True,
+        "initial_scale_power": 4,
+        "loss_scale_window": 7,
+        "hysteresis": 3,
+        "min_loss_scale": 0.5,
+    }
+    precision = load(fp16={**section, "consecutive_hysteresis": True}).precision
+    assert precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale == 16.0
+    assert (precision.loss_scale_window, precision.hysteresis, precision.min_scale) == (7, 3, 0.5)
+    assert precision.consecutive_hysteresis
+    assert load(fp16={"enabled": True}).precision.initial_loss_scale == 2.0**16
+
+
+def test_the_static_scale_and_bf16():
+    assert load(fp16={"enabled": True, "loss_scale": 4096}).precision.loss_scale == 4096.0
+    assert load(bf16={"enabled": True}, fp16={"enabled": False, "loss_scale": 8}).precision.bf16
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16"])
+def test_gradient_dtypes(compute):
+    halves = {compute: {"enabled": True}}
+    assert load(**halves).zero.grad_dtype == "fp32"
+    for dtype, told in (("fp32", "fp32"), (compute.upper(), "compute")):
+        assert load(**halves, communication_data_type=dtype).zero.reduce_dtype == told
+        assert load(**halves, data_types={"grad_accum_dtype": dtype}).zero.grad_dtype == told
+    other = "bf16" if compute == "fp16" else "fp16"
+    refused(f'communication_data_type "{other}" is neither', **halves, communication_data_type=other)
+    refused(f'data_types.grad_accum_dtype "{other}"', **halves, data_types={"grad_accum_dtype": other})
+
+
+def test_reduction_settings_reach_the_engine():
+    config = load(prescale_gradients=True, gradient_predivide_factor=2, zero_optimization={"overlap_comm": False})
+    assert config.zero == ZeroConfig(prescale_gradients=True, gradient_predivide_factor=2.0, overlap_comm=False)
+
+
+@pytest.mark.parametrize("stage, message", [(1, "not built yet"), (3, "not possible with zero_optimization.stage 3")])
+def test_summed_gradients(stage, message):
+    refused(message, gradient_allreduce_op="SUM", zero_optimization={"stage": stage})
+    assert load(gradient_allreduce_op="Mean").gradient_allreduce_op == "mean"
+    assert parse_json_config({"train_batch_size": 1, "gradient_allreduce_op": "sum"}).gradient_allreduce_op == "sum"
+
+
+def test_offload_objects_have_deepspeeds_defaults():
+    assert zero(stage=3, offload_param=None).zero_optimization.offload_param is None
+    param = zero(stage=3, offload_param={}).zero_optimization.offload_param
+    assert (param.device, param.buffer_count, param.buffer_size, param.max_in_cpu) == ("none", 5, 10**8, 10**9)
+    optimizer = zero(stage=1, offload_optimizer={"pipeline_write": True}).zero_optimization.offload_optimizer
+    assert optimizer.pipeline and optimizer.pin_memory and optimizer.buffer_count == 4
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param.device .* needs .*stage 3, got stage 2"),
+        ({"offload_optimizer": {"device": "cpu"}}, "needs zero_optimization.stage 1 or more, got stage 0"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path"),
+        ({"stage": 2, "offload_optimizer": {"ratio": 0.5}}, "ratio 0.5 .* the stage is 2"),
+    ],
+)
+def test_offload_that_cannot_be(section, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        zero(**section)
+
+
+@pytest.mark.parametrize(
+    "document, name",
+    [
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "offload_optimizer.device"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(document, name):
+    refused(f"{name} asks for something that is not built yet", **document)
+
+
+def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):
+    load(zero_optimization={"stage": 2, "contiguous_gradients": True, "reduce_scatter": True})
+    assert not caplog.records
+    load(zero_optimization={"stage": 2, "contiguous_gradients": False})
+    assert "zero_optimization.contiguous_gradients false changes nothing" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(DISABLED_ONLY))
+def test_subsystems_that_do_not_exist_are_refused_unless_disabled(name):
+    load(**{name: {"enabled": False, "anything": 1}})
+    load(**{name: {}})
+    refused(f"{name} asks for something that does not exist here: ", **{name: {"enabled": True}})
+
+
+def test_settings_that_cannot_be_are_refused_unless_off():
+    load(zero_optimization={"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, sparse_gradients=False)
+    refused("zero_quantized_weights true is not possible here", zero_optimization={"zero_quantized_weights": True})
+    refused("zenflow {'a': 1} is not possible", zero_optimization={"zenflow": {"a": 1}})
+    refused("sparse_gradients true is not possible here: gradients are dense", sparse_gradients=True)
+
+
+def test_describe_says_what_is_in_force():
+    config = load(
+        world_size=2,
+        train_micro_batch_size_per_gpu=3,
+        zero_optimization={"stage": 3, "stage3_max_live_parameters": 5, "reduce_bucket_size": 7},
+        optimizer={"type": "Adam", "params": {"lr": 0.25}},
+    )
+    text = config.describe()
+    assert (
+        "train_batch_size 6 = train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 1 x data-parallel size 2"
+        in text
+    )
+    assert "zero_optimization: stage=3, overlap_comm=true" in text and "'lr': 0.25" in text
+    assert "fp16: enabled=false" in text and "gradient_clipping=1.0" in text
+    assert "given, but without effect: zero_optimization.reduce_bucket_size\n" in text
+    assert "sub_group_size" not in text and "aio" not in text
+    assert "given, but not used yet: zero_optimization.stage3_max_live_parameters" in text
+
+
+# The tutorial's own files
+
+
+def test_v115_stage2_file(caplog):
+    document = """{
+      "train_batch_size": 2048, "gradient_accumulation_steps": 1, "steps_per_print": 1,
+      "zero_optimization": {"stage": 2, "allgather_partitions": true, "reduce_scatter": true, "allgather_bucket_size": 50000000,
+        "reduce_bucket_size": 50000000, "overlap_comm": true},
+      "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}},
+      "gradient_clipping": 1.0,
+      "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+      "wall_clock_breakdown": true, "zero_allow_untested_optimizer": false
+    }"""
+    config = load_json_config(parse_json(document, "x"), world_size=8)
+    assert config.train_micro_batch_size_per_gpu == 256 and config.optimizer.params["betas"] == [0.9, 0.95]
+    assert len(caplog.records) == 1
+
+
+def test_v115_release_file_parses():
+    config = zero(
+        stage=3,
+        stage3_max_live_parameters=1e9,
+        stage3_max_reuse_distance=1e8,
+        stage3_prefetch_bucket_size=5e7,
+        stage3_param_persitence_threshold=1e5,
+        cpu_offload=True,
+        cpu_offload_params=True,
+        cpu_offload_use_pin_memory=True,
+        overlap_comm=True,
+        reduce_bucket_size=90000000,
+        sub_group_size=4e8,
+    ).zero_optimization
+    assert (
+        config.offload_optimizer.device == config.offload_param.device == "cpu" and config.max_reuse_distance == 10**8
+    )
+
+
+# Documentation
+
+
+def documented(path: str, f) -> str:
+    """The row of docs/configuration.md for a key."""
+    default = default_of(f)
+    text = "the largest integer" if default == sys.maxsize else "" if path in REQUIRED else f"`{show(default)}`"
+    return f"| `{path}` | {kind_of(path, f)} | {text} | {f.metadata['effect']} | {f.metadata['note']} |"
+
+
+REQUIRED = {"optimizer.type", "scheduler.type"}
+
+
+def kind_of(path: str, f) -> str:
+    names = {"bool": "bool", "int": "integer", "float": "number", "str": "string", "dict[str, Any]": "object"}
+    return names[str(f.type).removesuffix(" | None")]
+
+
+def rows() -> list[str]:
+    return [documented(path, f) for path, f in every_key(JsonConfig)]
+
+
+def test_the_documentation_has_every_key_as_it_is():
+    text = (ROOT / "docs/configuration.md").read_text()
+    missing = [row for row in rows() if row not in text]
+    assert not missing, "docs/configuration.md lacks:\n" + "\n".join(missing)
+    assert len(rows()) == sum(line.startswith("| `") and line.count("|") == 6 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", sorted(DISABLED_ONLY))
+def test_the_documentation_names_the_subsystems_that_do_not_exist(name):
+    assert f"`{name}`" in (ROOT / "docs/configuration.md").read_text()
+
+
+# ZeroConfig by itself
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"stage": 4}, "--zero-stage .* must be one of 0, 1, 2, 3, got 4"),
+        ({"stage": True}, "--zero-stage"),
+        ({"grad_dtype": "fp16"}, "--grad-dtype .* must be one of fp32, compute"),
+        ({"reduce_dtype": "bf16"}, "--reduce-dtype"),
+        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be a positive number"),
+        ({"param_home": "cpu"}, "zero.param_home='cpu' is not there yet"),
+        ({"optimizer_home": "nvme"}, "zero.optimizer_home='nvme' is not there yet"),
+        ({"optimizer_home": "disk"}, "must be 'accelerator'"),
+    ],
+)
+def test_zero_config_checks_itself(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ZeroConfig(**settings)
+
+
+def test_zero_flags():
+    from megazero.arguments import load_components
+
+    (config,) = load_components([ZeroConfig], "", ["--zero-stage", "2", "--grad-dtype", "compute"])
+    assert config == ZeroConfig(stage=2, grad_dtype="compute")
