@@ -1,1 +1,44 @@
-"""megazero: GPT-2 pretraining with Megatron-style tensor parallelism and ZeRO built in."""
+"""megazero: GPT-2 pretraining with Megatron-style tensor parallelism and ZeRO built in.
+
+`import megazero as deepspeed` runs a script that was written for DeepSpeed's `initialize`. Names are looked up when first asked
+for, so that a launcher or a data tool does not import torch for nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("megazero")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    from pathlib import Path
+
+    __version__ = (Path(__file__).parent.parent / "VERSION").read_text().strip()
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split(".")[:3])
+__git_hash__: str | None = None  # a release has a version; a checkout has git
+__git_branch__: str | None = None
+
+_HOMES = {
+    "initialize": "megazero.deepspeed_api",
+    "add_config_arguments": "megazero.deepspeed_api",
+    "init_distributed": "megazero.deepspeed_api",
+    "DeepSpeedEngine": "megazero.deepspeed_engine",
+    "DeepSpeedConfigError": "megazero.json_config",
+    "JsonConfig": "megazero.json_config",
+    "Engine": "megazero.engine",
+    "ZeroConfig": "megazero.zero",
+}
+_MODULES = {"zero": "megazero.zero", "comm": "megazero.comm", "utils": "megazero.utils", "mpu": "megazero.mpu"}
+_MODULES["checkpointing"] = "megazero.activation_checkpointing"
+
+__all__ = ["__version__", *_HOMES, *_MODULES]  # noqa: F822  (looked up by __getattr__)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    raise AttributeError(f"module 'megazero' has no attribute {name!r}")

@@ -1,0 +1,318 @@
+"""`megazero.initialize`: from a model and a JSON configuration to an engine, an optimizer, a data loader and a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from megazero import comm
+from megazero.deepspeed_engine import DeepSpeedEngine
+from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
+from megazero.logging import setup_logging
+from megazero.mpu import groups as mpu_groups
+from megazero.mpu.groups import ParallelGroups
+from megazero.optim.adam import OptimizerFactory
+from megazero.optim.by_name import optimizer_factory
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.schedules import scheduler_by_name
+from megazero.zero.build import DTYPES
+from megazero.zero.optimizer import BucketOptimizer, is_elementwise
+from megazero.zero.parameter import ReleasedParameter
+
+logger = logging.getLogger(__name__)
+
+# How torch runs an optimizer, not what it computes: left to the optimizer that is made.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config (and their oldest spellings) to a script's parser, and returns it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed-shaped configuration")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="train with the engine that --deepspeed_config describes"
+    )
+    group.add_argument("--deepspeed_config", type=str, default=None, metavar="FILE", help="JSON configuration")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the world that the environment describes (torchrun's variables, or Open MPI's), unless this process is in one.
+
+    Args:
+        dist_backend: "nccl" or "gloo"; by default nccl where CUDA is.
+        timeout: after which a collective that some rank never entered raises (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
+        init_method, rank, world_size: where and as what to join, instead of the environment.
+        dist_init_required: False says that the caller has joined already.
+    """
+    if torch.distributed.is_initialized() or dist_init_required is False:
+        return
+    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
+            os.environ.setdefault(
+                {"LOCAL_SIZE": "LOCAL_WORLD_SIZE"}.get(name, name), os.environ[f"OMPI_COMM_WORLD_{name}"]
+            )
+        os.environ.setdefault("WORLD_SIZE", os.environ["OMPI_COMM_WORLD_SIZE"])
+    seconds = timeout.total_seconds() if timeout else 60 * float(os.environ.get("DEEPSPEED_TIMEOUT", 10))
+    place = None if init_method is None else (init_method, rank, world_size)
+    comm.init_distributed(dist_backend, seconds, place)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: Any = None,
+    config_params: Any = None,
+    distributed_port: int = 29500,
+    mesh_param: Any = None,
+    zero_units: Any = None,
+) -> tuple[DeepSpeedEngine, BucketOptimizer, DataLoader | None, Any]:
+    """Wraps a model for training: engine, optimizer, data loader and learning-rate schedule; those that are absent are None.
+
+    Args:
+        args: a namespace whose `deepspeed_config` names the configuration, instead of `config`; `local_rank` is checked.
+        model: with equal weights on every rank, or built under `zero.Init`.
+        optimizer: a torch optimizer over the model's parameters, or a callable that makes one; beats the configuration's.
+        model_parameters: parameters or parameter groups for the configuration's optimizer (default: all of the model's).
+        training_data: a dataset to make a loader of.
+        lr_scheduler: an object with step(), or a callable that makes one from the optimizer; beats the configuration's.
+        mpu: whose `get_{model,data}_parallel_group()` say which ranks share a layer and which share the data.
+        config, config_params: a dict, a path, or url-safe base64 of JSON.
+        zero_units: modules or classes that are gathered and released together, see `Engine`.
+
+    Raises:
+        DeepSpeedConfigError: the arguments or the configuration are wrong; it is a ValueError and an AssertionError.
+    """
+    if not isinstance(model, nn.Module):
+        raise DeepSpeedConfigError(f"megazero.initialize needs a model (an nn.Module), got {type(model).__name__}.")
+    if mesh_param is not None:
+        raise DeepSpeedConfigError(
+            "mesh_param asks for sequence parallelism by mesh, which does not exist here. Drop it."
+        )
+    source = _config_source(args, config if config is not None else config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if not logger.hasHandlers():  # the script shows no log of its own
+        setup_logging(torch.distributed.get_rank())
+    _check_local_rank(args)
+    groups = _groups(mpu)
+    json_config = load_json_config(
+        source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
+    )
+    factory, param_groups = _optimizer(json_config, optimizer, model_parameters, model)
+    group_of, settings = _named_groups(param_groups, model)
+    _check_values(model, json_config)
+    _move(
+        model, comm.local_device(), DTYPES[json_config.compute_dtype] if json_config.compute_dtype != "fp32" else None
+    )
+    logger.info("%s", json_config.describe())
+    engine = DeepSpeedEngine(
+        json_config,
+        collate_fn,
+        model,
+        groups,
+        factory,
+        group_of,
+        settings,
+        zero=json_config.zero,
+        loss_scaler=LossScaler.from_config(json_config.precision),
+        clip_grad=json_config.gradient_clipping,
+        gradient_accumulation_steps=json_config.gradient_accumulation_steps,
+        lr_scheduler=lambda bucket_optimizer: _scheduler(json_config, lr_scheduler, bucket_optimizer),
+        dtype=DTYPES[json_config.compute_dtype] if json_config.compute_dtype != "fp32" else None,
+        zero_units=zero_units,
+        allow_untested_optimizer=json_config.zero_allow_untested_optimizer,
+    )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    if from_args is None and getattr(args, "deepscale_config", None) is not None:
+        logger.warning("--deepscale_config is an old spelling of --deepspeed_config")
+        from_args = args.deepscale_config
+    if from_args is not None and config is not None:
+        raise DeepSpeedConfigError(
+            f"The configuration is given twice: args.deepspeed_config={from_args!r} and config=. Use one of them."
+        )
+    if from_args is None and config is None:
+        raise DeepSpeedConfigError(
+            "megazero.initialize requires --deepspeed_config FILE in args, or config= (a dict or a path); neither is given."
+        )
+    return from_args if config is None else config
+
+
+def _check_local_rank(args: Any) -> None:
+    given = getattr(args, "local_rank", None)
+    found = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))  # no launcher: one process
+    if given is not None and int(given) >= 0 and int(found) != int(given):
+        raise DeepSpeedConfigError(
+            f"args.local_rank is {given} and LOCAL_RANK in the environment is {found}. The launcher sets both; do not set either."
+        )
+
+
+def _groups(mpu: Any) -> ParallelGroups:
+    """The groups of a foreign mpu, or our own; without either every rank has the whole model."""
+    if mpu is None or hasattr(mpu, "get_groups"):
+        if not mpu_groups.model_parallel_is_initialized():
+            mpu_groups.initialize_model_parallel(1)
+        return mpu_groups.get_groups()
+    prefix = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
+    model, data = getattr(mpu, f"get_{prefix}_parallel_group")(), mpu.get_data_parallel_group()
+    ranks = torch.distributed.get_process_group_ranks
+    return ParallelGroups(model, data, tuple(ranks(model)), tuple(ranks(data)))
+
+
+def _optimizer(
+    config: JsonConfig, optimizer: Any, model_parameters: Iterable[Any] | None, model: nn.Module
+) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
+    """What makes the torch optimizer, and the parameter groups it is for."""
+    parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in parameters]
+    if groups and not isinstance(parameters[0], dict):
+        groups = [{"params": parameters}]
+    if optimizer is not None and config.optimizer is not None:
+        logger.warning("the optimizer given to initialize is used, not the configuration's %s", config.optimizer.type)
+    if optimizer is None:
+        if config.optimizer is None:
+            raise DeepSpeedConfigError("There is no optimizer: give optimizer= to initialize, or an optimizer section.")
+        return optimizer_factory(config.optimizer), [
+            {key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups
+        ]
+    if not isinstance(optimizer, torch.optim.Optimizer):  # a callable
+        return optimizer, groups
+    name = type(optimizer).__name__
+    if (
+        config.zero_optimization.stage > 0
+        and not is_elementwise(optimizer)
+        and not config.zero_allow_untested_optimizer
+    ):
+        raise DeepSpeedConfigError(
+            f"{name} is not known to work on flat ranges of parameters, as ZeRO needs. If every element's update depends on "
+            "that element alone, say so by zero_allow_untested_optimizer: true."
+        )
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise DeepSpeedConfigError(
+            f"{name} has made steps already, and its state cannot be taken over. Pass a new one."
+        )
+    groups = [dict(group) for group in optimizer.param_groups]
+    if optimizer.state:  # Adagrad makes its state in its constructor, so it has to be constructed on the slices
+        defaults = {key: value for key, value in optimizer.defaults.items() if key not in _IMPLEMENTATION}
+        return lambda new: type(optimizer)(new, **defaults), groups
+    return _adopting(optimizer), groups
+
+
+def _adopting(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    """Gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working."""
+
+    def adopt(groups: Iterable[Any]) -> torch.optim.Optimizer:
+        for mine, new in zip(optimizer.param_groups, groups, strict=True):
+            mine["params"] = new["params"]
+        return optimizer
+
+    return adopt
+
+
+def _named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """The group index of each parameter by name, and the groups' settings."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    group_of = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"] if not isinstance(group["params"], torch.Tensor) else [group["params"]]:
+            if id(parameter) not in names:
+                raise DeepSpeedConfigError(
+                    f"Parameter group {index} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "model. Give initialize the model whose parameters are to be trained."
+                )
+            if names[id(parameter)] in group_of:
+                raise DeepSpeedConfigError(
+                    f"Parameter {names[id(parameter)]!r} is in two parameter groups. Keep it in one."
+                )
+            group_of[names[id(parameter)]] = index
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and name not in group_of]
+    if left_out:
+        logger.warning(
+            "%d parameters require a gradient but are in no group, and are not trained: %s", len(left_out), left_out
+        )
+    return group_of, [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer) -> Any:
+    if given is None:
+        if config.scheduler is None:
+            return None
+        return scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
+    if config.scheduler is not None:
+        logger.warning(
+            "the lr_scheduler given to initialize is used, not the configuration's %s", config.scheduler.type
+        )
+    if not hasattr(given, "step"):
+        return given(optimizer.torch_optimizer)
+    if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:
+        if len(given.optimizer.param_groups) != len(optimizer.param_groups):
+            raise DeepSpeedConfigError(
+                f"The lr_scheduler drives an optimizer with {len(given.optimizer.param_groups)} parameter groups, the engine's "
+                f"has {len(optimizer.param_groups)}. Build it on the optimizer that is given to initialize, or pass a callable."
+            )
+        logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
+        for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
+            mine.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
+        given.optimizer = optimizer.torch_optimizer
+    return given
+
+
+def _check_values(model: nn.Module, config: JsonConfig) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise DeepSpeedConfigError(
+                f"Parameter {name!r} is on the meta device and has no values. Build the model on a device, or under zero.Init."
+            )
+        if (
+            config.compute_dtype == "fp32"
+            and parameter.dtype in (torch.float16, torch.bfloat16)
+            and parameter.requires_grad
+        ):
+            wanted = "fp16" if parameter.dtype == torch.float16 else "bf16"
+            raise DeepSpeedConfigError(
+                f"Parameter {name!r} is {parameter.dtype}, but neither fp16 nor bf16 is enabled in the configuration. Add "
+                f'"{wanted}": {{"enabled": true}}, or give an fp32 model.'
+            )
+
+
+def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Parameters to the device, buffers to the device and the dtype; the engine's buckets give parameters theirs."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, ReleasedParameter) and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))

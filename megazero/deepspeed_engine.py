@@ -1,0 +1,218 @@
+"""The engine as DeepSpeed's users know it: `Engine` with a JSON configuration's questions, data loader and log lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+
+from megazero.engine import Engine, EngineStateError
+from megazero.files import written_aside
+from megazero.json_config import JsonConfig
+from megazero.timers import Timers
+from megazero.zero import access
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeedEngine(Engine):
+    """What `megazero.initialize` returns.
+
+    Args:
+        config: the resolved configuration.
+        collate_fn: of the data loaders that `deepspeed_io` makes.
+        engine_arguments: those of `Engine`.
+    """
+
+    def __init__(
+        self, config: JsonConfig, collate_fn: Callable | None, *arguments: Any, **engine_arguments: Any
+    ) -> None:
+        super().__init__(*arguments, **engine_arguments)
+        self.config = config
+        self.collate_fn = collate_fn
+        self.training_dataloader: DataLoader | None = None
+        self.global_samples = 0
+        self.timers = Timers(self.device)
+        self._micro_batch_size = config.train_micro_batch_size_per_gpu
+
+    # ---- training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        with self.timers("forward"):
+            return super().__call__(*args, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """See `Engine.backward`."""
+        with self.timers("backward"):
+            return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """See `Engine.step`. Logs progress every `steps_per_print` updates."""
+        at_boundary = self.is_gradient_accumulation_boundary()
+        with self.timers("step"):
+            super().step(lr_kwargs)
+        if at_boundary:
+            self.global_samples += self.train_batch_size()
+            self._report()
+
+    def _report(self) -> None:
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and torch.distributed.get_rank() == 0:
+            logger.info(
+                "step %d, skipped %d, lr %s, loss scale %g, gradient norm %.4f",
+                *(self.global_steps, self.skipped_steps, self.get_lr(), self.loss_scale(), self.get_global_grad_norm()),
+            )
+        phases = self.timers.read_and_reset()  # also when nothing is printed: the times are of one step
+        if self.config.wall_clock_breakdown and torch.distributed.get_rank() == 0:
+            logger.info("time (ms) | %s", " | ".join(f"{name}: {1000 * s:.2f}" for name, s in phases.items()))
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler | None = None,
+        collate_fn: Callable | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader:
+        """A loader of this data-parallel rank's micro-batches.
+
+        Args:
+            batch_size: by default the micro-batch size.
+            route: "train" is shuffled, anything else comes in order.
+            data_sampler: which samples this rank gets; by default every data-parallel rank an equal share.
+        """
+        groups, sampler = self.groups, data_sampler
+        if sampler is None and not isinstance(dataset, IterableDataset):  # which shares itself out
+            sampler = DistributedSampler(
+                dataset,
+                num_replicas=groups.data_parallel_size,
+                rank=groups.data_parallel_rank,
+                shuffle=route == "train",
+            )
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self._micro_batch_size,
+            sampler=sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+            drop_last=self.config.dataloader_drop_last,
+        )
+
+    # ---- what is saved and loaded
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes a plain state dictionary in the training dtype; returns whether it did. Collective.
+
+        With stage 3 it needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
+
+        Raises:
+            EngineStateError: tensor-parallel ranks hold parts of the model, so that no single one could write it.
+        """
+        if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model wrote nothing: set stage3_gather_16bit_weights_on_model_save to gather the weights."
+            )
+            return False
+        if self.groups.model_parallel_size > 1:
+            raise EngineStateError(
+                f"save_16bit_model: each of {self.groups.model_parallel_size} tensor-parallel ranks holds a part of the model. "
+                "Use save_checkpoint, which any size can load."
+            )
+        state = self.module_state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        if torch.distributed.get_rank() == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            with written_aside(Path(save_dir) / save_filename) as file:
+                torch.save(state, file)
+        self.channel.meet("save_16bit_model")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+        """Loads full values, the same on every rank, into the module, however it is sharded."""
+        access.load_state_dict(self.module, self.buckets, state_dict, strict)
+
+    # ---- questions
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step on all ranks."""
+        return self._micro_batch_size * self._accumulation_steps * self.groups.data_parallel_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of micro-batches per step.
+
+        Raises:
+            ValueError: it is no multiple of micro-batch size x data-parallel size.
+        """
+        one = self._micro_batch_size * self.groups.data_parallel_size
+        if train_batch_size < one or train_batch_size % one:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch size {self._micro_batch_size} x "
+                f"data-parallel size {self.groups.data_parallel_size} = {one}."
+            )
+        self._accumulation_steps = train_batch_size // one
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one rank."""
+        return self._micro_batch_size
+
+    def get_mom(self) -> list:
+        """The momentum, or Adam's betas, of every parameter group."""
+        return [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups]
+
+    def gradient_clipping(self) -> float:
+        """The global norm that gradients are clipped to; 0 for none."""
+        return self.optimizer.clip_grad
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self.optimizer.loss_scaler.dynamic
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self.config.bf16.enabled
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.zero.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.sharding.gradients
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.sharding.parameters
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the times of forward, backward and step are logged."""
+        return self.config.wall_clock_breakdown
+
+    def steps_per_print(self) -> int | None:
+        """Optimizer steps between log lines; None for no lines."""
+        return self.config.steps_per_print

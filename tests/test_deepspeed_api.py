@@ -1,0 +1,332 @@
+"""`import megazero as deepspeed`: initialize and its engine, as a script that was written for DeepSpeed uses them."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import megazero as deepspeed
+from megazero import mpu
+from megazero.json_config import DeepSpeedConfigError
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+}
+
+
+def data(world_size: int, steps: int = 3) -> torch.Tensor:
+    """[steps, ranks, 2, 6] inputs."""
+    return torch.randn(steps, world_size, 2, 6, generator=torch.Generator().manual_seed(1))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    return y.float().square().mean()
+
+
+def plain(world_size: int) -> dict[str, torch.Tensor]:
+    model = make_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for batch in data(world_size):
+        (sum(loss_of(model(x)) for x in batch) / world_size).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+        adam.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train(engine) -> None:
+    rank = mpu.get_data_parallel_rank()
+    for batch in data(mpu.get_data_parallel_world_size()):
+        loss = loss_of(engine(batch[rank]))
+        engine.backward(loss)
+        engine.step()
+
+
+def parity_case(stage: int) -> None:
+    model = make_model()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model, config={**CONFIG, "zero_optimization": {"stage": stage}}
+    )
+    assert engine.optimizer is optimizer and loader is None and scheduler is None
+    train(engine)
+    assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (3, 3, 0)
+    assert engine.global_samples == 3 * engine.train_batch_size() == 6 * torch.distributed.get_world_size()
+    assert engine.zero_optimization_stage() == stage and engine.zero_optimization() == (stage > 0)
+    want = plain(torch.distributed.get_world_size())
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_sequential_model_trains_as_in_plain_torch(world_size, stage):
+    run_ranks(world_size, parity_case, stage)
+
+
+def client_case(kind: str) -> None:
+    model = make_model()
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}
+    make = lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)  # noqa: E731
+    if kind == "callable":
+        engine, *_ = deepspeed.initialize(model=model, optimizer=make, config=config)
+    else:
+        adam = make(model.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1.0)
+        engine, optimizer, _, scheduler = deepspeed.initialize(
+            model=model, optimizer=adam, lr_scheduler=schedule, config=config
+        )
+        assert optimizer.torch_optimizer is adam and scheduler is schedule
+    train(engine)
+    want = plain(torch.distributed.get_world_size())
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["callable", "instance with a torch scheduler"])
+def test_an_optimizer_of_the_callers_own(kind):
+    run_ranks(2, client_case, kind)
+
+
+def megatron_case() -> None:
+    """Megatron's tree builds the schedule on another Adam that holds the same parameter-group dictionaries."""
+    mpu.initialize_model_parallel(1)
+    model = make_model()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.Adam(groups, lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.5**step)
+    args = SimpleNamespace(deepspeed_config=None, local_rank=torch.distributed.get_rank())
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        args=args,
+        model=model,
+        model_parameters=groups,
+        lr_scheduler=schedule,
+        mpu=mpu,
+        dist_init_required=False,
+        config=CONFIG,
+    )
+    assert scheduler is schedule and [g["weight_decay"] for g in optimizer.param_groups] == [0, 0.0]
+    before = engine.get_lr()
+    train(engine)
+    assert before == [0.5, 0.5] and engine.get_lr() == [0.0625, 0.0625]
+    assert optimizer.param_groups[0]["lr"] == 0.0625 and optimizer.cur_scale == 1.0 and not optimizer.overflow
+
+
+def test_megatrons_call_without_an_optimizer_rebinds_its_schedule():
+    run_ranks(2, megatron_case)
+
+
+def fp16_case(stage: int) -> None:
+    model = make_model()
+    config = {
+        **CONFIG,
+        "fp16": {"enabled": True, "initial_scale_power": 15, "hysteresis": 1, "loss_scale_window": 2},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config)
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() and optimizer.loss_scale_config.cur_scale == 2.0**15
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(2)).half()
+    scales, lrs = [], []
+    for step in range(4):
+        loss = loss_of(engine(x))
+        engine.backward(loss * (float("inf") if step == 1 and torch.distributed.get_rank() == 0 else 1.0))
+        engine.step()
+        scales.append(engine.loss_scale())
+        lrs.append(engine.get_lr()[0])
+    assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**15], scales  # one overflow on one rank, then two clean steps
+    assert engine.skipped_steps == 1 and engine.global_steps == 4 and lrs[1] == lrs[0] < lrs[2]
+    assert next(iter(engine.module_state_dict().values())).dtype == torch.float16
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fp16_overflow_on_one_rank_skips_the_step_on_all(stage):
+    run_ranks(2, fp16_case, stage)
+
+
+def accumulation_case(stage: int) -> None:
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    x = data(torch.distributed.get_world_size())[0][torch.distributed.get_rank()]
+    for boundary in (False, True):
+        assert engine.is_gradient_accumulation_boundary() == boundary
+        half = engine.backward(loss_of(engine(x)))
+        torch.testing.assert_close(half, loss_of(engine(x)).detach() / 2)
+        engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (2, 1, True)
+    if stage < 2:
+        with engine.no_sync():
+            engine.backward(loss_of(engine(x)))
+            with pytest.raises(AssertionError, match="no_sync"):
+                engine.step()
+    else:
+        with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
+            pass
+    engine.set_train_batch_size(12)
+    assert engine.gradient_accumulation_steps() == 3 and engine.train_batch_size() == 12
+    with pytest.raises(ValueError, match="multiple of micro-batch size 2"):
+        engine.set_train_batch_size(7)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation_no_sync_and_batch_size(stage):
+    run_ranks(2, accumulation_case, stage)
+
+
+def loader_case() -> None:
+    samples = [(torch.full((6,), float(i)), i) for i in range(10)]
+    engine, _, loader, _ = deepspeed.initialize(model=make_model(), config=CONFIG, training_data=samples)
+    assert engine.training_dataloader is loader
+    mine = [int(i) for _, labels in loader for i in labels]
+    assert len(mine) == 5 and len(loader) == 3
+    rest = engine.deepspeed_io(samples, batch_size=5, route="eval")
+    assert [int(i) for _, labels in rest for i in labels] == list(range(torch.distributed.get_rank(), 10, 2))
+    return mine
+
+
+def test_training_data_becomes_a_loader_that_shares_samples_out():
+    shares = run_ranks(2, loader_case)
+    assert sorted(shares[0] + shares[1]) == list(range(10))
+
+
+def test_configuration_sources(one_rank, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    for given in (
+        {"args": args},
+        {"config": str(path)},
+        {"config_params": CONFIG},
+        {"config": base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode()},
+    ):
+        engine, *_ = deepspeed.initialize(model=make_model(), **given)
+        assert engine.train_micro_batch_size_per_gpu() == 2
+    for wrong, words in (
+        ({"args": args, "config": CONFIG}, "given twice"),
+        ({}, "requires --deepspeed_config"),
+        ({"config": CONFIG, "model": None}, "needs a model"),
+        ({"config": "no/such/file"}, "no/such/file"),
+        ({"config": CONFIG, "args": SimpleNamespace(local_rank=3)}, "local_rank is 3"),
+        ({"config": {"train_batch_size": 2}}, "no optimizer"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            deepspeed.initialize(**{"model": make_model(), **wrong})
+
+
+def test_mistakes_are_named_before_anything_is_built(one_rank):
+    model = make_model()
+    with pytest.raises(DeepSpeedConfigError, match="not a parameter of the model"):
+        deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1), config=CONFIG
+        )
+
+    class Own(torch.optim.SGD):
+        pass
+
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        deepspeed.initialize(model=model, optimizer=Own(model.parameters(), lr=1), config=config)
+    config["zero_allow_untested_optimizer"] = True
+    engine, *_ = deepspeed.initialize(model=model, optimizer=Own(model.parameters(), lr=1), config=config)
+    engine.destroy()
+    used = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    model(torch.ones(1, 6)).sum().backward()
+    used.step()
+    with pytest.raises(AssertionError, match="made steps already"):
+        deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
+
+
+def test_progress_lines_and_module_attributes(one_rank, caplog):
+    caplog.set_level(logging.INFO)
+    config = {**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    train(engine)
+    lines = [r.getMessage() for r in caplog.records]
+    assert sum("train_batch_size" in line for line in lines) == 1, "the effective configuration is printed once"
+    assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 2"]
+    assert sum(line.startswith("time (ms) | ") for line in lines) == 3
+    for name in (
+        "__version__",
+        "__version_major__",
+        "__version_minor__",
+        "__version_patch__",
+        "__git_hash__",
+        "__git_branch__",
+    ):
+        assert hasattr(deepspeed, name)
+    assert F.linear is not None and engine.get_mom() == [(0.9, 0.999)] and engine.device.type == "cpu"
+
+
+def state_case(stage: int) -> None:
+    torch.manual_seed(torch.distributed.get_rank() * 0)
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": False}}
+    engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    state = {name: torch.randn_like(value) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
+    train(engine)  # from the loaded master weights
+    reference = make_model()
+    reference.load_state_dict(state)
+    after = engine.state_dict()
+    assert all((after[name] - state[name]).abs().max() < 0.05 for name in state), "one step moves by the learning rate"
+    with pytest.raises(RuntimeError, match="missing"):
+        engine.load_module_state_dict({})
+    assert engine.save_16bit_model("unused", "unused") is False if stage == 3 else True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_dict_is_whole_and_loads(stage):
+    run_ranks(2, state_case, stage)
+
+
+def test_adagrad_of_the_callers_own_and_models_that_cannot_work(one_rank):
+    model = make_model()
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1), config=config
+    )
+    train(engine)
+    engine.destroy()
+    for wrong, words in (
+        (make_model().half(), r'"fp16": {"enabled": true}'),
+        (make_model().to("meta"), "meta device"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            deepspeed.initialize(model=wrong, config=CONFIG)
+    twice = [{"params": list(model.parameters())}, {"params": [model[0].weight]}]
+    with pytest.raises(DeepSpeedConfigError, match="in two parameter groups"):
+        deepspeed.initialize(model=model, model_parameters=twice, config=CONFIG)
+
+
+def test_a_new_batch_size_counts_from_the_last_update(one_rank):
+    engine, *_ = deepspeed.initialize(model=make_model(), config=CONFIG)
+    x = data(1)[0, 0]
+    for _ in range(3):
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+    engine.set_train_batch_size(8)
+    boundaries = []
+    for _ in range(8):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(loss_of(engine(x)))
+        engine.step()
+    assert boundaries == 2 * [False, False, False, True] and engine.global_steps == 5
