@@ -6,15 +6,18 @@ torchrun itself buries a job's own error message under two screens of its traceb
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+from argparse import Namespace
 
-from torch.distributed import run
+from torch.distributed import DistNetworkError, DistStoreError, run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
-def describe(rank: int, failure: ProcessFailure) -> str:
-    """One line: which rank ended how, and the likely reason where there is one."""
+def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
+    """One line: which rank ended how, and the likely reason where there is one; `log_dir` is where its output went, if set."""
     if failure.exitcode == -signal.SIGKILL:
         return (
             f"rank {rank} was killed (SIGKILL), most likely by the kernel for lack of host memory. Use less memory per rank: "
@@ -22,18 +25,56 @@ def describe(rank: int, failure: ProcessFailure) -> str:
         )
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}."
-    return f"rank {rank} ended with exit status {failure.exitcode}; its message is above."
+    return f"rank {rank} ended with exit status {failure.exitcode}; its message is {f'under {log_dir}' if log_dir else 'above'}."
+
+
+def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first and how; of several in the same second the killed one, which the others have missed."""
+    rank, first = error.get_first_failure()
+    for other, failure in error.failures.items():
+        if (
+            failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp
+        ):  # torchrun itself kills 30 s later
+            return other, failure
+    return rank, first
+
+
+def share_cores(ranks: int) -> None:
+    """Sets OMP_NUM_THREADS to this machine's cores divided by the ranks on it, unless it is set (torchrun's default is 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+
+
+def run_ranks(args: Namespace) -> int:
+    """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
+    try:
+        run.run(args)
+    except ChildFailedError as error:
+        rank, first = cause(error)
+        log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
+        print(f"{describe(rank, first, log_dir)} All ranks of this node were ended.", file=sys.stderr)
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as error:
+        print(f"torchrun was ended by {error.sigval.name}, and with it all ranks of this node.", file=sys.stderr)
+        return 128 + error.sigval
+    except (DistNetworkError, DistStoreError) as error:
+        meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        reason = str(error).splitlines()[0]
+        hint = "Is the port free, and the address right?"
+        print(f"error: the nodes cannot meet at {meeting_point}: {reason} {hint}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def main() -> None:
-    """Runs torchrun; exits with the status of the rank that failed first."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it repeats what `describe` says
-    try:
-        run.run(run.parse_args(sys.argv[1:]))
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        print(f"{describe(rank, first)} All ranks of this node were ended.", file=sys.stderr)
-        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(
+            logging.CRITICAL
+        )  # what they say is repeated here; the second has its own level
+    args = run.parse_args(sys.argv[1:])
+    share_cores(run.determine_local_world_size(args.nproc_per_node))
+    sys.exit(run_ranks(args))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,243 @@
+"""The command `megazero [options] script.py [the script's arguments]`: DeepSpeed's launcher command line, translated to torchrun.
+
+`main` is the command; the translation itself is pure functions: hosts.py says which slots of which hosts, commands.py what is
+run on them. This package imports torch only to count GPUs, so that errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megazero.runner.arguments import HOSTFILE, parse
+from megazero.runner.commands import (
+    Program,
+    agent_command,
+    c10d,
+    node_command,
+    remote_command,
+    srun_command,
+    standalone,
+    static,
+    torchrun_command,
+)
+from megazero.runner.hosts import (
+    Nodes,
+    is_this_machine,
+    parse_environment,
+    parse_hostfile,
+    select,
+    slurm_hosts,
+    visible_devices,
+)
+from megazero.runner.processes import Node, run_nodes
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 29500
+CPU_RANKS = 2  # of a machine without a GPU, unless --num_gpus says otherwise; scripts/common.sh has the same
+EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")  # to other nodes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The job's exit status: 0, that of the rank that failed first (128 + N for signal N), or 2 after a wrong command line."""
+    try:
+        options, program = parse(sys.argv[1:] if argv is None else argv)
+        logging.basicConfig(format="megazero: %(message)s", level=options.log_level.upper())
+        with _pid_file(options.save_pid):
+            return _launch(options, program)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _launch(options: argparse.Namespace, program: Program) -> int:
+    if _under_slurm(options):
+        return _run_slurm(options, program)
+    hosts, has_gpus = _hosts(options)
+    nodes = select(hosts, options.include, options.exclude, options.num_nodes, options.num_gpus)
+    if options.no_ssh:
+        return _run_one_of_many(options, program, nodes, has_gpus)
+    here = set() if options.force_multi else {host for host in nodes if is_this_machine(host)}
+    if len(nodes) == 1 and here:
+        return _run_here(options, program, nodes, has_gpus)
+    if options.launcher in ("torchrun", "local"):
+        raise ValueError(f"--launcher {options.launcher} is for this machine alone, not for {', '.join(nodes)}.")
+    return _run_many(options, program, nodes, here, has_gpus)
+
+
+def _hosts(options: argparse.Namespace) -> tuple[dict[str, int], bool]:
+    """All hosts with their slots, and whether slots stand for GPUs."""
+    if options.hostfile is not None or os.path.isfile(HOSTFILE):
+        path = options.hostfile or HOSTFILE
+        try:
+            return parse_hostfile(Path(path).read_text()), True
+        except OSError as error:
+            raise ValueError(f"--hostfile {path} cannot be read ({error.strerror}).") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    gpus = _count_gpus()
+    slots = gpus or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
+    if not gpus:
+        logger.info("no GPU on this machine, so on its cores (--num_gpus sets the number of ranks, %d)", slots)
+    if options.no_ssh and options.num_nodes > 0:
+        return {f"node {rank}": slots for rank in range(options.num_nodes)}, gpus > 0
+    return {"localhost": slots}, gpus > 0
+
+
+def _count_gpus() -> int:
+    import torch  # takes a second or two, and not every command line gets this far
+
+    return torch.cuda.device_count()
+
+
+def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
+    """One node, this one. torchrun inherits the terminal's input, so that an interactive script works."""
+    [(host, slots)] = nodes.items()
+    where = standalone()
+    if options.master_port or options.master_addr:
+        where = static(1, 0, options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT)
+    command = torchrun_command(program, len(slots), where)
+    command = node_command(command, _variables(slots, local=True, has_gpus=has_gpus))
+    _say({host: command}, nodes)
+    return Node(command).wait()
+
+
+def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
+    """--no_ssh: this node, one of several that are started by somebody else."""
+    rank = options.node_rank
+    if rank >= len(nodes):
+        raise ValueError(
+            f"--node_rank {rank}: there are {len(nodes)} nodes, from 0 (--hostfile or --num_nodes says how many)."
+        )
+    host, slots = list(nodes.items())[rank]
+    where = static(len(nodes), rank, options.master_addr, options.master_port or DEFAULT_PORT)
+    variables = _variables(slots, local=True, has_gpus=has_gpus)
+    command = node_command(torchrun_command(program, len(slots), where), variables)
+    _say({host: command}, {host: slots})
+    return Node(command).wait()
+
+
+def _run_many(options: argparse.Namespace, program: Program, nodes: Nodes, here: set[str], has_gpus: bool) -> int:
+    """One agent on each node: a child of this process on this machine, over ssh elsewhere."""
+    if len(here) < len(nodes) and shutil.which("ssh") is None:
+        raise ValueError(
+            "there is no `ssh` on this machine. With --no_ssh, start the same command on every node yourself."
+        )
+    first = next(iter(nodes))
+    others = [host for host in nodes if host not in here and not _is_loopback(host)]
+    if not options.master_addr and _is_loopback(first) and others:
+        raise ValueError(
+            f"the other nodes cannot reach {first!r}: give --master_addr, or write this host's name in the hostfile."
+        )
+    address, port = options.master_addr or first, options.master_port or DEFAULT_PORT
+    exported = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | _environment_file()
+    commands = {}
+    for rank, (host, slots) in enumerate(nodes.items()):
+        where = static(len(nodes), rank, address, port)
+        variables = exported | _variables(slots, local=host in here, has_gpus=has_gpus)
+        if host in here:
+            agent = agent_command(torchrun_command(program, len(slots), where), obeys_stdin=True)
+            commands[host] = node_command(agent, variables)
+            continue
+        python = "python" if options.venv_script else sys.executable
+        commands[host] = remote_command(
+            host,
+            agent_command(torchrun_command(program, len(slots), where, python), obeys_stdin=True, python=python),
+            os.getcwd(),
+            environment=variables,
+            ssh_port=options.ssh_port,
+            launcher_args=shlex.split(options.launcher_args),
+            venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
+        )
+    _say(commands, nodes)
+    return run_nodes(commands)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
+
+
+def _under_slurm(options: argparse.Namespace) -> bool:
+    if options.launcher is not None or options.hostfile is not None or options.no_ssh or options.force_multi:
+        return options.launcher == "slurm"
+    return "SLURM_JOB_ID" in os.environ and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
+
+
+def _run_slurm(options: argparse.Namespace, program: Program) -> int:
+    """srun takes this process's place: it forwards signals to the agents of all nodes, and returns the highest exit status."""
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise ValueError(
+            "srun has started megazero on several nodes or tasks: start it once, and it calls srun itself."
+        )
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ValueError(
+            "--launcher slurm needs an allocation (SLURM_JOB_ID is not set): start it inside sbatch or salloc."
+        )
+    on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    count = int(on_node) if on_node.isdigit() else _count_gpus()
+    count = count or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
+    hosts = dict.fromkeys(slurm_hosts(os.environ.get("SLURM_JOB_NODELIST", "")), count)
+    nodes = select(hosts, options.include, options.exclude, options.num_nodes, options.num_gpus)
+    first = next(iter(nodes))
+    slots = nodes[first]
+    if any(other != slots for other in nodes.values()):
+        raise ValueError(
+            "--include and --exclude must leave the same slots on every node under Slurm: srun runs one command on all."
+        )
+    endpoint = f"{options.master_addr or first}:{options.master_port or DEFAULT_PORT}"
+    agent = agent_command(
+        torchrun_command(program, len(slots), c10d(len(nodes), endpoint, os.environ["SLURM_JOB_ID"])), obeys_stdin=False
+    )
+    narrowed = len(slots) < count  # else the devices are those that Slurm gives the job
+    variables = _environment_file() | _variables(slots, local=False, has_gpus=narrowed)
+    command = srun_command(list(nodes), node_command(agent, variables), shlex.split(options.launcher_args))
+    _say({", ".join(nodes): command}, nodes)
+    if shutil.which("srun") is None:
+        raise ValueError("there is no `srun` on this machine.")
+    os.execvp("srun", command)
+
+
+def _variables(slots: Sequence[int], *, local: bool, has_gpus: bool) -> dict[str, str]:
+    """What the ranks of a node find in their environment beside torchrun's variables."""
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES") if local else None
+    devices = {"CUDA_VISIBLE_DEVICES": visible_devices(slots, inherited)} if has_gpus else {}
+    return {"LOCAL_SIZE": str(len(slots)), **devices}
+
+
+def _environment_file() -> dict[str, str]:
+    """The variables of ~/.deepspeed_env, and over them those of ./.deepspeed_env."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / ".deepspeed_env"
+        if path.is_file():
+            found |= parse_environment(path.read_text(), str(path))
+    return found
+
+
+def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:
+    where = ", ".join(f"{host} ({len(slots)})" for host, slots in nodes.items())
+    count = sum(map(len, nodes.values()))
+    logger.info("%d rank%s on %s", count, "s" if count > 1 else "", where)
+    for host, command in commands.items():
+        logger.debug("%s: %s", host, shlex.join(command))
+
+
+@contextmanager
+def _pid_file(wanted: bool) -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.megazero"
+    if wanted:
+        path.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if wanted:
+            path.unlink(missing_ok=True)

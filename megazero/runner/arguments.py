@@ -1,0 +1,196 @@
+"""The command line of `megazero`: the options of DeepSpeed's launcher, the script, and the script's own arguments untouched."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megazero.runner.commands import Program
+
+HOSTFILE = "/job/hostfile"
+_AUTOTUNING = "there is no autotuner. Drop it, and set the batch size and the ZeRO stage yourself"
+_ELASTIC = "a job has a fixed number of ranks. Drop it; a checkpoint resumes on any other number of them"
+REFUSED = {
+    "--autotuning": _AUTOTUNING,
+    "--elastic_training": _ELASTIC,
+    "--min_elastic_nodes": _ELASTIC,
+    "--max_elastic_nodes": _ELASTIC,
+}
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
+LAUNCHERS = ("pdsh", "ssh", "slurm", "torchrun", "local")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
+    """The parser of the launcher's own options, and for the name of each one whether it takes a value."""
+    parser = _Parser(
+        prog="megazero",
+        usage="megazero [options] script.py [the script's arguments]",
+        description="Runs a script on many ranks, with torchrun on every node.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    actions: list[argparse.Action] = []
+
+    def add(*names: str, **how: Any) -> None:
+        actions.append(parser.add_argument(*names, **how))
+
+    add("-h", "--help", action="help", help="show this and exit")
+    add(
+        "-H",
+        "--hostfile",
+        default=None,
+        help=f"lines `host slots=N`; {HOSTFILE} if there is one, else this machine alone",
+    )
+    add("-i", "--include", default="", help="use only these: host, host:0,2, several joined by @")
+    add("-e", "--exclude", default="", help="use all but these, written as for --include")
+    add("--num_nodes", type=int, default=-1, help="use the first N hosts")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host: its first N slots")
+    add("--master_addr", default="", help="where the ranks meet; the first host")
+    add("--master_port", type=int, default=None, help="its port; 29500 on several nodes, a free one on a single node")
+    add(
+        "--launcher",
+        default=None,
+        help="pdsh or ssh (both over ssh, the default), slurm (over srun), torchrun (this machine)",
+    )
+    add("--launcher_args", default="", help="further options of ssh or srun, in one string")
+    add("--force_multi", action="store_true", help="reach even a single host, or this one, over ssh")
+    add("--ssh_port", type=int, default=None, help="port of sshd on the other hosts")
+    add("--venv_script", default="", help="is sourced on hosts reached over ssh; their `python` is used then")
+    add(
+        "--no_ssh",
+        action="store_true",
+        help="start this node only: give the same command, with --node_rank, on every node",
+    )
+    add("--node_rank", type=int, default=-1, help="with --no_ssh: which of the nodes this is, from 0")
+    add("--module", action="store_true", help="script is a module, as for python -m")
+    add("--no_python", action="store_true", help="script is a program of its own")
+    add("--no_local_rank", action="store_true", help="do not add --local_rank=N to the script's arguments")
+    add("--enable_each_rank_log", default="", metavar="DIR", help="write each rank's output to a file of its own there")
+    add("--bind_cores_to_rank", action="store_true", help="give each rank its own share of the node's cores")
+    add("--bind_core_list", default="", metavar="LIST", help="the cores that are shared out: 0-7,16-23; all")
+    add("--save_pid", action="store_true", help="keep this process's id in <tmp>/<id>.megazero while it runs")
+    add(
+        "--log_level",
+        default="info",
+        choices=LOG_LEVELS,
+        help="what the launcher itself says; debug shows its commands",
+    )
+    add("-q", "--quiet", dest="log_level", action="store_const", const="error", help="--log_level error")
+    return parser, {name: action.nargs != 0 for action in actions for name in action.option_strings}
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
+    """The launcher's options, and the program that they start.
+
+    Raises:
+        ValueError: an option that is unknown, refused or contradicts another, no script, or one that does not exist.
+    """
+    parser, takes_value = make_parser()
+    own, rest = split(argv, takes_value)
+    options = parser.parse_args(own)
+    _check(options)
+    if not rest:
+        raise ValueError("no script is given: megazero [options] script.py [the script's arguments].")
+    program = Program(
+        script=rest[0],
+        args=tuple(rest[1:]),
+        module=options.module,
+        no_python=options.no_python,
+        local_rank=not options.no_local_rank,
+        log_dir=options.enable_each_rank_log,
+        cores=options.bind_core_list if options.bind_cores_to_rank else None,
+    )
+    _check_script(program)
+    return options, program
+
+
+def split(argv: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The launcher's own options as `--name=value`, and all that follows them: the script and its arguments, as they are.
+
+    argparse cannot do this: it takes away a `--`, and reads an unknown option's value as the script.
+    """
+    own, at = [], 0
+    while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
+        name, equals, _ = argv[at].partition("=")
+        if name in REFUSED:
+            raise ValueError(f"{name} is not supported: {REFUSED[name]}.")
+        if name not in takes_value:
+            near = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), takes_value, n=1)
+            meant = f" Did you mean {near[0]}?" if near else " `megazero --help` lists the options."
+            raise ValueError(f"unknown option {name}.{meant} The script's own options belong after the script.")
+        if takes_value[name] and not equals:
+            if at + 1 == len(argv):
+                raise ValueError(f"{name} needs a value.")
+            own.append(f"{name}={argv[at + 1]}")  # one word, so that the value may begin with a dash
+            at += 2
+        else:
+            own.append(argv[at])
+            at += 1
+    return own, list(argv[at + (at < len(argv) and argv[at] == "--") :])
+
+
+def parse_cores(text: str) -> list[int]:
+    """The cores of a list like `0-3,8`.
+
+    Raises:
+        ValueError: wrong syntax, or a core twice.
+    """
+    cores: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise ValueError(f"--bind_core_list {text!r}: {part!r} is neither a core nor a range like 0-3.")
+        cores += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(cores)) < len(cores):
+        raise ValueError(f"--bind_core_list {text!r} names a core twice.")
+    return cores
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.launcher in MPI_LAUNCHERS:
+        raise ValueError(
+            f"--launcher {options.launcher} is not supported: torchrun starts the ranks here, not MPI. Use --launcher ssh, or "
+            "start one `megazero --no_ssh --node_rank N --master_addr HOST ...` per node yourself."
+        )
+    if options.launcher is not None and options.launcher not in LAUNCHERS:
+        raise ValueError(f"--launcher {options.launcher!r}: choose one of {', '.join(LAUNCHERS)}.")
+    if options.module and options.no_python:
+        raise ValueError("--module and --no_python cannot be given together: a module needs Python.")
+    for name, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
+        if port is not None and not 0 < port < 65536:
+            raise ValueError(f"{name} {port}: a port is a number from 1 to 65535.")
+    if options.no_ssh and (options.force_multi or options.launcher not in (None, "torchrun", "local")):
+        raise ValueError("--no_ssh starts this node only; drop --force_multi and --launcher.")
+    if options.no_ssh and (options.node_rank < 0 or not options.master_addr):
+        raise ValueError(
+            "--no_ssh needs --node_rank (which node this is, from 0) and --master_addr (the first node's address)."
+        )
+    if not options.no_ssh and options.node_rank != -1:
+        raise ValueError("--node_rank belongs to --no_ssh; else the hostfile's order is the order of the nodes.")
+    if options.bind_core_list and not options.bind_cores_to_rank:
+        raise ValueError("--bind_core_list has no effect without --bind_cores_to_rank.")
+    if options.bind_core_list:
+        parse_cores(options.bind_core_list)
+    try:
+        shlex.split(options.launcher_args)
+    except ValueError as error:
+        raise ValueError(f"--launcher_args {options.launcher_args!r}: {error}.") from None
+
+
+def _check_script(program: Program) -> None:
+    if program.no_python and shutil.which(program.script) is None:
+        raise ValueError(f"the program {program.script} does not exist, or is not executable.")
+    if not program.no_python and not program.module and not os.path.isfile(program.script):
+        raise ValueError(f"the script {program.script} does not exist in {os.getcwd()}.")

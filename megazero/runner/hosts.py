@@ -1,0 +1,172 @@
+"""Which machines a job runs on, and which accelerator slots of each: hostfile, --include and --exclude, Slurm."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+Nodes = dict[str, list[int]]  # host -> its slots, in the order of the ranks
+
+
+def parse_hostfile(text: str) -> dict[str, int]:
+    """Host -> number of slots, in the file's order. A line is `host slots=N`; blank lines and `#` comments are skipped.
+
+    Raises:
+        ValueError: a line that says something else, a host named twice, no host at all.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = re.fullmatch(r"([^\s@:-][^\s@:]*)\s+slots=([1-9]\d*)", content)
+        if match is None:
+            raise ValueError(f"hostfile line {number}: {line!r} is not of the form `host slots=N` with N of 1 or more.")
+        host, slots = match[1], int(match[2])
+        if host in hosts:
+            raise ValueError(f"hostfile line {number}: {line!r} names the host {host} a second time.")
+        hosts[host] = slots
+    if not hosts:
+        raise ValueError("the hostfile names no host: write one line `host slots=N` for each machine.")
+    return hosts
+
+
+def select(
+    hosts: Mapping[str, int], include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
+) -> Nodes:
+    """The slots that are used of each host, in the order of `hosts`.
+
+    Args:
+        hosts: all that there are, with their numbers of slots.
+        include: use only these, `host` or `host:0,2`, several joined by `@`.
+        exclude: use all but these, written alike.
+        num_nodes: use the first ones only; -1 is all.
+        num_gpus: use the first slots of each host only; -1 is all.
+
+    Raises:
+        ValueError: options that exclude each other, wrong syntax, hosts or slots that are not there, nothing left.
+    """
+    if include and exclude:
+        raise ValueError(
+            "--include and --exclude cannot be given together: one names what to use, the other what not to."
+        )
+    for name, value in (("--num_nodes", num_nodes), ("--num_gpus", num_gpus)):
+        if value != -1 and (include or exclude):
+            raise ValueError(f"{name} cannot be given with --include or --exclude, which say already what is used.")
+        if value != -1 and value < 1:
+            raise ValueError(f"{name}={value}: use 1 or more, or -1 for all.")
+    if include:
+        named = _parse_filter(include, hosts, "--include")
+        return {host: named[host] for host in hosts if host in named}
+    dropped = _parse_filter(exclude, hosts, "--exclude") if exclude else {}
+    nodes = {host: [s for s in range(count) if s not in dropped.get(host, [])] for host, count in hosts.items()}
+    nodes = {host: slots for host, slots in nodes.items() if slots}
+    if not nodes:
+        raise ValueError(f"--exclude {exclude!r} leaves nothing of {_listed(hosts)}.")
+    return _first(nodes, num_nodes, num_gpus)
+
+
+def _first(nodes: Nodes, num_nodes: int, num_gpus: int) -> Nodes:
+    if num_nodes > len(nodes):
+        raise ValueError(f"--num_nodes {num_nodes}: only {_listed({h: len(s) for h, s in nodes.items()})} known.")
+    if num_nodes != -1:
+        nodes = dict(list(nodes.items())[:num_nodes])
+    if num_gpus == -1:
+        return nodes
+    for host, slots in nodes.items():
+        if num_gpus > len(slots):
+            raise ValueError(f"--num_gpus {num_gpus}: {host} has only {len(slots)}.")
+    return {host: slots[:num_gpus] for host, slots in nodes.items()}
+
+
+def _parse_filter(text: str, hosts: Mapping[str, int], option: str) -> Nodes:
+    """Host -> sorted slots of `host:0,2@host2`; a host without slots means all of them."""
+    found: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        match = re.fullmatch(r"\s*([^\s:,@]+)(?::(\d+(?:,\d+)*))?\s*", part)
+        if match is None:
+            raise ValueError(f"{option} {text!r}: {part!r} is not of the form `host` or `host:0,2`; join several by @.")
+        host = match[1]
+        if host not in hosts:
+            raise ValueError(f"{option} {text!r}: there is no host {host!r} among {_listed(hosts)}.")
+        slots = {int(slot) for slot in match[2].split(",")} if match[2] else set(range(hosts[host]))
+        if max(slots) >= hosts[host]:
+            raise ValueError(
+                f"{option} {text!r}: {host} has the slots 0 to {hosts[host] - 1}, and no slot {max(slots)}."
+            )
+        found.setdefault(host, set()).update(slots)
+    return {host: sorted(slots) for host, slots in found.items()}
+
+
+def _listed(hosts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{host} (slots={count})" for host, count in list(hosts.items())[:8])
+    return shown if len(hosts) <= 8 else f"{shown}, ... {len(hosts)} hosts in all"
+
+
+def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
+    """The variables of a file of KEY=VALUE lines; blank lines and `#` lines are skipped, values taken as they are.
+
+    Raises:
+        ValueError: a line that is not of that form.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, equals, value = line.partition("=")
+        if not equals or re.fullmatch(r"[A-Za-z_]\w*", key.strip(), re.ASCII) is None:
+            raise ValueError(f"{name} line {number}: {line!r} is not of the form KEY=VALUE.")
+        found[key.strip()] = value
+    return found
+
+
+def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a node of this machine: slots count within the value that is set already, if one is.
+
+    Raises:
+        ValueError: the value lists fewer devices than a slot needs.
+    """
+    if inherited is None:
+        return ",".join(map(str, slots))
+    devices = [device for device in inherited.split(",") if device.strip()]
+    if not devices or devices[0].strip() == "-1":
+        return inherited  # GPUs are switched off
+    if max(slots) >= len(devices):
+        raise ValueError(
+            f"slot {max(slots)} does not exist: CUDA_VISIBLE_DEVICES={inherited} leaves {len(devices)} devices."
+        )
+    return ",".join(devices[slot] for slot in slots)
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether `host` names the machine that this runs on: one of its addresses can be bound here."""
+    try:
+        found = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False  # ssh may know the name from its own configuration
+    for family, address in found:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def slurm_hosts(nodelist: str) -> list[str]:
+    """The host names of a Slurm node list, by `scontrol show hostnames`.
+
+    Raises:
+        ValueError: scontrol is missing or refuses.
+    """
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or error
+        raise ValueError(
+            f"`{' '.join(command)}` failed: {str(reason).strip()}. --launcher slurm works inside an allocation."
+        ) from None

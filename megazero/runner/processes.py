@@ -1,0 +1,129 @@
+"""Processes of a launch: torchrun on this machine, and the agents of several machines.
+
+Signals. torchrun answers SIGTERM by killing its ranks after 30 seconds, which would cut a save short. So it runs in a session
+of its own, where neither Ctrl-C nor a batch system finds it, and the ranks get SIGTERM from `Node.stop`: they finish and save if
+they know how to, and end if they do not. `Node.end` is for a job that has failed elsewhere: it ends torchrun, and so the ranks.
+
+Several machines. Each one has an agent (megazero.runner.agent) that runs torchrun there and reads its standard input: one byte
+means stop, the end of the input means end. That input is a pipe from here, through ssh where the machine is another one. So the
+remote ranks end when a node fails and the pipes are closed, but also when this process is killed or the network fails, without
+pseudo-terminals and without a second connection. (torchrun's own agents would not notice: under its static rendezvous each one
+watches only its own ranks.)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_S = 0.1
+GRACE_S = 2.0  # after the first node has failed: others, whose ranks lost a partner, may be writing why
+LAST_S = 60.0  # then they are ended; torchrun kills ranks that do not end within 30 s
+KILLED = 128 + signal.SIGKILL
+
+
+class Node:
+    """torchrun on this machine, in a session of its own."""
+
+    def __init__(self, command: Sequence[str], stdin: int | None = None) -> None:
+        self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True)
+
+    def stop(self) -> None:
+        """Sends SIGTERM to the ranks; to torchrun itself where there are none yet."""
+        for pid in children(self.process.pid) or [self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """Makes torchrun end its ranks, by SIGKILL after 30 seconds."""
+        self.process.terminate()
+
+    def wait(self) -> int:
+        """The exit status: torchrun's, or 128 + the number of the signal that ended it."""
+        with stop_signals(self.stop):
+            status = self.process.wait()
+        return status if status >= 0 else 128 - status
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is `pid` (on Linux)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
+        except OSError:
+            continue  # it has ended
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@contextmanager
+def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
+    """Runs one agent per host and returns the job's exit status: 0, or that of the node that failed first.
+
+    A rank that lost its partner fails too, and may be noticed first. So a node that reports within GRACE_S that one of its ranks
+    was killed (status 137) is taken for the cause.
+    """
+    agents = {
+        host: subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        for host, command in commands.items()
+    }
+
+    def stop() -> None:
+        for agent in agents.values():
+            with suppress(OSError, ValueError):  # it has ended, or its pipe is closed
+                os.write(agent.stdin.fileno(), b".")  # type: ignore[union-attr]
+
+    with stop_signals(stop):
+        failed = _watch(agents)
+    if not failed:
+        return 0
+    host = next((host for host, status in failed.items() if status == KILLED), next(iter(failed)))
+    hint = " (255 is also ssh's own status: it could not connect, and says why above)" if failed[host] == 255 else ""
+    logger.error("host %s ended with exit status %d%s; all nodes were ended.", host, failed[host], hint)
+    return failed[host]
+
+
+def _watch(agents: Mapping[str, subprocess.Popen]) -> dict[str, int]:
+    """Waits for all agents, ends them when one has failed; the statuses of those that failed by themselves, in that order."""
+    failed: dict[str, int] = {}
+    running, since, told = dict(agents), 0.0, False
+    while running:
+        time.sleep(POLL_S)
+        for host, agent in list(running.items()):
+            status = agent.poll()
+            if status is None:
+                continue
+            del running[host]
+            if status != 0 and not told:
+                failed[host] = status if status > 0 else 128 - status
+                since = since or time.monotonic()
+        waited = time.monotonic() - since if since else 0.0
+        if waited > GRACE_S and not told:
+            told = True
+            for agent in running.values():
+                agent.stdin.close()  # type: ignore[union-attr]
+        if waited > GRACE_S + LAST_S:
+            for agent in running.values():
+                agent.kill()
+    return failed

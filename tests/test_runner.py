@@ -1,0 +1,496 @@
+"""The command `megazero`: its translation as pure functions, then small real jobs, with stand-ins for ssh and srun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.runner import main
+from megazero.runner.arguments import parse, parse_cores
+from megazero.runner.bind import share
+from megazero.runner.commands import Program, remote_command, srun_command, standalone, static, torchrun_command
+from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
+from megazero.runner.processes import run_nodes
+
+ROOT = Path(__file__).parent.parent
+HOSTS = {"worker-0": 4, "worker-1": 4}
+ALL = [0, 1, 2, 3]
+
+# What a user may type after the script; all of it must arrive as it is.
+NASTY = [
+    "two words",
+    "it's",
+    'a "quote"',
+    "$HOME",
+    "$$",
+    "${local_rank}",
+    "`date`",
+    "back\\slash",
+    '{"zero": {"stage": 2, "x": [1, null]}}',
+    "",
+    "--",
+    "-h",
+    "--nnodes=3",
+    "--hostfile",
+    "*",
+    "a;b&&c|d>e#f!g",
+    "line\nbreak",
+    "é",
+]
+
+SHOW = """
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES OMP_NUM_THREADS FROM_FILE".split()
+shown = dict(argv=sys.argv, cores=len(os.sched_getaffinity(0)), **{n: os.environ.get(n) for n in names})
+os.write(1, (json.dumps(shown) + "\\n").encode())  # one write, so that lines of several ranks do not mix
+"""
+
+
+# ---------------------------------------------------------------- hostfile, include, exclude
+
+
+def test_hostfile_with_comments_and_blank_lines():
+    text = "# all of them\n\nworker-0 slots=4\n  worker-1\tslots=8  # the big one\n"
+    assert parse_hostfile(text) == {"worker-0": 4, "worker-1": 8}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("worker-0 slots=4\nworker-1\n", "hostfile line 2: 'worker-1'"),
+        ("worker-0 slots=x", "hostfile line 1: 'worker-0 slots=x'"),
+        ("worker-0 slots=0", "with N of 1 or more"),
+        ("worker-0 4", "hostfile line 1"),
+        ("this is not a hostfile", "hostfile line 1"),
+        ("-oProxyCommand=x slots=4", "hostfile line 1"),
+        ("a slots=4\n\na slots=2", "line 3: 'a slots=2' names the host a a second time"),
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+    ],
+)
+def test_malformed_hostfile_is_told_with_its_line(text, said):
+    with pytest.raises(ValueError) as error:
+        parse_hostfile(text)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "filters, nodes",
+    [
+        ({}, {"worker-0": ALL, "worker-1": ALL}),
+        ({"include": "worker-1"}, {"worker-1": ALL}),
+        ({"include": "worker-1:2,0@worker-0:3"}, {"worker-0": [3], "worker-1": [0, 2]}),
+        ({"include": "worker-1:1,1@worker-1:3"}, {"worker-1": [1, 3]}),
+        ({"exclude": "worker-1"}, {"worker-0": ALL}),
+        ({"exclude": "worker-0:0,3@worker-1:1"}, {"worker-0": [1, 2], "worker-1": [0, 2, 3]}),
+        ({"exclude": "worker-0:0,1,2,3"}, {"worker-1": ALL}),
+        ({"num_nodes": 1}, {"worker-0": ALL}),
+        ({"num_gpus": 2}, {"worker-0": [0, 1], "worker-1": [0, 1]}),
+        ({"num_nodes": 1, "num_gpus": 1}, {"worker-0": [0]}),
+    ],
+)
+def test_selected_slots_in_the_order_of_the_hostfile(filters, nodes):
+    found = select(HOSTS, **filters)
+    assert found == nodes and list(found) == list(nodes)
+
+
+@pytest.mark.parametrize(
+    "filters, said",
+    [
+        ({"include": "worker-0", "exclude": "worker-1"}, "--include and --exclude cannot be given together"),
+        ({"include": "jeff"}, "no host 'jeff' among worker-0 (slots=4), worker-1 (slots=4)"),
+        ({"exclude": "worker-0@jeff"}, "no host 'jeff'"),
+        ({"include": "worker-0:4"}, "worker-0 has the slots 0 to 3, and no slot 4"),
+        ({"exclude": "worker-0:0,9"}, "no slot 9"),
+        ({"include": "worker-0:1;2"}, "'worker-0:1;2' is not of the form"),
+        ({"include": "worker-0:"}, "is not of the form"),
+        ({"include": "worker-0:1,"}, "is not of the form"),
+        ({"include": "worker-0@@worker-1"}, "'' is not of the form"),
+        ({"include": "worker-0:a"}, "is not of the form"),
+        ({"exclude": "worker-0@worker-1"}, "leaves nothing"),
+        ({"num_nodes": 3}, "--num_nodes 3: only worker-0 (slots=4), worker-1 (slots=4)"),
+        ({"num_gpus": 5}, "--num_gpus 5: worker-0 has only 4"),
+        ({"num_gpus": 0}, "use 1 or more"),
+        ({"num_nodes": -2}, "use 1 or more"),
+        ({"num_nodes": 1, "include": "worker-0"}, "--num_nodes cannot be given with --include or --exclude"),
+        ({"num_gpus": 1, "exclude": "worker-0"}, "--num_gpus cannot be given with --include or --exclude"),
+    ],
+)
+def test_wrong_selection_is_told(filters, said):
+    with pytest.raises(ValueError) as error:
+        select(HOSTS, **filters)
+    assert said in str(error.value)
+
+
+def test_slots_count_within_the_visible_devices():
+    assert visible_devices([1, 3], None) == "1,3"
+    assert visible_devices([0, 2], "4,5,GPU-abc") == "4,GPU-abc"
+    assert visible_devices([0, 1], "") == "" and visible_devices([0], "-1") == "-1", (
+        "GPUs that are switched off stay off"
+    )
+    with pytest.raises(ValueError, match="slot 2 does not exist: CUDA_VISIBLE_DEVICES=4,5 leaves 2 devices"):
+        visible_devices([2], "4,5")
+
+
+def test_environment_file():
+    assert parse_environment("# keys\n\nA=1\nNCCL_X=a b = c\nEMPTY=\n") == {"A": "1", "NCCL_X": "a b = c", "EMPTY": ""}
+    for wrong in ("A=1\nexport B=2", "A=1\nB", "A=1\n=2"):
+        with pytest.raises(ValueError, match="line 2"):
+            parse_environment(wrong)
+
+
+def test_this_machine_is_known_by_its_addresses():
+    assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
+    assert not is_this_machine("192.0.2.1"), "an address that is reserved for documentation"
+
+
+def test_cores():
+    assert parse_cores("0-2,8") == [0, 1, 2, 8]
+    assert [share([0, 1, 2, 8, 9], rank, 2) for rank in (0, 1)] == [[0, 1], [2, 8]]
+    for wrong in ("", "a", "3-1", "1,1", "1;2"):
+        with pytest.raises(ValueError, match="--bind_core_list"):
+            parse_cores(wrong)
+    with pytest.raises(ValueError, match="3 ranks on a node cannot each have one of 2 cores"):
+        share([0, 1], 0, 3)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_torchrun_command_adds_local_rank_and_protects_dollars():
+    command = torchrun_command(
+        Program("train.py", ("--x", "$HOME")), 4, static(2, 1, "worker-0", 29500), python="python"
+    )
+    options, program = command[: command.index("--")], command[command.index("--") + 1 :]
+    assert options[:3] == ["python", "-m", "megazero.launch"] and options[-2:] == ["--nproc-per-node", "4"]
+    assert options[5:11] == ["--node-rank", "1", "--master-addr", "worker-0", "--master-port", "29500"]
+    assert program == ["train.py", "--local_rank=${local_rank}", "--x", "$$HOME"]
+
+
+@pytest.mark.parametrize(
+    "how, options, program",
+    [
+        ({"module": True}, ["--module"], ["a.b", "--local_rank=${local_rank}"]),
+        ({"no_python": True, "local_rank": False}, ["--no-python"], ["a.b"]),
+        ({"log_dir": "logs"}, ["--log-dir", "logs", "--redirects", "3"], ["a.b", "--local_rank=${local_rank}"]),
+        (
+            {"cores": "0-3", "local_rank": False},
+            ["--module"],
+            ["megazero.runner.bind", "0-3", "python", "-u", "a.b"],
+        ),
+        (
+            {"cores": "", "no_python": True, "local_rank": False},
+            ["--module"],
+            ["megazero.runner.bind", "", "a.b"],
+        ),
+    ],
+)
+def test_ways_to_start_a_program(how, options, program):
+    command = torchrun_command(Program("a.b", **how), 2, standalone(), python="python")
+    assert command == [
+        "python",
+        "-m",
+        "megazero.launch",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *options,
+        "--",
+        *program,
+    ]
+
+
+def test_remote_command_survives_a_shell(tmp_path):
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    show = [
+        sys.executable,
+        "-c",
+        "import os, sys, json; print(json.dumps([os.getcwd(), os.environ['V'], sys.argv[1:]]))",
+    ]
+    (tmp_path / "activate").write_text("export SOURCED=1")
+    variables = {"V": "a 'b' $c"}
+    more = {"ssh_port": 2222, "launcher_args": ["-v"], "venv_script": str(tmp_path / "activate")}
+    command = remote_command("worker-1", [*show, *NASTY], str(folder), environment=variables, **more)
+    assert command[:5] == ["ssh", "-p", "2222", "-v", "worker-1"] and len(command) == 6
+    for shell in ("bash", "sh"):
+        done = subprocess.run([shell, "-c", command[5]], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == [str(folder), "a 'b' $c", NASTY]
+
+
+def test_srun_command():
+    command = srun_command(["n1", "n2"], ["python"], ["--mem=0"])
+    assert command[0] == "srun" and command[-2:] == ["--mem=0", "python"] and "--kill-on-bad-exit=1" in command
+    assert command[command.index("--nodelist") + 1] == "n1,n2" and command[command.index("--ntasks") + 1] == "2"
+
+
+def test_status_of_many_nodes_is_that_of_the_cause():
+    until_end = ["cat"]  # an agent that is ended by the end of its input
+    assert run_nodes({"a": ["true"], "b": ["true"]}) == 0
+    started = time.monotonic()
+    assert run_nodes({"a": until_end, "b": ["sh", "-c", "exit 3"]}) == 3
+    assert time.monotonic() - started < 30, "the pipe was closed, which ends a; its process is killed only later"
+    # a lost its partner and reports first; b had the rank that was killed
+    assert run_nodes({"a": ["sh", "-c", "exit 1"], "b": ["sh", "-c", "sleep 0.5; exit 137"]}) == 137
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_everything_after_the_script_is_the_scripts():
+    options, program = parse(["--num_accelerators", "3", "--launcher_args", "-v", "-q", __file__, *NASTY])
+    assert (options.num_gpus, options.launcher_args, options.log_level) == (3, "-v", "error")
+    assert program.script == __file__ and list(program.args) == NASTY
+    assert list(parse(["--", __file__, "--"])[1].args) == ["--"]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ([], "no script is given"),
+        (["--num_gpus"], "--num_gpus needs a value"),
+        (["--num_gpus", "two", "x.py"], "invalid int value: 'two'"),
+        (["--num_gpu", "2", "x.py"], "unknown option --num_gpu. Did you mean --num_gpus?"),
+        (["--num-gpus=2", "x.py"], "Did you mean --num_gpus?"),
+        (["--deepspeed", "x.py"], "The script's own options belong after the script"),
+        (["nowhere.py"], "the script nowhere.py does not exist in "),
+        (["--no_python", "no-such-program"], "the program no-such-program does not exist"),
+        (["--module", "--no_python", "x"], "--module and --no_python cannot be given together"),
+        (["--launcher", "openmpi", "x.py"], "--launcher openmpi is not supported"),
+        (["--launcher", "carrier-pigeon", "x.py"], "choose one of pdsh, ssh, slurm"),
+        (["--autotuning", "run", "x.py"], "--autotuning is not supported: there is no autotuner"),
+        (["--elastic_training", "x.py"], "--elastic_training is not supported"),
+        (["--master_port", "70000", "x.py"], "--master_port 70000"),
+        (["--node_rank", "1", "x.py"], "--node_rank belongs to --no_ssh"),
+        (["--no_ssh", "x.py"], "--no_ssh needs --node_rank"),
+        (["--launcher_args", "it's", "x.py"], "--launcher_args"),
+        (["--bind_core_list", "0-3", "x.py"], "no effect without --bind_cores_to_rank"),
+        (["-H", "nowhere", __file__], "--hostfile nowhere cannot be read (No such file or directory)"),
+        (["-H", __file__, __file__], "hostfile line 1: "),
+        (["--launcher", "slurm", __file__], "needs an allocation"),
+        (["--no_ssh", "--num_nodes=2", "--node_rank=2", "--master_addr=a", __file__], "there are 2 nodes, from 0"),
+        (["--num_nodes=2", __file__], "--num_nodes 2: only localhost (slots="),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_status_2(argv, said, capsys):
+    assert main(argv) == 2
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and output.count("\n") == 1 and said in output, output
+
+
+# ---------------------------------------------------------------- real jobs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, outside of Slurm; ssh, srun and scontrol there are stand-ins that run all on this machine."""
+    stand_ins = {
+        "ssh": 'while [[ $1 == -* ]]; do [[ $1 == -p ]] && shift; shift; done\necho "$1" >> ssh.log; shift; exec bash -c "$*"',
+        "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
+        "srun": 'while [[ $1 == -* ]]; do [[ $1 == *=* ]] || shift; shift; done\n"$@" & "$@" & wait -n && wait -n',
+    }
+    for name, body in stand_ins.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(0o755)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "CUDA_VISIBLE", "OMP_NUM"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def start(
+    folder: Path, script: str, *options: str, name: str = "script.py", args: list[str] | None = None
+) -> subprocess.Popen:
+    """Starts `megazero OPTIONS script.py ARGS` in `folder`."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "megazero.runner", *options, name, *(args or [])]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
+    """Output and messages of a job that must end with `status`."""
+    try:
+        output, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status, output + messages
+    return output, messages
+
+
+def shown(output: str) -> list[dict]:
+    """What SHOW has printed, by rank."""
+    return sorted((json.loads(line) for line in output.splitlines()), key=lambda rank: int(rank["RANK"]))
+
+
+def two_hosts(folder: Path, slots: tuple[int, int] = (1, 1)) -> list[str]:
+    (folder / "hosts").write_text(f"node-a slots={slots[0]}\nnode-b slots={slots[1]}\n")
+    meet = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    return ["-H", "hosts", "--force_multi", *meet]  # forced: these names need not be looked up
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_ranks_on_a_machine_without_gpus(folder):
+    output, messages = finish(start(folder, SHOW, "--num_gpus=2", "--bind_cores_to_rank", args=NASTY))
+    ranks = shown(output)
+    assert [r["argv"] for r in ranks] == [["script.py", f"--local_rank={i}", *NASTY] for i in (0, 1)]
+    assert [(r["LOCAL_RANK"], r["WORLD_SIZE"], r["LOCAL_SIZE"]) for r in ranks] == [("0", "2", "2"), ("1", "2", "2")]
+    cores = len(os.sched_getaffinity(0)) // 2
+    assert all(r["cores"] == cores and r["OMP_NUM_THREADS"] == str(cores) and r["MASTER_PORT"] for r in ranks)
+    assert "2 ranks on localhost (2)" in messages and "OMP_NUM_THREADS" not in messages
+
+
+def test_a_host_of_the_hostfile_that_is_this_machine_needs_no_ssh(folder):
+    (folder / "hosts").write_text("localhost slots=4\nnode-b slots=4\n")
+    options = ["-H", "hosts", "-i", "localhost:1,3", "--no_local_rank", "--module"]
+    ranks = shown(finish(start(folder, SHOW, *options, name="script", args=["--", "x"]))[0])
+    assert [r["CUDA_VISIBLE_DEVICES"] for r in ranks] == ["1,3", "1,3"] and ranks[0]["argv"][1:] == ["--", "x"]
+    assert not (folder / "ssh.log").exists()
+
+
+def test_each_rank_has_a_log_and_failure_names_it(folder):
+    script = "import os, sys; print('hello'); sys.exit(3 * int(os.environ['RANK']))"
+    output, messages = finish(start(folder, script, "--enable_each_rank_log", "logs"), status=3)
+    assert "rank 1 ended with exit status 3; its message is under logs" in messages and "hello" not in output
+    assert [log.read_text() for log in sorted((folder / "logs").rglob("stdout.log"))] == ["hello\n"] * 2
+
+
+def test_killed_rank_is_named_and_ends_the_partners_on_other_nodes(folder):
+    script = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(100)
+"""
+    started = time.monotonic()
+    _, messages = finish(start(folder, script, *two_hosts(folder)), status=128 + signal.SIGKILL)
+    assert "rank 1 was killed (SIGKILL), most likely by the kernel for lack of host memory" in messages
+    assert "host node-b ended with exit status 137; all nodes were ended" in messages
+    assert time.monotonic() - started < 50 and "Traceback" not in messages
+
+
+def test_two_nodes_meet_over_ssh_and_the_first_failure_is_the_status(folder):
+    script = f"""{SHOW}
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+assert x.item() == 6
+if dist.get_rank() == 2:
+    os._exit(3)  # torch may abort in an exit with a process group
+try:
+    dist.all_reduce(x)
+finally:  # it fails for lack of a partner, a moment later
+    time.sleep(10)
+"""
+    (folder / ".deepspeed_env").write_text("FROM_FILE=a 'b' $c\n")
+    options = two_hosts(folder, slots=(1, 2))
+    output, messages = finish(start(folder, script, *options, args=NASTY), status=3)
+    ranks = shown(output)
+    assert [(r["RANK"], r["LOCAL_RANK"], r["LOCAL_SIZE"]) for r in ranks] == [
+        ("0", "0", "1"),
+        ("1", "0", "2"),
+        ("2", "1", "2"),
+    ]
+    assert all(r["argv"][2:] == NASTY and r["FROM_FILE"] == "a 'b' $c" and r["WORLD_SIZE"] == "3" for r in ranks)
+    assert [(r["MASTER_ADDR"], r["CUDA_VISIBLE_DEVICES"]) for r in ranks[1:]] == [("127.0.0.1", "0,1")] * 2
+    assert sorted((folder / "ssh.log").read_text().split()) == ["node-a", "node-b"]
+    assert "host node-b ended with exit status 3" in messages
+
+
+def test_ssh_that_cannot_connect_is_told(folder):
+    (folder / "bin" / "ssh").write_text("#!/bin/sh\necho no route >&2; exit 255\n")
+    _, messages = finish(start(folder, SHOW, *two_hosts(folder)), status=255)
+    assert "no route" in messages and "255 is also ssh's own status" in messages
+
+
+@pytest.mark.parametrize(
+    "many, number", [(False, signal.SIGTERM), (True, signal.SIGINT)], ids=["SIGTERM here", "Ctrl-C on two nodes"]
+)
+def test_a_signal_lets_every_rank_finish_and_save(folder, many, number):
+    script = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    os.write(1, b"saved\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+os.write(1, b"ready\\n")
+while True:
+    time.sleep(0.1)
+"""
+    process = start(folder, script, "--save_pid", *(two_hosts(folder) if many else []))
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    pid_file = Path(tempfile.gettempdir()) / f"{process.pid}.megazero"
+    os.kill(int(pid_file.read_text()), number)
+    output, _ = finish(process)
+    assert output == "saved\n" * 2 and not pid_file.exists()
+
+
+def test_ranks_on_other_nodes_end_when_the_launcher_is_killed(folder):
+    script = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)"
+    process = start(folder, script, *two_hosts(folder))
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    assert all(ends_within(30, pid) for pid in ranks)
+    process.communicate()
+
+
+def ends_within(seconds: float, pid: int) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_nodes_without_ssh_meet_when_each_is_started_alone(folder):
+    (folder / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
+    options = ["-H", "hosts", "--no_ssh", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    nodes = [start(folder, SHOW, *options, f"--node_rank={rank}") for rank in (0, 1)]
+    ranks = [shown(finish(node)[0]) for node in nodes]
+    assert [[r["RANK"] for r in node] for node in ranks] == [["0"], ["1"]] and ranks[0][0]["WORLD_SIZE"] == "2"
+
+
+def test_slurm_allocation_is_seen_and_used(folder, monkeypatch):
+    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "GPUS_ON_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (folder / ".deepspeed_env").write_text("FROM_FILE=1\n")
+    options = ["--num_gpus=1", "--master_port", str(free_port())]
+    ranks = shown(finish(start(folder, SHOW, *options, args=NASTY))[0])
+    assert [(r["RANK"], r["WORLD_SIZE"], r["CUDA_VISIBLE_DEVICES"]) for r in ranks] == [
+        ("0", "2", "0"),
+        ("1", "2", "0"),
+    ]
+    assert all(r["argv"] == ["script.py", "--local_rank=0", *NASTY] and r["FROM_FILE"] == "1" for r in ranks)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert "srun has started megazero on several nodes" in finish(start(folder, SHOW), status=2)[1]
+
+
+def test_port_that_is_taken_is_one_clear_line(folder):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        _, messages = finish(start(folder, SHOW, "--master_port", port), status=1)
+    assert f"error: the nodes cannot meet at 127.0.0.1:{port}: " in messages and "Traceback" not in messages
