@@ -56,7 +56,7 @@ def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tens
 
 def check(world_size: int) -> tuple[Config, Tokenizer]:
     """The configuration and the tokenizer, after all checks that need no communication."""
-    config = load_config()
+    config = load_config(world_size=world_size)
     config.check_world(world_size)
     tokenizer = build_tokenizer_from(config.data)
     check_data(config.data, tokenizer)

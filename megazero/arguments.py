@@ -7,11 +7,12 @@ import difflib
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn
 
 from megazero.config import Config
+from megazero.deepspeed_file import values_of_file
 
 # Flags of Megatron-LM's first GPT-2 trainer that ask for what always happens here: accepted, with the reason.
 ALWAYS_SO = {
@@ -127,24 +128,38 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 
 
+def build(components: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
+    """One checked configuration object per dataclass, from values by field name; absent ones have their defaults.
+
+    Raises:
+        ValueError: a value is wrong.
+    """
+    return [
+        component(**{f.name: values[f.name] for f in fields(component) if f.name in values}) for component in components
+    ]
+
+
 def load_components(components: Sequence[type], description: str, argv: Sequence[str] | None = None) -> list[Any]:
     """One checked configuration object per dataclass, from the command line.
 
     Raises:
         ValueError: flags that are unknown, or values that are wrong.
     """
-    given = parse(make_parser(components, description), sys.argv[1:] if argv is None else argv)
-    return [
-        component(**{f.name: given[f.name] for f in fields(component) if f.name in given}) for component in components
-    ]
+    return build(components, parse(make_parser(components, description), sys.argv[1:] if argv is None else argv))
 
 
-def load_config(argv: Sequence[str] | None = None) -> Config:
-    """The training job's configuration from the command line, checked.
+def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Config:
+    """The training job's configuration from the command line and the JSON file that it names, checked.
+
+    Args:
+        world_size: number of ranks, for the file's batch sizes.
 
     Raises:
-        ValueError: flags that are unknown, wrong by themselves, or contradict each other.
+        ValueError: flags or keys that are unknown, wrong by themselves, or contradict each other.
     """
     components = typing.get_type_hints(Config)
-    parts = load_components(list(components.values()), "Pretrain GPT-2.", argv)
-    return Config(**dict(zip(components, parts, strict=True)))
+    parts = list(components.values())
+    given = parse(make_parser(parts, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
+    file = given.get("deepspeed_config")
+    values = given if file is None else {**values_of_file(file, given, parts, world_size), **given}
+    return Config(**dict(zip(components, build(parts, values), strict=True)))

@@ -9,9 +9,11 @@ from megazero.data.build import DataConfig
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.adam import OptimizerConfig
+from megazero.optim.by_name import NamedPart
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.option import option
+from megazero.zero.config import ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,23 @@ class ParallelConfig:
         flag="--local_rank",
         aliases=("--local-rank",),
     )
+    partition_activations: bool = option(
+        False, "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation"
+    )
+
+
+@dataclass(frozen=True)
+class DeepSpeedFlags:
+    """A JSON file in DeepSpeed's keys, for what no flag decides."""
+
+    deepspeed: bool = option(False, "accepted; there is one engine, with it and without", aliases=("--deepscale",))
+    deepspeed_config: str | None = option(
+        None,
+        "JSON file in DeepSpeed's keys (docs/configuration.md); flags that are given win over it",
+        flag="--deepspeed_config",
+        aliases=("--deepspeed-config", "--deepscale_config", "--deepscale-config"),
+    )
+    scheduler: NamedPart | None = None  # the file's learning-rate schedule, in place of the flags'
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,8 @@ class Config:
     precision: PrecisionConfig
     checkpoint: CheckpointConfig
     parallel: ParallelConfig
+    zero: ZeroConfig
+    deepspeed: DeepSpeedFlags
 
     def __post_init__(self) -> None:
         if self.data.seq_length > self.model.max_position_embeddings:

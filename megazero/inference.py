@@ -11,11 +11,11 @@ import torch
 from megazero import comm, mpu
 from megazero.checkpoint.store import Reader
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.engine import MASTER
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.option import option
+from megazero.zero.access import MASTER
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,11 @@ from megazero.model.config import GPT2Config
 from megazero.mpu.groups import ParallelGroups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
+from megazero.optim.schedules import scheduler_by_name
 from megazero.throughput import peak_tflops
 from megazero.timers import Timers
+from megazero.zero import Init
+from megazero.zero.optimizer import BucketOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +111,10 @@ def build_job(
 ) -> Job:
     """The model, its engine and what else the loop needs, before anything is loaded."""
     device, dtype = comm.local_device(), config.precision.dtype
+    mpu.partition_activations_in_checkpoint(config.parallel.partition_activations)
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
-    model = model_provider(config.model, groups, device, dtype)
+    with Init(data_parallel_group=groups.data, dtype=dtype, enabled=config.zero.stage == 3):  # the model is never whole
+        model = model_provider(config.model, groups, device, dtype)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay)
     engine = Engine(
         model,
@@ -117,10 +122,11 @@ def build_job(
         config.optimizer.factory(),
         group_of,
         group_settings,
+        zero=config.zero,
         loss_scaler=LossScaler.from_config(config.precision),
         clip_grad=config.optimizer.clip_grad,
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
-        lr_scheduler=lambda optimizer: AnnealingLR(optimizer, config.schedule, config.training.train_iters),
+        lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
     peak, source = (
         (config.training.peak_tflops, "--peak-tflops") if config.training.peak_tflops else peak_tflops(device, dtype)
@@ -129,6 +135,16 @@ def build_job(
     job = Job(config, groups, device, tokenizer, engine, forward_step, Timers(device), peak)
     seed_dropout(job)
     return job
+
+
+def build_schedule(config: Config, optimizer: BucketOptimizer) -> Any:
+    """The learning-rate schedule: the flags', or the one of the --deepspeed_config file, whose own rate is --lr."""
+    section = config.deepspeed.scheduler
+    if section is None:
+        return AnnealingLR(optimizer, config.schedule, config.training.train_iters)
+    for group in optimizer.param_groups:
+        group["lr"] = config.schedule.lr
+    return scheduler_by_name(section.type, section.params)(optimizer)
 
 
 def seed_dropout(job: Job) -> None:
@@ -155,12 +171,19 @@ def load(job: Job) -> None:
     if tags[0] is None:
         logger.info("no checkpoint in %s yet: starting from scratch", directory)
         return
-    client = comm.together(lambda: Reader(directory, tags[0])).index["client_state"]
+    index = comm.together(lambda: Reader(directory, tags[0])).index
+    client = index["client_state"]
     if client["tokenizer_sha256"] != job.tokenizer.sha256:
         raise ValueError(
             f"The checkpoint {tags[0]} in {directory} was trained with another vocabulary (sha256 "
             f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
             "--merge-file, or the --tokenizer-path, that it was trained with."
+        )
+    schedule: Any = job.engine.lr_scheduler
+    if not flags.finetune and index["lr_scheduler"].keys() != schedule.state_dict().keys():
+        raise ValueError(
+            f"The checkpoint {tags[0]} in {directory} was trained under another kind of learning-rate schedule: that of the "
+            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune."
         )
     if not flags.finetune:
         job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]

@@ -9,11 +9,21 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.store import latest_tag
+from megazero.engine import Engine, weight_decay_groups
 from megazero.job import Job
 from megazero.metrics import MetricsWriter, StepReport, plot_losses, table
 from megazero.throughput import memory_bytes, peak_memory_bytes
+from megazero.zero.memory import memory_rows, plan_memory
+from megazero.zero.units import find_units
 
 logger = logging.getLogger(__name__)
+
+SHARDED = (
+    "nothing is",
+    "optimizer states are",
+    "optimizer states and gradients are",
+    "all model states are",
+)  # by stage
 
 
 def metrics_writer(job: Job) -> MetricsWriter:
@@ -26,10 +36,9 @@ def metrics_writer(job: Job) -> MetricsWriter:
 
 
 def describe_start(job: Job) -> str:
-    """A table of what is about to run."""
+    """Two tables: what is about to run, and the memory that it takes, as planned and as held before the first step."""
     model, groups, training = job.config.model, job.groups, job.config.training
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
-    held = ", ".join(f"{key} {value / 2**30:.3f}" for key, value in job.engine.memory().items())
     size = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}"
     batch = f"{job.global_batch_size} sequences x {job.config.data.seq_length} tokens"
     rows = [
@@ -37,9 +46,59 @@ def describe_start(job: Job) -> str:
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
         ("batch", f"{batch}, by {training.batch_size} on each of {dp} data-parallel ranks, {steps} times"),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
-        ("held per rank (GiB)", f"{held} (moments come with the first step)"),
+        (
+            "ZeRO",
+            f"stage {job.engine.zero.stage}: {SHARDED[job.engine.zero.stage]} sharded over {dp} data-parallel ranks",
+        ),
     ]
-    return table("job", rows)
+    return f"{table('job', rows)}\n{describe_memory(job, 'memory', job.engine.memory())}"
+
+
+def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
+    """A table of the bytes that this rank holds, planned beside measured.
+
+    Args:
+        measured: as for `memory_rows`.
+    """
+    engine, zero = job.engine, job.engine.zero
+    plan = plan_memory(
+        engine.module,
+        stage=zero.stage,
+        data_parallel_size=job.groups.data_parallel_size,
+        dtype=None,
+        grad_dtype=zero.grad_dtype,
+        reduce_dtype=zero.reduce_dtype,
+        overlap=zero.overlap_comm,
+        group_of=weight_decay_groups(engine.module, 0.0)[0],
+    )
+    return table(title, memory_rows(plan, measured))
+
+
+class BufferWatch:
+    """Measures the buffers of one step: the most that parameters and gradients take beyond what rests of them.
+
+    It looks before every unit's forward and after every parameter's gradient, by hooks, and so is for one step only.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.at_rest = self.most = self._held()
+        units = [unit.register_forward_pre_hook(self._look) for unit in find_units(engine.module)]
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        self._handles = [*units, *(p.register_post_accumulate_grad_hook(self._look) for p in trained)]
+
+    def stop(self) -> dict[str, int]:
+        """Removes the hooks and returns what `describe_memory` shows."""
+        for handle in self._handles:
+            handle.remove()
+        return {**self.engine.memory(), "buffers": self.most - self.at_rest}
+
+    def _held(self) -> int:
+        memory = self.engine.memory()
+        return memory["P"] + memory["G"]
+
+    def _look(self, *_: object) -> None:
+        self.most = max(self.most, self._held())
 
 
 def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: float) -> None:

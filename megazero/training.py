@@ -28,7 +28,7 @@ from megazero.job import (
     with_vocabulary,
 )
 from megazero.metrics import MetricsWriter, perplexity
-from megazero.reporting import describe_start, log_step, metrics_writer, summary
+from megazero.reporting import BufferWatch, describe_memory, describe_start, log_step, metrics_writer, summary
 from megazero.throughput import peak_memory_bytes
 from megazero.timers import Timers
 
@@ -66,7 +66,11 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     if job.iteration < flags.train_iters:
         _train(job, metrics, train, valid)
     else:
-        logger.info("nothing to train: iteration %d of --train-iters %d is reached", job.iteration, flags.train_iters)
+        logger.info(
+            "nothing to train: iteration %d of --train-iters %d is reached. Raise it, or start another run in another --save",
+            job.iteration,
+            flags.train_iters,
+        )
     if not job.stopped and job.iteration >= flags.train_iters:
         for section, dataset in (("valid", valid), ("test", test)):
             evaluate_and_log(job, metrics, dataset, section, "the end of training")
@@ -82,9 +86,13 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
     job.engine.train()
     interval: list[float] = []
     saved_at, start = job.iteration, time.perf_counter()
+    watch: BufferWatch | None = BufferWatch(job.engine)
     while job.iteration < flags.train_iters and not job.stopped:
         loss, stop = train_step(job, iterator)
         interval.append(loss)
+        if watch is not None:
+            logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
+            watch = None
         if job.iteration % flags.log_interval == 0:
             log_step(job, metrics, interval, time.perf_counter() - start)
             interval, start = [], time.perf_counter()

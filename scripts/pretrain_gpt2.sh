@@ -2,6 +2,8 @@
 # Pretrains a small GPT-2 on real text, on every GPU of this machine or on 2 CPU ranks. Run it again and it resumes.
 #   bash scripts/pretrain_gpt2.sh
 #   TRAIN_DATA=my_text_document TOKENIZER_TYPE=GPT2BPETokenizer TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2.sh --bf16
+# ZERO_STAGE and MODEL_PARALLEL_SIZE say how the model is spread over the ranks. A run may go on under any of them: they are not
+# part of the directory's name.
 source "$(dirname "$0")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 
@@ -22,5 +24,8 @@ TRAIN_ARGS=(
   --log-interval "${LOG_INTERVAL:-25}" --eval-interval "${EVAL_INTERVAL:-100}" --eval-iters "${EVAL_ITERS:-20}"
 )
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
+PARALLEL_ARGS=(--model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" ${ZERO_STAGE:+--zero-stage "$ZERO_STAGE"})
+# Lets a layer's gradient all-reduce start before the next matrix product fills the GPU's queues.
+[ "${MODEL_PARALLEL_SIZE:-1}" -eq 1 ] || export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-launch pretrain_gpt2.py "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"
+launch pretrain_gpt2.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

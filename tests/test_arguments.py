@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -82,7 +86,7 @@ eval-batch-size eval-iters eval-interval eval-seq-length eval-max-preds-per-seq 
 temperature top_p top_k out-seq-length model-parallel-size shuffle train-data use-npy-data-loader train-data-path val-data-path
 test-data-path input-data-sizes-file delim text-key eval-text-key valid-data split test-data lazy-loader loose-json
 presplit-sentences num-workers tokenizer-model-type tokenizer-path tokenizer-type cache-dir use-tfrecords seq-length
-max-preds-per-seq""".split()
+max-preds-per-seq deepspeed deepspeed_config deepscale deepscale_config""".split()
 
 
 @pytest.mark.parametrize("flag", V0_FLAGS)
@@ -143,3 +147,170 @@ def test_batch_arithmetic():
 def test_describe_names_every_setting():
     text = load_config(["--hidden-size", "128"]).describe()
     assert "hidden_size=128" in text and "lr=0.0001" in text and "model_parallel_size=1" in text
+
+
+def test_zero_flags():
+    config = load_config("--zero-stage 3 --grad-dtype compute --reduce-dtype fp32 --partition-activations".split())
+    assert (config.zero.stage, config.zero.grad_dtype, config.zero.reduce_dtype) == (3, "compute", "fp32")
+    assert config.parallel.partition_activations and load_config([]).zero.stage == 0
+
+
+def test_deepspeed_without_a_file_means_nothing_more():
+    plain, flagged = load_config(V0_SCRIPT), load_config([*V0_SCRIPT, "--deepspeed"])
+    assert flagged.deepspeed.deepspeed
+    assert all(
+        getattr(plain, part) == getattr(flagged, part) for part in ("training", "optimizer", "precision", "zero")
+    )
+
+
+@pytest.fixture
+def with_file(tmp_path, caplog) -> Callable[..., tuple[Config, str]]:
+    """Loads flags with a JSON file, and returns the configuration and the log."""
+    caplog.set_level(logging.INFO, logger="megazero")
+
+    def load(document: dict, flags: str = "", world_size: int = 1, name: str = "--deepspeed_config"):
+        file = tmp_path / "ds.config"
+        file.write_text(json.dumps(document))
+        caplog.clear()
+        config = load_config(["--deepspeed", name, str(file), *flags.split()], world_size)
+        config.check_world(world_size)
+        return config, caplog.text
+
+    return load
+
+
+FULL_FILE = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 7,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 3},
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.02}},
+    "activation_checkpointing": {"partition_activations": True},
+    "communication_data_type": "fp16",
+}
+
+
+@pytest.mark.parametrize("spelling", ["--deepspeed_config", "--deepscale_config"])
+def test_a_file_says_what_no_flag_does(with_file, spelling):
+    config, log = with_file(FULL_FILE, world_size=2, name=spelling)
+    assert (config.training.batch_size, config.training.global_batch_size, config.training.log_interval) == (2, 16, 7)
+    assert config.accumulation_steps(2) == 4
+    assert (config.zero.stage, config.zero.grad_dtype, config.zero.reduce_dtype) == (2, "fp32", "compute")
+    assert (config.precision.fp16, config.precision.initial_loss_scale, config.precision.hysteresis) == (True, 256.0, 3)
+    optimizer = config.optimizer
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.95, 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip_grad, config.schedule.lr) == (0.02, 0.5, 3e-4)
+    assert config.parallel.partition_activations
+    assert "wins" not in log and "change nothing here: zero_optimization.reduce_bucket_size\n" in log
+
+
+def test_what_neither_file_nor_flag_says_has_the_jobs_default(with_file):
+    config, _ = with_file({"zero_optimization": {}, "optimizer": {"type": "AdamW"}})
+    plain = load_config([])
+    for part in ("optimizer", "schedule", "precision", "zero", "parallel", "checkpoint"):
+        assert getattr(config, part) == getattr(plain, part), part
+    assert (config.training.batch_size, config.training.global_batch_size) == (4, 4)
+
+
+def test_flags_win_over_the_file_and_the_log_names_flag_and_key(with_file):
+    flags = "--batch-size 4 --lr 1e-3 --adam-beta2 0.9 --zero-stage 1 --bf16 --reduce-dtype fp32 --log-interval 3"
+    document = {**FULL_FILE, "communication_data_type": "fp32", "fp16": {"enabled": True}}
+    config, log = with_file(document, f"{flags} --clip-grad 0.5", world_size=2)
+    assert (config.training.batch_size, config.accumulation_steps(2)) == (4, 2)
+    assert (config.schedule.lr, config.optimizer.adam_beta2, config.optimizer.adam_beta1) == (1e-3, 0.9, 0.8)
+    assert config.zero.stage == 1 and config.precision.bf16 and not config.precision.fp16
+    for line in (
+        "--batch-size 4 wins over train_micro_batch_size_per_gpu 2 of ",
+        "--lr 0.001 wins over optimizer.params.lr 0.0003 of ",
+        "--adam-beta2 0.9 wins over optimizer.params.betas [0.8, 0.95] of ",
+        "--zero-stage 1 wins over zero_optimization.stage 2 of ",
+        "--bf16 wins over fp16.enabled true of ",
+        "--log-interval 3 wins over steps_per_print 7 of ",
+    ):
+        assert line in log, log
+    assert log.count("wins over") == 6, "equal values, and what is not in the file, are no news"
+
+
+def test_two_batch_flags_decide_all_three_numbers(with_file):
+    document = {"train_batch_size": 64, "gradient_accumulation_steps": 3}
+    config, log = with_file(document, "--batch-size 2 --global-batch-size 8", world_size=2)
+    assert config.accumulation_steps(2) == 2
+    assert "--batch-size 2 and --global-batch-size 8 win over gradient_accumulation_steps 3 of " in log
+
+
+def test_auto_is_what_the_flags_say(with_file):
+    document = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+    }
+    flags = "--batch-size 3 --fp16 --lr 1e-2 --clip-grad 0.1 --adam-beta1 0.7 --warmup 0.25 --train-iters 80"
+    config, log = with_file(document, flags, world_size=2)
+    assert config.training.batch_size == 3 and config.training.global_batch_size == 6 and config.precision.fp16
+    assert (config.schedule.lr, config.optimizer.clip_grad, config.optimizer.adam_beta1) == (1e-2, 0.1, 0.7)
+    assert config.deepspeed.scheduler is not None and "wins" not in log
+    assert config.deepspeed.scheduler.params == {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}
+
+
+def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+    config, log = with_file({"scheduler": schedule}, "--lr 1e-3")
+    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params["warmup_max_lr"] == 1e-3
+    assert "--lr 0.001 wins over scheduler.params.warmup_max_lr 0.1 of " in log
+    config, log = with_file({"scheduler": schedule}, "--warmup 0.1 --lr-decay-style cosine")
+    assert config.deepspeed.scheduler is None
+    assert "--warmup 0.1 --lr-decay-style cosine wins over scheduler WarmupLR of " in log
+
+
+@pytest.mark.parametrize(
+    "document, flags, world_size, message",
+    [
+        ({"zero_optimization": {"stage": 4}}, "", 1, "zero_optimization.stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_optimisation": {}}, "", 1, "Unknown key zero_optimisation. Did you mean 'zero_optimization'"),
+        (
+            {"train_batch_size": 16, "gradient_accumulation_steps": 1},
+            "--batch-size 8 --model-parallel-size 4",
+            16,
+            "with --batch-size 8: The batch sizes do not fit: train_batch_size 16 must be train_micro_batch_size_per_gpu 8 x "
+            r"gradient_accumulation_steps 1 x data-parallel size 4 \(world size 16 / model-parallel size 4\) = 32",
+        ),
+        ({}, "--model-parallel-size 3", 4, "--model-parallel-size 3 does not divide the world of 4 ranks"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, "", 1, "optimizer SGD: the GPT-2 job trains with AdamW"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", 1, "Adam with adam_w_mode false"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "", 1, "optimizer.params.amsgrad"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, "", 1, "optimizer: Adam does not take"),
+        ({"scheduler": {"type": "LRRangeTest"}}, "--lr 1", 1, "--lr 1.0 means nothing to scheduler LRRangeTest"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "", 1, "not built yet"),
+        ({"fp16": {"enabled": True}}, "--bf16 --fp16", 1, "--fp16 and --bf16 exclude each other"),
+    ],
+)
+def test_wrong_files_are_one_clear_line_before_anything_is_built(with_file, document, flags, world_size, message):
+    with pytest.raises(ValueError, match=message) as error:
+        with_file(document, flags, world_size)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(
+        ValueError, match="--deepspeed_config no_such_file: .*'no_such_file' is neither an existing file"
+    ):
+        load_config(["--deepspeed_config", "no_such_file"])
+
+
+CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").iterdir())
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
+def test_the_configurations_beside_the_scripts_fit_the_job(file):
+    config = load_config(["--deepspeed", "--deepspeed_config", str(file), "--batch-size", "8"], world_size=2)
+    config.check_world(2)
+    assert config.zero.stage in (1, 2, 3)

@@ -1,4 +1,4 @@
-"""The README's example is a program: it runs as it stands, and trains."""
+"""The examples in the README and the ZeRO tutorial are programs: they run as they stand, and train."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from megazero import mpu
 
 README = Path(__file__).parent.parent / "README.md"
+ZERO = README.parent / "docs" / "zero.md"
 
 
 def test_the_library_example_runs_and_changes_the_weights():
@@ -30,6 +31,21 @@ def test_the_library_example_runs_and_changes_the_weights():
         torch.distributed.destroy_process_group()
 
 
+def test_the_zero_tutorial_runs_from_top_to_bottom():
+    names: dict = {}
+    try:
+        for code in re.findall(r"```python\n(.*?)```", ZERO.read_text(), re.DOTALL):
+            exec(compile(code, "docs/zero.md", "exec"), names)
+        assert names["engine"].zero_optimization_stage() == 3
+        assert names["grad"].shape == names["moment"].shape == (10, 32) and names["grad"].abs().max() > 0
+        assert names["master"].count_nonzero() > 0, "the step has moved the weights away from zero"
+        assert torch.equal(names["state"]["head.weight"], names["master"].cpu())
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
 def test_every_file_that_the_readme_names_exists():
-    for name in re.findall(r"(?:scripts|docs|data_tools|benchmarks)/[\w./]+\w", README.read_text()):
-        assert (README.parent / name).exists(), name
+    for page in (README, ZERO):
+        for name in re.findall(r"(?:scripts|docs|data_tools|benchmarks)/[\w./]+\w", page.read_text()):
+            assert (README.parent / name).exists(), f"{page.name}: {name}"

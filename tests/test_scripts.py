@@ -56,8 +56,10 @@ def corpus(tmp_path_factory) -> dict[str, str]:
 def test_main_job_from_nothing_to_text_and_on(tmp_path):
     """The README's first command: corpus, vocabulary, tokens, training, summary; then resume, generate, evaluate."""
     where = {"DATA_DIR": str(tmp_path / "data"), "SAVE": str(tmp_path / "run"), "SPLIT": "8,1,1"}
-    output = run("scripts/pretrain_gpt2.sh", **where)
+    output = run("scripts/pretrain_gpt2_zero2.sh", **where)
     for promised in (
+        "stage 2: optimizer states and gradients are sharded over 2 data-parallel ranks",
+        "memory after the first step",
         "training loss",
         "validation perplexity",
         "tokens/s",
@@ -70,8 +72,9 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
     ):
         assert promised in output, output
     assert (tmp_path / "run" / "loss.png").stat().st_size > 5000
-    output = run("scripts/pretrain_gpt2.sh", "--lr", "1e-4", **where, TRAIN_ITERS="6")
+    output = run("scripts/pretrain_gpt2_zero3.sh", "--lr", "1e-4", **where, TRAIN_ITERS="6")
     assert "continuing after iteration 4" in output and "iteration        6/       6" in output
+    assert "stage 3: all model states are sharded over 2 data-parallel ranks" in output
 
     text = "the list of all the names"
     greedy = {"LOAD": where["SAVE"], "TEMPERATURE": "0", "OUT_SEQ_LENGTH": "8"}
@@ -151,6 +154,37 @@ def test_two_nodes_meet_by_node_rank(corpus, tmp_path):
 def test_model_parallel(corpus, tmp_path):
     output = run("scripts/pretrain_gpt2_model_parallel.sh", **corpus, SAVE=str(tmp_path))
     assert "2 = 2 tensor-parallel x 1 data-parallel" in output
+
+
+def test_zero1_beside_tensor_parallelism(corpus, tmp_path):
+    sizes = {"NUM_LAYERS": "1", "TRAIN_ITERS": "2", "NPROC": "4", "MODEL_PARALLEL_SIZE": "2"}
+    output = run("scripts/pretrain_gpt2_zero1.sh", **corpus, **sizes, SAVE=str(tmp_path))
+    assert "4 = 2 tensor-parallel x 2 data-parallel" in output
+    assert "stage 1: optimizer states are sharded over 2 data-parallel ranks" in output
+
+
+@pytest.mark.parametrize(
+    "script, variables, ranks, stage",
+    [
+        ("ds_pretrain_gpt2.sh", {}, "2 = 1 tensor-parallel x 2", "stage 1: optimizer states are"),
+        (
+            "ds_pretrain_gpt2.sh",
+            {"DS_CONFIG": "scripts/configs/ds_zero_stage_3.config", "NPROC": "1"},
+            "1 = 1 tensor-parallel x 1",
+            "stage 3: all model states are",
+        ),
+        (
+            "ds_zero2_pretrain_gpt2_model_parallel.sh",
+            {},
+            "2 = 2 tensor-parallel x 1",
+            "stage 2: optimizer states and gradients are",
+        ),
+    ],
+    ids=["stage 1", "stage 3 on one rank", "model-parallel stage 2"],
+)
+def test_configured_by_a_json_file(corpus, tmp_path, script, variables, ranks, stage):
+    output = run(f"scripts/{script}", **corpus, **variables, NUM_LAYERS="1", TRAIN_ITERS="2", SAVE=str(tmp_path))
+    assert f"{ranks} data-parallel" in output and stage in output and "saved" in output
 
 
 def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):

@@ -1,0 +1,193 @@
+"""The GPT-2 job under ZeRO: every stage trains the same model bit for bit, resumes exactly, and loads what another one saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megazero import comm, mpu
+from megazero.arguments import load_config
+from megazero.data.build import build_datasets, build_tokenizer_from
+from megazero.job import Job, batches, build_job, load, save, setup_distributed, with_vocabulary
+from megazero.training import train_step
+from megazero.zero import ReleasedParameter
+from pretrain_gpt2 import forward_step, make_model
+from tests.ranks import run_ranks
+from tests.tiny import TINY_MODEL, make_corpus, run_job
+
+STAGES = (0, 1, 2, 3)
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[str]:
+    """Flags for a tiny tokenized corpus and its vocabulary."""
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def start(flags: list[str], model: list[str] = TINY_MODEL) -> Job:
+    """The job as `pretrain` sets it up, loaded, within ranks that exist already."""
+
+    def provider(*arguments: Any) -> nn.Module:
+        built = make_model(*arguments)
+        is_sharded = isinstance(built.transformer.layers[0].mlp.dense_4h_to_h.weight, ReleasedParameter)
+        assert is_sharded == (config.zero.stage == 3), "stage 3 shards while it builds, no other one does"
+        return built
+
+    config = load_config([*model, *flags], torch.distributed.get_world_size())
+    config.check_world(torch.distributed.get_world_size())
+    tokenizer = build_tokenizer_from(config.data)
+    groups = setup_distributed(config)
+    config = replace(config, model=with_vocabulary(config.model, tokenizer))
+    job = build_job(config, groups, tokenizer, provider, forward_step)
+    load(job)
+    return job
+
+
+def train(job: Job, steps: int) -> list[float]:
+    """The losses of some steps."""
+    flags, rank = job.config.training, torch.distributed.get_rank()
+    data, _, _ = build_datasets(
+        job.config.data, job.tokenizer, (job.train_samples, 0, 0), flags.seed, rank, comm.barrier
+    )
+    accumulation = job.engine.gradient_accumulation_steps()
+    iterator = batches(job, data, "training", flags.batch_size, job.consumed_samples, accumulation)
+    return [train_step(job, iterator)[0] for _ in range(steps)]
+
+
+def end(job: Job) -> None:
+    job.engine.destroy()
+    mpu.destroy_model_parallel()
+
+
+def check_equal(got: Weights, want: Weights, what: str) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name} {what}"
+
+
+def stages_case(flags: list[str], plain: list[str]) -> None:
+    """All stages with `flags` against stage 0 with `plain`, which must not matter."""
+    want: tuple[Weights, list[float], Weights] | None = None
+    for stage, more in ((0, plain), *((stage, flags) for stage in STAGES)):
+        job = start(["--train-iters", "4", "--zero-stage", str(stage), *more])
+        first, losses, last = job.engine.state_dict(), train(job, 4), job.engine.state_dict()
+        want = want or (first, losses, last)
+        check_equal(first, want[0], f"starts with other values in stage {stage}")
+        assert losses == want[1] and len(set(losses)) == 4, stage
+        check_equal(last, want[2], f"was trained to other values in stage {stage}")
+        end(job)
+
+
+RECOMPUTED = ["--checkpoint-activations", "--partition-activations"]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, recomputed",
+    [(2, [], []), (4, ["--model-parallel-size", "2"], []), (4, ["--model-parallel-size", "2"], RECOMPUTED)],
+    ids=["2 ranks", "2 x 2 ranks", "2 x 2 ranks, recomputed"],
+)
+def test_every_stage_starts_and_trains_alike_bit_for_bit(corpus, world_size, flags, recomputed):
+    """And recomputing partitioned activations changes nothing either."""
+    run_ranks(world_size, stages_case, [*corpus, *flags, *recomputed], [*corpus, *flags])
+
+
+def resume_case(flags: list[str]) -> None:
+    for stage in ("2", "3"):
+        dropout = ["--attention-dropout", "0.2", "--hidden-dropout", "0.2", "--train-iters", "6", "--zero-stage", stage]
+        whole = start([*flags, *dropout])
+        want = train(whole, 6)
+        weights = whole.engine.state_dict()
+        end(whole)
+        where = [*flags, *dropout, "--save", f"{flags[-1]}/{stage}", "--load", f"{flags[-1]}/{stage}"]
+        cut = start(where)
+        got = train(cut, 3)
+        save(cut)
+        end(cut)
+        resumed = start(where)
+        assert resumed.iteration == 3
+        got += train(resumed, 3)
+        assert got == want, stage
+        check_equal(resumed.engine.state_dict(), weights, f"differs after a resume in stage {stage}")
+        end(resumed)
+
+
+def test_sharded_runs_resume_bit_for_bit_with_dropout(corpus, tmp_path):
+    run_ranks(2, resume_case, [*corpus, "--data-cache-path", str(tmp_path)])
+
+
+def whole_run_case(flags: list[str]) -> list[float]:
+    job = start(flags)
+    losses = train(job, job.config.training.train_iters)
+    end(job)
+    return losses
+
+
+def test_a_run_goes_on_under_another_stage_and_tensor_parallel_size(corpus, tmp_path):
+    """Stage 3 on 2 data-parallel ranks, then stage 1 on 2 tensor-parallel ones: as one uninterrupted process, to round-off."""
+    shape = [*corpus, "--train-iters", "10", "--global-batch-size", "4", "--batch-size", "2", "--num-layers", "4"]
+    (want,) = run_ranks(1, whole_run_case, shape)
+    flags = [*TINY_MODEL, *shape, "--log-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path)]
+    first = run_job([*flags, "--zero-stage", "3", "--exit-interval", "5"], 2)
+    assert first.returncode == 0, first.stdout
+    assert "stage 3: all model states are sharded over 2 data-parallel ranks" in first.stdout
+    second = run_job([*flags, "--zero-stage", "1", "--model-parallel-size", "2"], 2)
+    assert second.returncode == 0 and "continuing after iteration 5" in second.stdout, second.stdout
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, 11))
+    torch.testing.assert_close([line["loss"] for line in lines], want, rtol=1e-4, atol=1e-4)
+    check_memory_tables(first.stdout)
+
+
+def check_memory_tables(output: str) -> None:
+    """What is measured is what was planned, the buffers of a model with four blocks or more included."""
+    tables = [part.splitlines()[1:6] for part in output.split("\n  bytes per rank")[1:]]
+    assert len(tables) == 2, output
+    at_start, after = ({row[2:21].strip(): row[21:].split() for row in rows} for rows in tables)
+    for rows in (at_start, after):
+        assert rows["parameters (P)"][:2] == rows["parameters (P)"][2:]
+        assert rows["gradients (G)"][:2] == rows["gradients (G)"][2:]
+    assert at_start["optimizer (O)"][2:4] == ["0", "B"] and at_start["buffers, at most"][2] == "-"
+    assert float(after["optimizer (O)"][2]) == pytest.approx(float(after["optimizer (O)"][0]), rel=1e-2), "and counters"
+    assert after["buffers, at most"][:2] == after["buffers, at most"][2:]
+
+
+def test_a_wrong_file_is_one_line_on_every_rank_and_flags_win_in_the_log(corpus, tmp_path):
+    file = tmp_path / "ds.config"
+    flags = [*TINY_MODEL, *corpus, "--train-iters", "2", "--deepspeed", "--deepspeed_config", str(file)]
+    file.write_text('{"train_batch_size": 4, "zero_optimization": {"stge": 1}}')
+    done = run_job(flags, 2)
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and "Traceback" not in done.stdout, done.stdout
+    assert errors == [
+        f"error: --deepspeed_config {file} with --batch-size 2: Unknown key zero_optimization.stge. Did you mean 'stage'?"
+    ]
+    file.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}')
+    done = run_job([*flags, "--zero-stage", "2"], 2)
+    assert done.returncode == 0, done.stdout
+    assert f"--zero-stage 2 wins over zero_optimization.stage 1 of {file}" in done.stdout
+    assert "stage 2: optimizer states and gradients are sharded" in done.stdout
+    assert "parameters in bfloat16" in done.stdout
+
+
+def test_a_schedule_of_the_file_sets_the_rates_and_its_checkpoint_is_not_taken_for_the_flags(
+    corpus, tmp_path, one_rank
+):
+    mpu.destroy_model_parallel()
+    file = tmp_path / "ds.config"
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    file.write_text(json.dumps({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}, "scheduler": schedule}))
+    model = TINY_MODEL[: TINY_MODEL.index("--lr")] + TINY_MODEL[TINY_MODEL.index("--peak-tflops") :]
+    where = [*corpus, "--train-iters", "8", "--save", str(tmp_path), "--load", str(tmp_path)]
+    job = start([*where, "--deepspeed_config", str(file)], model)
+    rates = [job.engine.get_lr()[0] for _ in range(6) if train(job, 1)]
+    assert rates == [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]
+    save(job)
+    end(job)
+    with pytest.raises(ValueError, match="another kind of learning-rate schedule"):
+        start(where, model)
