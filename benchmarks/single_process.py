@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from plain_gpt2 import PlainGPT2, decay_groups
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -30,55 +30,16 @@ from megazero.throughput import keep_freed_memory, peak_tflops
 LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
-class PlainBlock(nn.Module):
-    """A pre-LN transformer block as anyone would write it."""
-
-    def __init__(self, h: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
-        self.ln2, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]."""
-        b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(h, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
-        x = x + self.proj(y)
-        return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
-
-
-class PlainGPT2(nn.Module):
-    """GPT-2 with a tied head, without any library."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        h = config.hidden_size
-        self.wte, self.wpe = (
-            nn.Embedding(config.require_vocab_size(), h),
-            nn.Embedding(config.max_position_embeddings, h),
-        )
-        self.blocks = nn.ModuleList(PlainBlock(h, config.num_attention_heads) for _ in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(h)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss."""
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.size(1), device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    def copy_from(self, model: GPT2Model) -> None:
-        """Takes the library model's weights; both stack Q, K and V alike."""
-        ours = iter(model.parameters())
-        order = [self.wte.weight, self.wpe.weight]
-        for block in self.blocks:
-            for layer in (block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down):
-                order += [layer.weight, layer.bias]
-        with torch.no_grad():
-            for mine in [*order, self.ln_f.weight, self.ln_f.bias]:
-                mine.copy_(next(ours))
+def copy_weights(plain: PlainGPT2, model: GPT2Model) -> None:
+    """Gives the plain model the library model's weights; both stack Q, K and V alike."""
+    ours = iter(model.parameters())
+    order = [plain.wte.weight, plain.wpe.weight]
+    for block in plain.blocks:
+        for layer in (block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down):
+            order += [layer.weight, layer.bias]
+    with torch.no_grad():
+        for mine in [*order, plain.ln_f.weight, plain.ln_f.bias]:
+            mine.copy_(next(ours))
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -104,14 +65,13 @@ def engine_side(config: GPT2Config, device: torch.device, dtype: torch.dtype) ->
 
 def plain_side(config: GPT2Config, device: torch.device, dtype: torch.dtype, weights: GPT2Model) -> Step:
     """The hand-written model's training step, from the same weights."""
-    model = PlainGPT2(config).to(device, dtype)
-    model.copy_from(weights)
+    h, heads, vocab = config.hidden_size, config.num_attention_heads, config.require_vocab_size()
+    model = PlainGPT2(config.num_layers, h, heads, config.max_position_embeddings, vocab).to(device, dtype)
+    copy_weights(model, weights)
     if config.compile:
         for block in model.blocks:
             block.compile()
-    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY}
-    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
-    adam = torch.optim.AdamW([matrices, vectors], lr=LR, fused=True)
+    adam = torch.optim.AdamW(decay_groups(model, DECAY), lr=LR, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)

@@ -1,0 +1,107 @@
+"""What interleaved rounds of several training systems say: figures of each, relative to one of them, and whether they agree."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rank_sets import StepResult
+
+REFERENCE = "ddp"
+# Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
+TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "grad_norm": 1e-1}}
+MEASURED = {
+    "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
+    "ratio": f"of the medians, to {REFERENCE} in the same rounds; by_rounds: quartiles of the ratios within each round",
+    "held_mib": "resident size between steps after malloc_trim, less that before the side was built, of the rank that needs "
+    "most; shared memory counts in every process that has touched it",
+    "shared_mib": "how much of held_mib is shared memory",
+    "peak_mib": "VmHWM since the warm-up, less the same; with --malloc keep, freed memory that malloc keeps counts",
+    "peak_building_mib": "the same from building to the end of the warm-up",
+    "socket_mb": "bytes of the loopback device per step and rank, headers included; the least of the rounds",
+    "counted_mb": "what megazero's channel counts per step and rank, through sockets or shared memory: elements x itemsize",
+}
+COLUMNS = {
+    "median_s": "s/step",
+    "quartiles_s": "quartiles",
+    "ratio": f"/ {REFERENCE}",
+    "ratio_by_rounds": "by rounds",
+    "quartiles_by_rounds": "quartiles",
+    "held_mib": "held MiB",
+    "shared_mib": "shared",
+    "peak_mib": "peak",
+    "peak_building_mib": "building",
+    "socket_mb": "socket MB",
+    "counted_mb": "counted",
+    "loss_differs": "loss differs",
+    "grad_norm_differs": "norm",
+}
+
+
+def summary(name: str, results: dict[str, list[StepResult]], memory: dict[str, float], skip: int) -> dict[str, Any]:
+    """One side's figures, relative to the reference in the same rounds."""
+    mine, reference = results[name][skip:], results[REFERENCE][skip:]
+    seconds = [r.seconds for r in mine]
+    base = statistics.median(r.seconds for r in reference)
+    ratios = [r.seconds / other.seconds for r, other in zip(mine, reference, strict=True)]
+    counted = [r.counted_bytes for r in mine if r.counted_bytes is not None]
+    return {
+        "median_s": round(statistics.median(seconds), 4),
+        "quartiles_s": quartiles(seconds),
+        "ratio": round(statistics.median(seconds) / base, 4),
+        "ratio_by_rounds": round(statistics.median(ratios), 4),
+        "quartiles_by_rounds": quartiles(ratios),
+        "held_mib": memory["held"],
+        "shared_mib": memory["shared"],
+        "peak_mib": memory["peak_of_steps"],
+        "peak_building_mib": memory["peak_of_building"],
+        "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
+        "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,
+        "last_loss": round(mine[-1].loss, 6),
+        "loss_differs": largest_difference(results, name, "loss"),
+        "grad_norm_differs": largest_difference(results, name, "grad_norm"),
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The first and the third."""
+    return [round(q, 4) for q in statistics.quantiles(values, n=4)[::2]]
+
+
+def largest_difference(results: dict[str, list[StepResult]], name: str, field: str) -> float | None:
+    """The largest relative difference to the reference in any round; None where the side does not tell."""
+    pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(results[name], results[REFERENCE], strict=True)]
+    known = [abs(mine / other - 1) for mine, other in pairs if mine is not None]
+    worst = max(known, key=lambda difference: (difference != difference, difference), default=None)  # NaN is the worst
+    return None if worst is None else float(f"{worst:.2g}")
+
+
+def disagreements(groups: dict[str, dict[str, dict]], dtype: str) -> list[str]:
+    """One line for every side that does not compute what the reference computes."""
+    return [
+        f"{name}: {field} differs from {REFERENCE}'s by {side[field + '_differs']:.1e}, more than {limit:.0e}"
+        for sides in groups.values()
+        for name, side in sides.items()
+        for field, limit in TOLERANCE[dtype].items()
+        if side[field + "_differs"] is not None and not side[field + "_differs"] <= limit
+    ]
+
+
+def table(title: str, sides: dict[str, dict[str, Any]]) -> str:
+    """What a person reads."""
+    rows = [[title, *COLUMNS.values()]]
+    rows += [[name, *(_cell(side[key]) for key in COLUMNS)] for name, side in sides.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(lines) + "\n"
+
+
+def legend() -> str:
+    """How each figure was measured."""
+    return "\n".join(f"{name}: {how}" for name, how in MEASURED.items())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "-" if value is None else str(value)

@@ -1,0 +1,201 @@
+"""Step time, memory and traffic of megazero's ZeRO stages beside torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
+
+    python benchmarks/data_parallel.py                                              # 6 x 384, fp32, 2 ranks
+    python benchmarks/data_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
+    python benchmarks/data_parallel.py --sides megazero-3,fsdp2 --steps 20
+
+Every side trains the same plain GPT-2 from the same weights on the same batches, in processes of its own, and must agree with DDP
+in loss and gradient norm. The sides of one ZeRO stage are alive together with DDP and take turns, a step each, in an order that
+rotates, while the others sleep (with --together pair, one side and DDP: 12 x 768 then fits into 16 GB). Prints one JSON line, and
+tables on stderr. Linux and CPU only.
+
+DeepSpeed takes part when it can be imported. It wants a compiler, for C++ that it builds at its first use (half a minute), and
+DS_ACCELERATOR=cpu in the environment where it would find a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from comparison import MEASURED, REFERENCE, disagreements, legend, summary, table
+from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
+from rank_sets import MIB, RankSet, StepResult
+from torch import Tensor
+
+from megazero import mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.adam import OptimizerConfig
+from megazero.zero.config import ZeroConfig
+
+
+class Megazero(Side):
+    """This library's engine; in bf16 it computes with 16-bit weights and updates fp32 master weights."""
+
+    def __init__(self, job: Job, stage: int) -> None:
+        super().__init__(job)
+        model, groups = job.model(), mpu.initialize_model_parallel(1)
+        self.engine = Engine(
+            model,
+            groups,
+            OptimizerConfig().factory(),
+            *weight_decay_groups(model, DECAY),
+            zero=ZeroConfig(stage=stage),
+            clip_grad=CLIP,
+            gradient_accumulation_steps=job.accumulation,
+            dtype=torch.bfloat16 if job.bf16 else None,
+        )
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = LR
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward, backward and step of every micro-batch."""
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            total += float(self.engine.backward(self.engine(x, y)))
+            self.engine.step()
+        return total
+
+    def grad_norm(self) -> float:
+        """What the engine says."""
+        return self.engine.get_global_grad_norm()
+
+    def counted_bytes(self) -> int:
+        """Elements by the channel's counters times the size of what goes that way: gradients, or weights."""
+        bucket = self.engine.buckets[0]
+        gradient, weight = bucket.gradient.reduce_dtype.itemsize, bucket.flat.dtype.itemsize
+        traffic = self.engine.channel.traffic
+        reduced = traffic["all_reduce"].elements + traffic["reduce_scatter"].elements
+        return reduced * gradient + traffic["all_gather"].elements * weight
+
+    def close(self) -> None:
+        """Ends the engine and its groups."""
+        self.engine.destroy()
+        mpu.destroy_model_parallel()
+
+
+def all_sides() -> dict[str, Entry]:
+    """Every system that can be run here, by name."""
+    ours = {f"megazero-{stage}": Entry(stage, Megazero, {"stage": stage}) for stage in range(4)}
+    return {**available_peers(), **ours}
+
+
+def play(sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> tuple[dict[str, list[StepResult]], dict]:
+    """Every round's result of every side, untimed rounds first, and each side's memory."""
+    sets: dict[str, RankSet] = {}
+    results: dict[str, list[StepResult]] = {name: [] for name in sides}
+    try:
+        for name, entry in sides.items():
+            sets[name] = RankSet(name, entry, job, args.ranks, args.malloc == "keep")
+        names = list(sides)
+        for index in range(untimed_rounds(args) + args.steps):
+            if index == args.warmup:  # one more untimed round follows, which faults the trimmed memory in again
+                for rank_set in sets.values():
+                    rank_set.forget_peak()
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
+                results[name].append(sets[name].step(index))
+                check_memory(name)
+        return results, {name: rank_set.memory() for name, rank_set in sets.items()}
+    finally:
+        for rank_set in sets.values():
+            rank_set.close()
+
+
+def untimed_rounds(args: argparse.Namespace) -> int:
+    """The warm-up and the round after its memory was given back."""
+    return args.warmup + 1
+
+
+def check_memory(name: str) -> None:
+    """Raises while there is still memory to say so.
+
+    Raises:
+        RuntimeError: less than 512 MiB are left.
+    """
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:") and int(line.split()[1]) * 1024 < 512 * MIB:
+            raise RuntimeError(f"after a step of {name} less than 512 MiB are left: use smaller sizes or fewer --sides")
+
+
+def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
+    """Runs all sides and returns the result line."""
+    sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
+    job = Job(*sizes, args.batch, args.accumulation, args.bf16)
+    groups = {}
+    for title, group in grouped(sides, args.together).items():
+        results, memory = play(group, job, args)
+        groups[title] = {name: summary(name, results, memory[name], untimed_rounds(args)) for name in group}
+        print(table(title, groups[title]), file=sys.stderr, flush=True)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in job.model().parameters())
+    return {
+        "question": "step time, memory and traffic of data-parallel training, megazero and others",
+        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
+        "batch": f"{args.accumulation} x {args.batch} x {args.seq_length} per rank",
+        "ranks": args.ranks,
+        "dtype": "bf16" if args.bf16 else "fp32",
+        "malloc": args.malloc,
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread per rank, gloo",
+        "torch": torch.__version__,
+        "deepspeed": importlib.metadata.version("deepspeed") if any("deepspeed" in name for name in sides) else None,
+        "steps": args.steps,
+        "groups": groups,
+        "measured": MEASURED,
+    }
+
+
+def grouped(sides: dict[str, Entry], together: str) -> dict[str, dict[str, Entry]]:
+    """Which sides are alive at one time, by title; the reference is always among them."""
+    reference = {REFERENCE: sides[REFERENCE]}
+    others = {name: entry for name, entry in sides.items() if name != REFERENCE}
+    groups: dict[str, dict[str, Entry]] = {}
+    for name, entry in others.items():
+        title = {"all": "all", "stage": f"stage {entry.stage}", "pair": name}[together]
+        groups.setdefault(title, dict(reference))[name] = entry
+    return groups or {REFERENCE: reference}
+
+
+def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
+    """The command line, and the sides that it asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq-length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
+    for name, default in {**sizes, "ranks": 2, "steps": 12, "warmup": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    together = f"who takes turns: {REFERENCE} and one other (least memory), {REFERENCE} and all of one stage, or all"
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
+    parser.add_argument("--together", choices=("pair", "stage", "all"), default="stage", help=together)
+    parser.add_argument("--sides", default="", help="names, separated by commas (default: all that can be imported)")
+    args = parser.parse_args()
+    sides = all_sides()
+    wanted = [REFERENCE, *filter(None, args.sides.split(","))] if args.sides else list(sides)
+    unknown = [name for name in wanted if name not in sides]
+    if unknown:
+        parser.error(f"--sides {','.join(unknown)}: unknown or not importable here. There are {', '.join(sides)}.")
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: quartiles need at least 2")
+    return args, {name: entry for name, entry in sides.items() if name in wanted}
+
+
+def main() -> None:
+    """Measures, prints, and fails if the sides did not compute the same."""
+    args, sides = parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
+    result = measure(args, sides)
+    print(legend(), file=sys.stderr)
+    print(json.dumps(result))
+    different = disagreements(result["groups"], result["dtype"])
+    if different:
+        sys.exit("The sides trained different things, so their figures do not compare:\n" + "\n".join(different))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Runs a training system on ranks of its own, one step at a time, so that several systems can be alive and take turns.
+
+Each rank is a fresh process with one thread. Between steps it sleeps in a pipe's read, so only one system is at work at any time,
+what a process holds is that system's alone, and what passes the loopback device meanwhile was sent by it. Needs Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers import Entry, Job
+
+TIMEOUT_S = 900.0  # building may compile (DeepSpeed), and a step of a large model is long on one thread
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step of all ranks: seconds from the first rank's start to the last one's end, and bytes sent per rank.
+
+    `socket_bytes` is what the loopback device carried, TCP/IP headers included; `counted_bytes` what the system says of itself,
+    by whatever way it sent them. Loss and gradient norm are means over the ranks. None: the system does not tell.
+    """
+
+    seconds: float
+    socket_bytes: float
+    counted_bytes: float | None
+    loss: float
+    grad_norm: float | None
+
+
+class RankSet:
+    """The ranks of one side, asleep unless `step` is running.
+
+    Raises:
+        RuntimeError: a rank failed; the message has its traceback, or the signal that ended it.
+    """
+
+    def __init__(self, name: str, entry: Entry, job: Job, world_size: int, keep_freed: bool) -> None:
+        self.name, self.folder = name, tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, world_size, os.path.join(self.folder.name, "store"), entry, job, keep_freed, theirs)
+            process = context.Process(target=_rank_main, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._answers()
+
+    def step(self, index: int) -> StepResult:
+        """Wakes the ranks for one training step."""
+        before = loopback_bytes()
+        answers = self._ask("step", index)
+        sent = (loopback_bytes() - before) / len(answers)
+        starts, ends, counted, losses, norms = zip(*answers, strict=True)
+        return StepResult(max(ends) - min(starts), sent, _mean(counted), _mean(losses), _mean(norms))
+
+    def forget_peak(self) -> None:
+        """Starts the peak of memory anew, without what the allocator has kept."""
+        self._ask("forget_peak")
+
+    def memory(self) -> dict[str, float]:
+        """MiB of the rank that needs most: between steps (held), and at most since `forget_peak` and before it."""
+        answers = self._ask("memory")
+        return {key: round(max(answer[key] for answer in answers) / MIB, 1) for key in answers[0]}
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for pipe in self.pipes:
+            pipe.close()  # a rank that sees its pipe end returns
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+    def _ask(self, *command: Any) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send(command)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            if not ready:
+                raise RuntimeError(f"{self.name}: ranks {sorted(waiting.values())} did not answer within {TIMEOUT_S} s")
+            for pipe in ready:
+                answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])  # type: ignore[index, arg-type]
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _receive(self, pipe: Connection, rank: int) -> Any:
+        try:
+            ok, value = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(timeout=10)
+            code = self.processes[rank].exitcode
+            hint = " (killed, probably out of memory: use smaller sizes or fewer --sides)" if code == -9 else ""
+            raise RuntimeError(f"{self.name}: rank {rank} died with exit code {code}{hint}") from None
+        if not ok:
+            raise RuntimeError(f"{self.name}: rank {rank} failed:\n{value}")
+        return value
+
+
+def _mean(values: tuple) -> Any:
+    return None if None in values else sum(values) / len(values)
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback device has sent since boot."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "lo":
+            return int(counters.split()[8])
+    raise RuntimeError("/proc/net/dev does not list the loopback device: traffic cannot be measured here")
+
+
+def _rank_main(
+    rank: int, world_size: int, store: str, entry: Entry, job: Job, keep_freed: bool, pipe: Connection
+) -> None:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for the driver's one line, whatever a library prints
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    os.environ.update(zip(names, map(str, (rank, rank, world_size, world_size)), strict=True))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # too large a model shall end this, and nothing else here
+    try:
+        if keep_freed:
+            from megazero.throughput import keep_freed_memory
+
+            keep_freed_memory()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        worker = _Worker(entry, job)
+        pipe.send((True, None))
+        while True:
+            name, *args = pipe.recv()
+            pipe.send((True, getattr(worker, name)(*args)))
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the driver is done, or gone
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        os._exit(1)  # the other ranks may never reach a collective that this one has left
+
+
+class _Worker:
+    """One rank: its side, and the commands of `RankSet`."""
+
+    def __init__(self, entry: Entry, job: Job) -> None:
+        self.rank = dist.get_rank()
+        _rehearse(entry, job, self.rank)
+        _trim()
+        self.before = _status_bytes("VmRSS")
+        self.peak_of_building = 0
+        self.side = entry.build(job, **entry.options)
+        self.job = job
+
+    def step(self, index: int) -> tuple[float, float, int | None, float, float | None]:
+        """Start and end on the clock that all processes share, bytes sent, loss, gradient norm."""
+        tokens, targets = self.job.data(index, self.rank)
+        before = self.side.counted_bytes()
+        start = time.perf_counter()
+        loss = self.side.step(tokens, targets)
+        end = time.perf_counter()
+        after = self.side.counted_bytes()
+        sent = None if before is None or after is None else after - before
+        return start, end, sent, loss, self.side.grad_norm()
+
+    def forget_peak(self) -> None:
+        """Everything until now counts as building and warming up."""
+        self.peak_of_building = _status_bytes("VmHWM")
+        _trim()
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes beyond what the process had before it built the side."""
+        peak = _status_bytes("VmHWM")
+        _trim()
+        held = _status_bytes("VmRSS")
+        values = {"held": held, "peak_of_steps": peak, "peak_of_building": self.peak_of_building}
+        return {"shared": _status_bytes("RssShmem"), **{key: value - self.before for key, value in values.items()}}
+
+
+def _rehearse(entry: Entry, job: Job, rank: int) -> None:
+    """Trains a small model, so that all code that a step needs is loaded and does not count as the model's memory."""
+    job = replace(job, layers=1, hidden=64, heads=1, seq_length=16, vocab=128, batch=1)
+    side = entry.build(job, **entry.options)
+    side.step(*job.data(0, rank))
+    side.grad_norm()
+    side.close()
+
+
+def _trim() -> None:
+    """Gives freed memory back to the kernel, so that what is resident is what is held."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")
