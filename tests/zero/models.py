@@ -94,7 +94,7 @@ class InPlaceBlock(Block):
     """Adds to its input in place and returns the same object."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x += self.down(F.gelu(self.up(self.norm(x))))
+        x += self.down(F.gelu(self.up(self.norm(x.clone()))))  # autograd keeps the norm's input
         return x
 
 
