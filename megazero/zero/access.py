@@ -54,6 +54,16 @@ def _gradient(bucket: Bucket) -> Gradient:
     return bucket.gradient
 
 
+def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, Tensor, float] | None:
+    """Bucket, segment, the owned sum of gradients, and the factor that makes it the unscaled mean; None where there is no sum."""
+    found = _find(parameter)
+    if found is None or not _gradient(found[0]).is_reduced:
+        return None
+    bucket, segment, optimizer = found
+    gradient = _gradient(bucket)
+    return bucket, segment, gradient.owned, gradient.to_mean / optimizer.cur_scale
+
+
 def full_states(optimizer: BucketOptimizer) -> Iterator[tuple[str, str, Tensor]]:
     """(parameter's name, "master" or a key of the optimizer's state, full fp32 tensor) of all that is trained. Collective.
 
@@ -99,13 +109,11 @@ def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor |
 
 def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
     """The full mean gradient, fp32, without loss scale; None unless between a step's last backward and step(). Collective."""
-    found = _find(parameter)
-    if found is None or not _gradient(found[0]).is_reduced:
+    found = _reduced(parameter)
+    if found is None:
         return None
-    bucket, segment, optimizer = found
-    gradient = _gradient(bucket)
-    whole = Bucket.view(bucket.whole(gradient.owned), segment).float()
-    return whole * (gradient.to_mean / optimizer.cur_scale)
+    bucket, segment, owned, factor = found
+    return Bucket.view(bucket.whole(owned), segment).float() * factor
 
 
 def safe_get_local_fp32_param(parameter: nn.Parameter) -> Tensor | None:
@@ -125,12 +133,11 @@ def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor 
 
 def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
     """This rank's part of the mean gradient, without loss scale; None unless between the last backward of a step and step()."""
-    found = _find(parameter)
-    if found is None or not _gradient(found[0]).is_reduced:
+    found = _reduced(parameter)
+    if found is None:
         return None
-    bucket, segment, optimizer = found
-    gradient = _gradient(bucket)
-    return bucket.owned_part(gradient.owned, segment)[0].float() * (gradient.to_mean / optimizer.cur_scale)
+    bucket, segment, owned, factor = found
+    return bucket.owned_part(owned, segment)[0].float() * factor
 
 
 def safe_set_full_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
