@@ -29,7 +29,8 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[npt.NDArr
     shares = array / array.sum()
     # Due times up to num_samples + k / 2 hold every sample that can be among the first num_samples, see the bound above.
     horizon = num_samples + len(shares) / 2 + 1
-    due = [(np.arange(int(horizon * share) + 1) + 0.5) / share for share in shares]
+    # Divided by the weight, not by the share: times that are equal, like 4.5 / 60 and 7.5 / 100, then round alike.
+    due = [(np.arange(int(horizon * share) + 1) + 0.5) / w for share, w in zip(shares, array, strict=True)]
     # A stable sort, because it merges runs that are sorted already: linear, and equal times stay in the order of the datasets.
     order = np.argsort(np.concatenate(due), kind="stable")[:num_samples]
     lengths = np.array([len(times) for times in due])
