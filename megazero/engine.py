@@ -363,8 +363,12 @@ class Engine:
         return reader.path, reader.index["client_state"]
 
     def memory(self) -> dict[str, int]:
-        """Bytes held on this rank for parameters (P), gradients (G) and optimizer (O: master weights and moments)."""
-        total = {"P": 0, "G": 0, "O": 0}
+        """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
+
+        Buffers are what is whole of sharded parameters and gradients, and what is being reduced. Sharded gradients exist from
+        their reduction to the update.
+        """
+        total = {"P": 0, "G": 0, "O": 0, "buffers": 0}
         for bucket in self.buckets:
             for key, value in bucket.nbytes.items():
                 total[key] += value

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megazero.checkpoint.store import latest_tag
 from megazero.engine import Engine, weight_decay_groups
@@ -51,7 +52,9 @@ def describe_start(job: Job) -> str:
             f"stage {job.engine.zero.stage}: {SHARDED[job.engine.zero.stage]} sharded over {dp} data-parallel ranks",
         ),
     ]
-    return f"{table('job', rows)}\n{describe_memory(job, 'memory', job.engine.memory())}"
+    memory = job.engine.memory()
+    del memory["buffers"]  # nothing needs any yet
+    return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
 
 
 def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
@@ -74,31 +77,32 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
     return table(title, memory_rows(plan, measured))
 
 
-class BufferWatch:
-    """Measures the buffers of one step: the most that parameters and gradients take beyond what rests of them.
+class MemoryWatch:
+    """Measures one step: the most that is held of every kind, and in all.
 
-    It looks before every unit's forward and after every parameter's gradient, by hooks, and so is for one step only.
+    It looks before every unit's forward, after every parameter's gradient and around every update, by hooks, and so is for one
+    step only.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.at_rest = self.most = self._held()
+        self.most: dict[str, int] = {}
         units = [unit.register_forward_pre_hook(self._look) for unit in find_units(engine.module)]
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        self._handles = [*units, *(p.register_post_accumulate_grad_hook(self._look) for p in trained)]
+        # Hooks of every optimizer, as one with hooks of its own is not stepped bucket by bucket.
+        updates = [register_optimizer_step_pre_hook(self._look), register_optimizer_step_post_hook(self._look)]
+        self._handles = [*units, *updates, *(p.register_post_accumulate_grad_hook(self._look) for p in trained)]
 
     def stop(self) -> dict[str, int]:
         """Removes the hooks and returns what `describe_memory` shows."""
         for handle in self._handles:
             handle.remove()
-        return {**self.engine.memory(), "buffers": self.most - self.at_rest}
-
-    def _held(self) -> int:
-        memory = self.engine.memory()
-        return memory["P"] + memory["G"]
+        return self.most
 
     def _look(self, *_: object) -> None:
-        self.most = max(self.most, self._held())
+        held = self.engine.memory()
+        held["peak"] = sum(held.values())
+        self.most = {key: max(self.most.get(key, 0), value) for key, value in held.items()}
 
 
 def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: float) -> None:

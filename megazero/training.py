@@ -28,7 +28,7 @@ from megazero.job import (
     with_vocabulary,
 )
 from megazero.metrics import MetricsWriter, perplexity
-from megazero.reporting import BufferWatch, describe_memory, describe_start, log_step, metrics_writer, summary
+from megazero.reporting import MemoryWatch, describe_memory, describe_start, log_step, metrics_writer, summary
 from megazero.throughput import peak_memory_bytes
 from megazero.timers import Timers
 
@@ -86,7 +86,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
     job.engine.train()
     interval: list[float] = []
     saved_at, start = job.iteration, time.perf_counter()
-    watch: BufferWatch | None = BufferWatch(job.engine)
+    watch: MemoryWatch | None = MemoryWatch(job.engine)
     while job.iteration < flags.train_iters and not job.stopped:
         loss, stop = train_step(job, iterator)
         interval.append(loss)

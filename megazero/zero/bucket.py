@@ -321,9 +321,14 @@ class Bucket:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes held on this rank, counted from storages: P, G, and the master weights of O beyond P."""
-        gradients = [] if self.gradient is None else self.gradient.tensors
-        states = {"P": [self.flat, self.shard], "G": gradients, "O": [] if self.master is None else [self.master]}
+        """Bytes held on this rank, counted from storages: P, G, the master weights of O beyond P, and buffers beyond these."""
+        g = self.gradient
+        states = {
+            "P": [self.shard],
+            "G": [] if g is None else g.held,
+            "O": [] if self.master is None else [self.master],
+            "buffers": [self.flat] if g is None else [self.flat, *g.buffers],
+        }
         seen: set[int] = set()
         held = dict.fromkeys(states, 0)
         for key, tensors in states.items():

@@ -18,7 +18,8 @@ class Gradient:
     """G of one bucket.
 
     Where G is whole, `whole` stays and `owned` is a part of it; reduction happens in place, once per step. Where G is sharded,
-    `whole` lives from the first gradient to the reduction, and every reduction adds to `owned`.
+    `whole` lives from the first gradient to the reduction, and `owned` from the first reduction to the update: while forward
+    piles up activations, nothing of G is there.
 
     Args:
         name: of the bucket, which ranks compare before they exchange anything.
@@ -46,12 +47,7 @@ class Gradient:
         self.layout, self.channel, self.owned_range, self.is_sharded = layout, channel, owned_range, is_sharded
         self.dtype, self.reduce_dtype, self.predivide, self.device = dtype, reduce_dtype, predivide, device
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
-        if is_sharded:
-            self.owned = torch.zeros(
-                layout.shard_numel, dtype=dtype, device=device
-            )  # the group's sum once `is_reduced`
-        else:
-            self.owned = self._whole()[owned_range]
+        self._owned = None if is_sharded else self._whole()[owned_range]
         self.is_reduced = False
         self._filled: set[str] = set()  # segments that hold a gradient since the last reduction
         self._work: Work | None = None
@@ -59,10 +55,20 @@ class Gradient:
         self._reduced_before: Tensor | None = None  # sum of what was reduced before a late gradient arrived
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that is held."""
-        held = (self.whole, self.owned, self._wire, self._reduced_before)
-        return [tensor for tensor in held if tensor is not None]
+    def owned(self) -> Tensor:
+        """The group's sum of the owned range, once `is_reduced`."""
+        assert self._owned is not None, "sharded gradients are there from their reduction to zero()"
+        return self._owned
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The memory of G itself."""
+        return [] if self._owned is None else [self._owned]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What is held beyond G for a while."""
+        return [tensor for tensor in (self.whole, self._wire, self._reduced_before) if tensor is not None]
 
     @property
     def to_mean(self) -> float:
@@ -117,10 +123,14 @@ class Gradient:
         work.wait()
         assert self._wire is not None
         part, self._wire = self._wire[self.owned_range], None
-        if self.is_sharded and self.is_reduced:
-            self.owned.add_(part)
-        elif part.data_ptr() != self.owned.data_ptr():
-            self.owned.copy_(part)
+        if (
+            self._owned is None
+        ):  # a copy, so that the whole is freed; where the shard is all of it, nothing is to be freed
+            self._owned = part.to(self.dtype, copy=part.numel() < self.layout.numel)
+        elif self.is_sharded:
+            self._owned.add_(part)
+        elif part.data_ptr() != self._owned.data_ptr():
+            self._owned.copy_(part)
         if self._reduced_before is not None:
             self.owned.add_(self._reduced_before)
             self._reduced_before = None
@@ -133,7 +143,7 @@ class Gradient:
         self._filled.clear()
         self.is_reduced = False
         if self.is_sharded:
-            self.whole = None
+            self.whole = self._owned = None
 
     def _whole(self) -> Tensor:
         if self.whole is None:

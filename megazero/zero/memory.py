@@ -23,7 +23,9 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each rank: what stays (P, G, O), and what a step needs on top for a while.
+    """Bytes on each rank: the model's states (P, G, O), and what a step needs on top for a while.
+
+    P and O stay. G stays where it is whole; sharded, it is made by backward and freed by the update.
 
     Not in it: activations, module buffers, temporaries of the torch optimizer, its step counters, what the transport stages,
     and the gradient of one parameter that autograd hands over.
@@ -48,8 +50,13 @@ class MemoryPlan:
 
     @property
     def resident(self) -> int:
-        """What is held between two steps: P + G + O."""
+        """The model's states, as the ZeRO paper counts them: P + G + O. What is held when backward has ended."""
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def at_rest(self) -> int:
+        """What is held between two steps, while forward makes its activations."""
+        return self.resident - (self.gradients if Sharding.of_stage(self.stage).gradients else 0)
 
     @property
     def transient(self) -> int:
@@ -58,7 +65,10 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most that is held at any time of a step."""
+        """The most that is held at any time of a step. A step of one micro-batch stays below it where gradients are sharded:
+
+        their shards are made one after the other, while a second micro-batch finds all of them.
+        """
         return self.resident + self.transient
 
     def rows(self) -> list[tuple[str, str]]:
@@ -204,23 +214,22 @@ def memory_rows(plan: MemoryPlan, measured: Mapping[str, int]) -> list[tuple[str
     """Planned and measured bytes side by side, as (name, value) rows of a table.
 
     Args:
-        measured: bytes under "P", "G" and "O", as `Engine.memory()` gives them, and under "buffers" the most that was seen on
-            top; what is missing shows as a dash. Before the first step O has no moments yet, and its row says so.
+        measured: bytes under "P", "G", "O", "buffers" and "peak"; what is missing shows as a dash. The rows of G and O say what
+            comes later, as long as it is not there.
     """
     late = f"  ({size(plan.moments)} of it from the first step on)" if plan.moments else ""
-    found = dict(measured)
-    if {"P", "G", "O", "buffers"} <= found.keys():
-        found["peak"] = sum(found[key] for key in ("P", "G", "O", "buffers"))
     planned = [
         ("parameters (P)", "P", plan.parameters, ""),
-        ("gradients (G)", "G", plan.gradients, ""),
-        ("optimizer (O)", "O", plan.optimizer, late if found.get("O", 0) < plan.optimizer else ""),
+        ("gradients (G)", "G", plan.gradients, "  (from backward to the update)"),
+        ("optimizer (O)", "O", plan.optimizer, late),
         ("buffers, at most", "buffers", plan.transient, ""),
         ("peak", "peak", plan.peak, ""),
     ]
     rows = [("bytes per rank", f"{'planned':>10}  {'measured':>10}")]
     for name, key, value, note in planned:
-        rows.append((name, f"{size(value):>10}  {size(found[key]) if key in found else '-':>10}{note}"))
+        is_there = key not in measured or measured[key] >= value
+        found = size(measured[key]) if key in measured else "-"
+        rows.append((name, f"{size(value):>10}  {found:>10}{'' if is_there else note}"))
     return [*rows, ("padding, included", f"{size(plan.padding):>10}")]
 
 

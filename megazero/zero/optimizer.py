@@ -239,7 +239,7 @@ class BucketOptimizer:
     def _set_scale(self, bucket: Bucket, factor: float) -> None:
         """Has torch's fused kernels divide gradients in the pass that they make anyway. All buckets have one group's mean."""
         assert bucket.gradient is not None
-        factor, device = factor * bucket.gradient.to_mean, bucket.gradient.owned.device
+        factor, device = factor * bucket.gradient.to_mean, bucket.gradient.device
         scale = None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
         found_inf = None if scale is None else torch.zeros_like(scale)
         vars(self.torch_optimizer).update(grad_scale=scale, found_inf=found_inf)

@@ -78,8 +78,12 @@ def counter_bytes(engine: Engine) -> int:
 
 def step(engine: Engine, micro: int = 1) -> None:
     for batch in token_batches(1, micro, mpu.get_data_parallel_world_size())[0]:
-        engine.backward(engine(batch[mpu.get_data_parallel_rank()]))
+        backward(engine, batch)
         engine.step()
+
+
+def backward(engine: Engine, batch: Tensor) -> None:
+    engine.backward(engine(batch[mpu.get_data_parallel_rank()]))
 
 
 def table_of_the_design(stage: int, n: int, psi: int, dtype: str, grad_dtype: str) -> tuple[int, int, int]:
@@ -104,20 +108,25 @@ def resting_case() -> None:
             assert plan.numel == sum(p.numel() for p in model.parameters()), what
             engine = make_engine(model, stage, **settings)
             start = engine.memory()
-            assert (start["P"], start["G"], start["O"]) == (plan.parameters, plan.gradients, plan.master), what
+            at_rest = 0 if stage >= 2 else plan.gradients
+            assert (start["P"], start["G"], start["O"]) == (plan.parameters, at_rest, plan.master), what
             step(engine, 1)
             counters = counter_bytes(engine)
             assert counters == 4 * len(engine.optimizer.slices)
+            backward(engine, token_batches(1, 1, n)[0, 0])
             memory = engine.memory()
             held = (memory["P"], memory["G"], memory["O"] - counters)
             assert held == table_of_the_design(stage, n, psi, dtype, grad_dtype), what
-            assert held == (plan.parameters, plan.gradients, plan.optimizer), what
+            assert held == (plan.parameters, plan.gradients, plan.optimizer) and memory["buffers"] == 0, what
             if dtype == "bf16" and grad_dtype == "compute":
                 paper = (16 * psi, 4 * psi + 12 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n)
                 assert sum(held) == plan.resident == paper[stage], what
             assert all(bucket.is_gathered == (stage < 3) for bucket in engine.buckets), what
             assert held_now(engine) == sum(memory.values()), what
             assert live_bytes() == sum(held), f"{what}: something else is held"
+            engine.step()
+            assert engine.memory()["G"] == at_rest, what
+            assert live_bytes() == plan.at_rest, f"{what}: something else is held between steps"
             engine.destroy()
 
 
@@ -135,6 +144,7 @@ def frozen_case() -> None:
         frozen = sum(bucket.layout.numel for bucket in engine.buckets if not bucket.is_trainable)
         trained = sum(bucket.layout.numel for bucket in engine.buckets if bucket.is_trainable)
         step(engine)
+        backward(engine, token_batches(1, 1, n)[0, 0])
         held = engine.memory()
         shards = [n if stage >= first else 1 for first in (1, 2, 3)]
         assert held["P"] == plan.parameters == 2 * (frozen + trained) // shards[2]
@@ -185,13 +195,14 @@ def check_peak(model: Deep, stage: int, settings: dict) -> None:
     plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16, overlap=overlap, **options)
     engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=2)
     step(engine, 2)  # the optimizer's state is there from now on
-    at_rest = plan.resident + counter_bytes(engine)
-    transient = sampled(engine, lambda: step(engine, 2)) - at_rest
+    counters = counter_bytes(engine)
+    at_rest = plan.at_rest + counters
+    peak = sampled(engine, lambda: step(engine, 2)) - counters
     what = f"{model.run}, stage {stage}, {settings}, {n} ranks"
     if "reduce_dtype" in settings:  # the largest buffer apart is that of the root, which no hook sees
-        assert 0 < transient <= plan.transient, f"{what}: held {transient} on top, planned {plan}"
+        assert plan.resident < peak <= plan.peak, f"{what}: held {peak}, planned {plan}"
     else:
-        assert transient == plan.transient, f"{what}: held {transient} on top, planned {plan}"
+        assert peak == plan.peak, f"{what}: held {peak}, planned {plan}"
     assert held_now(engine) == at_rest, f"{what}: something stays after the step"
     if stage == 3:
         with torch.no_grad():
@@ -243,8 +254,9 @@ def test_blocks_that_are_recomputed_together_are_whole_together(one_rank):
             engine, lambda engine=engine: step(engine), lambda _, units=units: sum(b.is_gathered for b in units)
         )
         assert count in (together, together + 1)  # the next one may still be on its way
-        transient = sampled(engine, lambda engine=engine: step(engine)) - plan.resident - counter_bytes(engine)
-        assert transient == plan.transient if together == 1 else transient <= plan.transient
+        peak = sampled(engine, lambda engine=engine: step(engine)) - counter_bytes(engine)
+        assert peak <= plan.peak
+        assert together > 1 or plan.peak - plan.gradients <= peak, "one micro-batch: shards are made as it goes"
         engine.destroy()
 
 
@@ -255,7 +267,7 @@ def test_an_unused_parameter_in_every_block_costs_no_more_memory(one_rank):
 def test_buckets_count_gradients_on_their_way(one_rank):
     engine = make_engine(Deep(), 2, dtype=torch.bfloat16)
 
-    def not_counted(engine: Engine) -> int:
+    def not_counted(engine: Engine) -> int:  # of what buckets refer to
         return storage_bytes(in_buckets(engine)) - sum(sum(bucket.nbytes.values()) for bucket in engine.buckets)
 
     assert sampled(engine, lambda: step(engine), not_counted) == 0
@@ -275,10 +287,10 @@ def init_case() -> None:
     plan = plan_memory(model, stage=3, data_parallel_size=n, dtype=None)
     engine = make_engine(model, 3)
     step(engine)
-    assert live_bytes() == plan.resident, "what zero.Init has built stays beside the engine's"
+    assert live_bytes() == plan.at_rest, "what zero.Init has built stays beside the engine's"
     with zero.GatheredParameters(model.parameters()):
         pass
-    assert live_bytes() == plan.resident
+    assert live_bytes() == plan.at_rest
     engine.destroy()
 
 
@@ -400,7 +412,7 @@ def test_rows_have_planned_beside_measured_and_say_what_comes_later():
     rows = dict(memory_rows(plan, before))
     assert rows["optimizer (O)"].split("  (")[1] == "2.00 GB of it from the first step on)"
     assert rows["optimizer (O)"].split()[2:4] == ["1.00", "GB"] and rows["peak"].split()[-1] == "-"
-    after = {**before, "O": plan.optimizer, "buffers": 10**6}
+    after = {**before, "O": plan.optimizer, "buffers": 10**6, "peak": 9 * 10**9}
     rows = dict(memory_rows(plan, after))
     assert rows["optimizer (O)"].split() == "3.00 GB 3.00 GB".split()
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from threading import Lock
 
 import pytest
 import torch
@@ -148,11 +149,12 @@ def wire_case() -> None:
     """Point to point every element that is sent is in a message to one rank. Changes modules of this rank's own process."""
     n = mpu.initialize_model_parallel(1).data_parallel_size
     channel_module.link = lambda *_: None  # as if the ranks were on several hosts
-    sent, scalars = Counter(), Counter()
+    sent, scalars, one_at_a_time = Counter(), Counter(), Lock()
     send, all_reduce = peers.PeerTransport._send, collectives.dist.all_reduce
 
     def counting_send(self, part, rank):
-        sent["elements"] += part.numel() if part.is_floating_point() else 0  # else it says which collective this is
+        with one_at_a_time:  # lanes are threads
+            sent["elements"] += part.numel() if part.is_floating_point() else 0  # else it says which collective this is
         return send(self, part, rank)
 
     def counting_all_reduce(tensor, *args, **kwargs):
