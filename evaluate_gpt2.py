@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from megazero.arguments import load_components
-from megazero.checkpoint.store import Reader
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.training_state import client_state
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import (
@@ -73,7 +74,7 @@ def main(checked: Checked) -> None:
     """Prints the checkpoint's result on the task."""
     config, task, reader, tokenizer = checked
     model, groups = load_model(config, reader)
-    seq_length = task.seq_length or reader.index["client_state"]["seq_length"]
+    seq_length = task.seq_length or client_state(reader)["seq_length"]
     assert task.valid_data is not None
     if task.task == "lambada":
         texts = load_texts(task.valid_data, task.text_key)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megazero.arguments import load_components
-from megazero.checkpoint.store import Reader
+from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, load_model, open_checkpoint

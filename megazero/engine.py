@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
-from megazero.checkpoint.training_state import TrainingState
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.training_state import TrainingState, client_state
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
 from megazero.optim.adam import OptimizerFactory
@@ -108,7 +109,9 @@ class Engine:
         )
         access.register_optimizer(self.optimizer)
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler else None
-        self._checkpointed = TrainingState(model, groups, cuts, self.buckets, self.optimizer, self.lr_scheduler)
+        self._checkpointed = TrainingState(
+            model, groups, cuts, self.buckets, self.optimizer, self.lr_scheduler, self.zero.stage
+        )
         self._trained = self._requires_grad()
         self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -309,21 +312,60 @@ class Engine:
         *,
         save_optimizer: bool = True,
         save_rng: bool = True,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         keep_last: int = 0,
+        in_background: bool = False,
     ) -> Path:
         """Writes weights, optimizer, counters, schedule, loss scale and generator states. Collective over the world.
 
+        Gradients that have been accumulated since the last update are not saved.
+
         Args:
             tag: name of the checkpoint (default: global_step{N}).
-            client_state: plain JSON data that `load_checkpoint` gives back, equal on every rank.
+            client_state: what `load_checkpoint` gives back; of the first rank. Plain containers, numbers, strings, tensors and
+                numpy arrays.
+            save_latest: whether `latest` names it afterwards.
+            keep_last: afterwards delete all but this many newest checkpoints of tags like global_step20; 0 keeps all.
+            in_background: return when all is copied to host memory; `wait_for_checkpoint` and the next save wait for the rest.
 
         Returns:
             The checkpoint's directory.
+
+        Raises:
+            TypeError: the client state holds something else; the message says where.
+            OSError: a file could not be written, on whichever rank; the checkpoint before stays the latest.
+            DirectoryInUseError: another job saves there.
         """
         self.channel.meet("save_checkpoint")
         return self._checkpointed.save(
-            save_dir, tag, client_state or {}, save_optimizer=save_optimizer, save_rng=save_rng, keep_last=keep_last
+            save_dir,
+            tag,
+            client_state or {},
+            save_optimizer=save_optimizer,
+            save_rng=save_rng,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            keep_last=keep_last,
+            in_background=in_background,
         )
+
+    def claim_checkpoints(self, save_dir: str) -> None:
+        """Makes sure that this job, and no other, can save in a directory, before hours are spent. Collective over the world.
+
+        Raises:
+            DirectoryInUseError: another job saves there.
+            OSError: it cannot be created or written.
+        """
+        self._checkpointed.saver.claim(save_dir)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when no save is under way in the background.
+
+        Raises:
+            RuntimeError: what went wrong there.
+        """
+        self._checkpointed.saver.wait()
 
     def load_checkpoint(
         self,
@@ -334,19 +376,26 @@ class Engine:
         load_lr_scheduler_states: bool = True,
         load_rng: bool = True,
         load_module_only: bool = False,
+        strict: bool = True,
+        fallback: bool = False,
+        prepare: Callable[[Reader], None] | None = None,
     ) -> tuple[Path, dict[str, Any]]:
         """Continues from a checkpoint of any model-parallel size, data-parallel size and stage. Collective over the world.
 
         Args:
             tag: which checkpoint (default: the one that `latest` names).
             load_module_only: read the weights and nothing else.
+            strict: every parameter of the model must be there, and no others.
+            fallback: where the checkpoint is damaged, take the newest older one that is not.
+            prepare: called on every rank before anything is read; what it raises ends the load on all of them.
 
         Returns:
             The checkpoint's directory and the client state it was saved with.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            ValueError: it is damaged, or of a model of another shape.
+            CheckpointError: it is damaged; the message names the file and the parameter. Load another before training goes on.
+            ValueError: it is of a model of another shape, or holds the state of another optimizer.
         """
         self.channel.meet("load_checkpoint")
         reader = self._checkpointed.load(
@@ -356,11 +405,14 @@ class Engine:
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_rng=load_rng,
             load_module_only=load_module_only,
+            strict=strict,
+            fallback=fallback,
+            prepare=prepare,
         )
         self.zero_grad()  # of the run before
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
-        return reader.path, reader.index["client_state"]
+        return reader.path, client_state(reader)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
@@ -381,7 +433,11 @@ class Engine:
         self.schedule.release_all()
 
     def destroy(self) -> None:
-        """Gives the module whole parameters of its own again, and removes every hook. Collective where parameters are sharded."""
+        """Gives the module whole parameters of its own again, and removes every hook. Collective where parameters are sharded.
+
+        Waits for a save in the background.
+        """
+        self._checkpointed.saver.close()
         self.schedule.close()
         dissolve(self.buckets)
         self.channel.close()

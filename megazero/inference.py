@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
-from megazero.checkpoint.store import Reader
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.training_state import client_state, cut_of
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.option import option
-from megazero.zero.access import MASTER
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
     """
     assert config.load is not None
     reader = Reader(config.load, config.tag)
-    client = reader.index["client_state"]
+    client = client_state(reader)
     files: dict[str, Any] = client["tokenizer"]
     given = {name: getattr(config, name) for name in files if getattr(config, name) is not None}
     files = {"tokenizer_type": files["tokenizer_type"], **given} if given else files
@@ -80,14 +80,14 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
 
 def model_config(reader: Reader) -> GPT2Config:
     """The model of a checkpoint, without what only training needs."""
-    saved = GPT2Config(**reader.index["client_state"]["model"])
+    saved = GPT2Config(**client_state(reader)["model"])
     return replace(saved, checkpoint_activations=False, compile=False, layernorm="torch")
 
 
 def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:
     """The model in evaluation mode on this process's device, split over the model-parallel group. Initialises both worlds.
 
-    One full parameter at a time is in memory beside this rank's part of the model.
+    One parameter at a time is in memory beside this rank's part of the model.
     """
     architecture = model_config(reader)
     comm.init_distributed(config.distributed_backend)
@@ -96,9 +96,7 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            part = reader.read(f"{MASTER}/{name}")
-            if name in cuts:
-                part = cuts[name].slice_like(parameter.shape, part, rank, size)
-            parameter.copy_(part)
+            cut, out = cut_of(cuts.get(name), tuple(parameter.shape), size), parameter.view(-1)
+            reader.read_part(name, {reader.weight_state(name): out}, cut=cut, rank=rank, size=size)
     logger.info("loaded %s: %s parameters", reader.path, f"{architecture.num_parameters():,}")
     return model.eval(), groups

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megazero import comm, mpu
-from megazero.checkpoint.store import Reader, latest_tag
+from megazero.checkpoint.reader import Reader, latest_tag
+from megazero.checkpoint.training_state import client_state
 from megazero.config import Config
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.data.tokenizer import Tokenizer
@@ -162,7 +163,7 @@ def load(job: Job) -> None:
     flags, directory = job.config.checkpoint, job.config.checkpoint.load
     if not directory:
         return
-    tags = comm.all_gather_object(latest_tag(directory))
+    tags = comm.all_gather_object(comm.together(lambda: latest_tag(directory)))
     if len(set(tags)) > 1:
         raise ValueError(
             f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
@@ -171,32 +172,14 @@ def load(job: Job) -> None:
     if tags[0] is None:
         logger.info("no checkpoint in %s yet: starting from scratch", directory)
         return
-    index = comm.together(lambda: Reader(directory, tags[0])).index
-    client = index["client_state"]
-    if client["tokenizer_sha256"] != job.tokenizer.sha256:
-        raise ValueError(
-            f"The checkpoint {tags[0]} in {directory} was trained with another vocabulary (sha256 "
-            f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
-            "--merge-file, or the --tokenizer-path, that it was trained with."
-        )
-    schedule: Any = job.engine.lr_scheduler
-    if not flags.finetune and index["lr_scheduler"].keys() != schedule.state_dict().keys():
-        raise ValueError(
-            f"The checkpoint {tags[0]} in {directory} was trained under another kind of learning-rate schedule: that of the "
-            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune."
-        )
-    if not flags.finetune:
-        job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
-        job.first_loss = client["first_loss"]
-        seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
-    path, _ = comm.together(
-        lambda: job.engine.load_checkpoint(
-            directory,
-            tags[0],
-            load_optimizer_states=not flags.no_load_optim,
-            load_rng=not flags.no_load_rng,
-            load_module_only=flags.finetune,
-        )
+    path, client = job.engine.load_checkpoint(
+        directory,
+        tags[0],
+        load_optimizer_states=not flags.no_load_optim,
+        load_rng=not flags.no_load_rng,
+        load_module_only=flags.finetune,
+        fallback=flags.load_fallback,
+        prepare=lambda reader: _prepare_to_continue(job, reader),
     )
     if not flags.finetune and client["train_samples"] != job.train_samples:
         logger.warning(
@@ -206,6 +189,28 @@ def load(job: Job) -> None:
             client["train_samples"],
         )
     logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def _prepare_to_continue(job: Job, reader: Reader) -> None:
+    """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
+    client, finetune = client_state(reader), job.config.checkpoint.finetune
+    if client["tokenizer_sha256"] != job.tokenizer.sha256:
+        raise ValueError(
+            f"The checkpoint {reader.path} was trained with another vocabulary (sha256 "
+            f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
+            "--merge-file, or the --tokenizer-path, that it was trained with."
+        )
+    if finetune:
+        return
+    schedule: Any = job.engine.lr_scheduler
+    if reader.index["lr_scheduler"].keys() != schedule.state_dict().keys():
+        raise ValueError(
+            f"The checkpoint {reader.path} was trained under another kind of learning-rate schedule: that of the "
+            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune."
+        )
+    job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
+    job.first_loss = client["first_loss"]
+    seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
 
 
 def save(job: Job) -> None:
@@ -220,6 +225,7 @@ def save(job: Job) -> None:
         "first_loss": job.first_loss,
         "tokenizer_sha256": job.tokenizer.sha256,
         "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
+        "config": asdict(job.config),
         "model": asdict(job.config.model),
         "seq_length": job.config.data.seq_length,
     }
@@ -229,8 +235,10 @@ def save(job: Job) -> None:
         save_optimizer=not flags.no_save_optim,
         save_rng=not flags.no_save_rng,
         keep_last=flags.keep_last,
+        in_background=flags.async_save,
     )
-    logger.info("saved %s in %.1f s", path, time.perf_counter() - start)
+    done = "is being written; training waited" if flags.async_save else "saved in"
+    logger.info("%s %s %.1f s", path, done, time.perf_counter() - start)
 
 
 def batches(

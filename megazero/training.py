@@ -48,6 +48,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     job = build_job(config, groups, tokenizer, model_provider, forward_step)
+    if config.checkpoint.save:
+        job.engine.claim_checkpoints(config.checkpoint.save)
     load(job)
     eval_samples = flags.eval_iters * eval_batch_size(config) * groups.data_parallel_size
     train, valid, test = build_datasets(
@@ -111,6 +113,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
             )
     if config.checkpoint.save and saved_at != job.iteration:
         save(job)
+    job.engine.wait_for_checkpoint()
 
 
 def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:

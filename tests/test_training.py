@@ -97,7 +97,7 @@ def test_a_run_that_was_killed_and_resumed_equals_the_whole_run_bit_for_bit_with
 
 
 def weights(save: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in (save / "global_step80").glob("model_parallel_*.safetensors")}
+    return {p.name: p.read_bytes() for p in (save / "global_step80").glob("rank_*.safetensors")}
 
 
 def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path):

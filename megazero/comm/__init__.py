@@ -14,6 +14,7 @@ from megazero.comm.world import (
     barrier,
     init_distributed,
     local_device,
+    new_object_group,
     together,
     world,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "broadcast_",
     "init_distributed",
     "local_device",
+    "new_object_group",
     "together",
     "world",
 ]

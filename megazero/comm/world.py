@@ -79,6 +79,11 @@ def all_gather_object(value: object, group: ProcessGroup | None = None) -> list:
     return out
 
 
+def new_object_group(timeout_s: float = 3600.0) -> ProcessGroup:
+    """A group of all ranks over gloo, beside the world: for small data that another thread exchanges. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
 def barrier(group: ProcessGroup | None = None) -> None:
     """Returns when every rank of `group` (the world by default) has come here."""
     dist.barrier(group=group)

@@ -7,7 +7,7 @@ sharded, `release` frees that storage and `gather` refills the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -299,25 +299,43 @@ class Bucket:
         part, place = self.owned_part(owned, segment)
         part.detach().copy_(values.reshape(-1)[place])
 
-    def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
-        """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
+    def weight_parts(self) -> Iterator[tuple[Segment, Tensor, int]]:
+        """What has to be filled to load the weights: segment, 1-D view of this rank's part, where it begins in the parameter.
+
+        That is the fp32 master weights of what is trained, and P of what is frozen. `adopt_parts` comes after it.
+        """
         self.refuse_if_held("loading")
-        if self.master is None:
-            self.gather()
-            self.wait_gathered()
-        with torch.no_grad():
-            for segment in self.layout.segments:
-                values = values_of(segment)
-                if values is not None and self.master is not None:
-                    self.write(self.master, segment, values)
-                elif values is not None:
-                    self.parameters[segment.name].copy_(values)
-        if self.master is None:
-            self.keep_shard()
+        if self.master is not None:
+            target, place = self.master, self.owned_range
+        elif self.sharding.parameters:
+            target, place = self.shard, self.shard_range
         else:
+            target, place = self.flat, slice(0, self.layout.numel)
+        for segment in self.layout.segments:
+            low, high = max(segment.start, place.start), min(segment.stop, place.stop)
+            if low < high:
+                yield segment, target[low - place.start : high - place.start].detach(), low - segment.start
+
+    def adopt_parts(self) -> None:
+        """Brings P up to date with what was filled. Collective."""
+        if self.master is not None:
             self.publish()
             self.wait_gathered()
         self.release()
+        self._versions = self._current_versions()
+
+    def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
+        """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
+        for segment, part, start in self.weight_parts():
+            values = values_of(segment)
+            if values is not None:
+                part.copy_(values.reshape(-1)[start : start + part.numel()])
+        self.adopt_parts()
+
+    def saved_part(self, segment: Segment) -> tuple[int, int]:
+        """[start, stop) in the flattened parameter of what this rank saves: its shard's part, also where nothing is sharded."""
+        low = max(segment.start, self.shard_range.start)
+        return low - segment.start, max(low, min(segment.stop, self.shard_range.stop)) - segment.start
 
     @property
     def nbytes(self) -> dict[str, int]:

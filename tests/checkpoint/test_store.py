@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
-from megazero.checkpoint import store
+from megazero.checkpoint import saver, store
+from megazero.checkpoint.reader import CheckpointError, latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from tests.ranks import run_ranks
 
@@ -106,39 +112,127 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(store, "_write_tensors", full_disk)
+    monkeypatch.setattr(saver, "write_tensors", full_disk)
     train(engine, 1)
     with pytest.raises(OSError, match="No space left"):
         engine.save_checkpoint(str(tmp_path))
-    assert store.latest_tag(tmp_path) == "global_step1" and store.list_tags(tmp_path) == ["global_step1"]
+    assert latest_tag(tmp_path) == "global_step1" and store.list_tags(tmp_path) == ["global_step1"]
+    assert not list(tmp_path.glob(".*.partial")), "a full disk needs the room"
     engine.load_checkpoint(str(tmp_path))
     monkeypatch.undo()
     train(engine, 1)
-    engine.save_checkpoint(str(tmp_path))  # the leftovers of the failed save are no obstacle
-    assert store.latest_tag(tmp_path) == "global_step2"
+    engine.save_checkpoint(str(tmp_path))
+    assert latest_tag(tmp_path) == "global_step2"
 
 
-def test_full_disk_in_the_middle_of_a_file_is_an_os_error_that_names_the_file(world, tmp_path, monkeypatch):
+def test_file_size_limit_in_the_middle_of_a_file_is_an_os_error_that_names_the_file(world, tmp_path):
     engine = write_one(tmp_path)
-
-    def save_file(tensors, path):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(store, "save_file", save_file)
     train(engine, 1)
-    with pytest.raises(
-        OSError, match=r"could not write .*model_parallel_00.safetensors: .*No space left.* before this one"
-    ):
-        engine.save_checkpoint(str(tmp_path))
-    assert store.latest_tag(tmp_path) == "global_step1"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not write .*rank_00000.safetensors: File too large"):
+            engine.save_checkpoint(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert latest_tag(tmp_path) == "global_step1"
 
 
 def test_truncated_file_is_named(world, tmp_path):
     engine = write_one(tmp_path)
-    path = tmp_path / "global_step1" / "model_parallel_00.safetensors"
+    path = tmp_path / "global_step1" / "rank_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"model_parallel_00.safetensors has \d+ bytes where the index says"):
+    with pytest.raises(ValueError, match=r"rank_00000.safetensors has \d+ bytes where the index says"):
         engine.load_checkpoint(str(tmp_path))
+
+
+def test_flipped_bit_is_found_and_the_file_and_parameter_are_named(world, tmp_path):
+    engine = write_one(tmp_path)
+    path = tmp_path / "global_step1" / "rank_00000.safetensors"
+    flip(path, -100)
+    with pytest.raises(
+        CheckpointError, match=r"rank_00000.safetensors is damaged: bytes 0 to \d+ .* \(read for \w+ of [\w.]+\)"
+    ):
+        engine.load_checkpoint(str(tmp_path))
+
+
+def flip(path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_fallback_takes_the_newest_intact_checkpoint(world, tmp_path, caplog):
+    engine = make_engine(1)
+    for _ in range(3):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path), client_state={"step": engine.global_steps})
+    flip(tmp_path / "global_step3" / "rank_00000.safetensors", -100)
+    (tmp_path / "global_step2" / "index.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(tmp_path))
+    path, client = engine.load_checkpoint(str(tmp_path), fallback=True)
+    assert path.name == "global_step1" and client == {"step": 1} and engine.global_steps == 1
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="latest should hold the name"):
+        engine.load_checkpoint(str(tmp_path))
+    assert engine.load_checkpoint(str(tmp_path), fallback=True)[0].name == "global_step1"
+
+
+def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, tmp_path, monkeypatch):
+    engine = make_engine(1)
+    train(engine, 1)
+    go_on, write = threading.Event(), saver.write_tensors
+
+    def slow(path, tensors):
+        assert go_on.wait(20)
+        return write(path, tensors)
+
+    monkeypatch.setattr(saver, "write_tensors", slow)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    assert latest_tag(tmp_path) is None
+    want = train(engine, 2)
+    go_on.set()
+    engine.wait_for_checkpoint()
+    assert latest_tag(tmp_path) == "global_step1"
+    engine.load_checkpoint(str(tmp_path))
+    assert train(engine, 2) == want
+
+
+def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, monkeypatch):
+    engine = make_engine(1)
+    monkeypatch.setattr(saver, "write_tensors", _no_space)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    with pytest.raises(RuntimeError, match=r"global_step0 was not saved: OSError: .*No space left"):
+        engine.save_checkpoint(str(tmp_path))
+    monkeypatch.undo()
+    engine.save_checkpoint(str(tmp_path))
+    assert latest_tag(tmp_path) == "global_step0"
+
+
+def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
+    code = (
+        "import sys; from megazero.checkpoint.store import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
+        "folder.claim(); print(flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    claimed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
+    assert claimed.stdout.readline()
+    engine = make_engine(1)
+    with pytest.raises(store.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
+        engine.claim_checkpoints(str(tmp_path))
+    claimed.kill()
+    claimed.wait()
+    engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b"])
+def test_tag_that_leads_elsewhere_is_refused(world, tmp_path, tag):
+    with pytest.raises(ValueError, match="becomes the name of its directory"):
+        make_engine(1).save_checkpoint(str(tmp_path / "save"), tag=tag)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_missing_checkpoint_is_named(world, tmp_path):
@@ -182,13 +276,8 @@ def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_
     engine = make_engine(1)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=2)
-    assert store.latest_tag(tmp_path) == "global_step1"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "global_step1",
-        "global_step450",
-        "global_step450_best",
-        "latest",
-    ]
+    assert latest_tag(tmp_path) == "global_step1"
+    assert visible(tmp_path) == ["global_step1", "global_step450", "global_step450_best", "latest", "zero_to_fp32.py"]
 
 
 def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
@@ -198,7 +287,8 @@ def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
     engine.load_checkpoint(str(tmp_path))
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "global_step2", "latest"]
+    assert visible(tmp_path) == ["global_step1", "global_step2", "latest", "zero_to_fp32.py"]
+    assert not list(tmp_path.glob(".global*"))
 
 
 def test_state_of_another_optimizer_is_refused(world, tmp_path):
@@ -231,7 +321,7 @@ def test_saving_a_step_again_replaces_it(world, tmp_path):
     engine = write_one(tmp_path)
     engine.save_checkpoint(str(tmp_path), client_state={"second": True})
     assert engine.load_checkpoint(str(tmp_path))[1] == {"second": True}
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
+    assert visible(tmp_path) == ["global_step1", "latest", "zero_to_fp32.py"]
 
 
 def test_unwritable_rng_of_one_rank_raises_on_all(tmp_path):
@@ -241,22 +331,41 @@ def test_unwritable_rng_of_one_rank_raises_on_all(tmp_path):
 def _one_rank_fails(directory: str) -> None:
     engine = make_engine(1)
     if torch.distributed.get_rank() == 1:
-        store._write_tensors = _no_space
+        saver.write_tensors = _no_space
     try:
         engine.save_checkpoint(directory)
     except (OSError, RuntimeError) as error:
         assert "No space left" in str(error)
     else:
         raise AssertionError("the save succeeded on this rank alone")
-    assert store.latest_tag(directory) is None
+    assert latest_tag(directory) is None
 
 
 def _no_space(path, tensors):
     raise OSError(28, "No space left on device", str(path))
 
 
-def test_index_is_plain_json_and_shards_are_safetensors(world, tmp_path):
-    write_one(tmp_path)
+def test_index_is_plain_json_and_safetensors_opens_the_files(world, tmp_path):
+    engine = write_one(tmp_path)
     index = json.loads((tmp_path / "global_step1" / "index.json").read_text())
-    assert index["shapes"]["embedding.weight"] == [13, 12] and index["partitions"]["up.weight"]["stride"] == 3
+    entry = index["tensors"]["up.weight"]
+    assert entry["shape"] == [36, 12] and entry["cut"] == {"dim": 0, "stride": 3, "padded": 36}
+    assert index["tensors"]["embedding.weight"]["shape"] == [13, 12], "without the padding of the vocabulary"
     assert {p.suffix for p in (tmp_path / "global_step1").iterdir()} == {".json", ".safetensors"}
+    with safe_open(tmp_path / "global_step1" / "rank_00000.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("master/up.weight"), engine.module.up.weight.detach().view(-1))
+    # The index alone leads to the same bytes.
+    (rank, start, stop, number, offsets) = entry["pieces"][0]
+    name = list(index["files"])[number]
+    at = offsets[list(entry["states"]).index("exp_avg")]
+    content = (tmp_path / "global_step1" / name).read_bytes()[at : at + 4 * (stop - start)]
+    want = engine.optimizer.state_keys()
+    assert "exp_avg" in want and (rank, start, stop) == (0, 0, 36 * 12)
+    moments = torch.frombuffer(bytearray(content), dtype=torch.float32)
+    (bucket,) = [bucket for bucket in engine.buckets if "up.weight" in bucket.parameters]
+    segment = bucket.segment_of(engine.module.up.weight)
+    assert torch.equal(moments, torch.cat([v for v, _ in engine.optimizer.parts_of_state(bucket, "exp_avg", segment)]))
+
+
+def visible(directory) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if not p.name.startswith("."))

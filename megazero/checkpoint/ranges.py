@@ -1,0 +1,124 @@
+"""Which elements of a saved parameter are which elements of a wanted one: arithmetic on ranges, no tensors and no files.
+
+A checkpoint holds pieces of shards: element ranges of the flattened part that one tensor-parallel rank has of a parameter.
+Everything is a map between ranges of integers, so a rank that loads composes three of them:
+
+    its own part -> the full parameter -> the saved shards -> the pieces that hold them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a full parameter is cut over the tensor-parallel ranks: `mpu.Partition` with the padded size.
+
+    Attributes:
+        dim: the dimension that is cut.
+        stride: number of matrices that are stacked along it, each cut on its own.
+        padded: size of the dimension that is cut; rows beyond the parameter's own are padding.
+    """
+
+    dim: int
+    stride: int
+    padded: int
+
+
+@dataclass(frozen=True)
+class RangeMap:
+    """[source, source + length) -> [target, target + length) for every row; no two rows overlap, on either side.
+
+    Attributes:
+        source, target, length: [rows] int64.
+    """
+
+    source: Integers
+    target: Integers
+    length: Integers
+
+    @classmethod
+    def of(cls, source: Sequence[int], target: Sequence[int], length: Sequence[int]) -> RangeMap:
+        """The map of these rows."""
+        return cls(*(np.asarray(column, dtype=np.int64).reshape(-1) for column in (source, target, length)))
+
+    @property
+    def numel(self) -> int:
+        """How many integers are mapped."""
+        return int(self.length.sum())
+
+    def inverse(self) -> RangeMap:
+        """Targets to sources."""
+        return RangeMap(self.target, self.source, self.length)
+
+    def sources_from(self, start: int, stop: int) -> RangeMap:
+        """The part of the map whose sources lie in [start, stop), counted from `start`."""
+        window = RangeMap.of([0], [start], [stop - start])
+        return window.then(self)
+
+    def then(self, other: RangeMap) -> RangeMap:
+        """This map followed by `other`, where both are defined; sorted by source, neighbours joined."""
+        by_target, by_source = np.argsort(self.target), np.argsort(other.source)
+        a_source, a_target, a_length = self.source[by_target], self.target[by_target], self.length[by_target]
+        b_source, b_target, b_length = other.source[by_source], other.target[by_source], other.length[by_source]
+        if not len(a_source) or not len(b_source):
+            return RangeMap.of([], [], [])
+        # Between two neighbouring ends of ranges, every integer has the same row on both sides, or none.
+        points = np.unique(np.concatenate([a_target, a_target + a_length, b_source, b_source + b_length]))
+        start, length = points[:-1], np.diff(points)
+        a, b = np.searchsorted(a_target, start, "right") - 1, np.searchsorted(b_source, start, "right") - 1
+        is_mapped = (a >= 0) & (start < a_target[a] + a_length[a]) & (b >= 0) & (start < b_source[b] + b_length[b])
+        a, b, start, length = a[is_mapped], b[is_mapped], start[is_mapped], length[is_mapped]
+        return RangeMap(a_source[a] + start - a_target[a], b_target[b] + start - b_source[b], length)._joined()
+
+    def _joined(self) -> RangeMap:
+        order = np.argsort(self.source)
+        source, target, length = self.source[order], self.target[order], self.length[order]
+        if not len(source):
+            return self
+        goes_on = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
+        first = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
+        return RangeMap(source[first], target[first], np.add.reduceat(length, first))
+
+
+def shard_shape(shape: Sequence[int], cut: Cut | None, size: int) -> tuple[int, ...]:
+    """The shape of what each of `size` tensor-parallel ranks holds of a parameter of the full `shape`.
+
+    Raises:
+        ValueError: it cannot be cut so.
+    """
+    if cut is None:
+        return tuple(shape)
+    rest = cut.padded % (size * cut.stride)
+    if rest or cut.padded < shape[cut.dim] or (cut.padded > shape[cut.dim] and cut.stride > 1):
+        raise ValueError(f"a parameter of shape {tuple(shape)} cannot be cut for {size} ranks by {cut}")
+    return (*shape[: cut.dim], cut.padded // size, *shape[cut.dim + 1 :])
+
+
+def shard_to_full(shape: Sequence[int], cut: Cut | None, rank: int, size: int) -> RangeMap:
+    """Elements of the flattened shard of `rank` -> elements of the flattened full parameter; padding has no image.
+
+    Raises:
+        ValueError: the parameter cannot be cut so.
+    """
+    if cut is None:
+        return RangeMap.of([0], [0], [math.prod(shape)])
+    rows_of_shard = shard_shape(shape, cut, size)[cut.dim]
+    outer, rows, inner = math.prod(shape[: cut.dim]), shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+    chunk = rows_of_shard // cut.stride
+    k = np.arange(cut.stride)
+    first = (k * size + rank) * chunk  # row of the full parameter where the k-th stacked matrix's part begins
+    length = np.clip(rows - first, 0, chunk)  # fewer where padding begins
+    before = np.arange(outer)[:, None]
+    source, target = (before * rows_of_shard + k * chunk) * inner, (before * rows + first) * inner
+    lengths = np.broadcast_to(length * inner, source.shape)
+    is_there = lengths.reshape(-1) > 0
+    return RangeMap(*(np.ascontiguousarray(x).reshape(-1)[is_there] for x in (source, target, lengths)))

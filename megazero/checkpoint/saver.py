@@ -1,0 +1,260 @@
+"""Saves a checkpoint from all ranks, at once or in the background: each writes what it owns, the first makes it one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero import comm
+from megazero.checkpoint import writer
+from megazero.checkpoint.reader import DTYPES, FORMAT, FORMAT_VERSION
+from megazero.checkpoint.store import CheckpointFolder
+from megazero.checkpoint.writer import dtype_code, write_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one tensor-parallel rank's flattened part of a parameter, with all that is saved of it.
+
+    Attributes:
+        start: the first element.
+        states: by name, 1-D tensors of one length: the rank's own memory, not copies.
+    """
+
+    name: str
+    model_parallel_rank: int
+    start: int
+    states: dict[str, Tensor]
+
+    @property
+    def stop(self) -> int:
+        """The element behind the last."""
+        return self.start + next(iter(self.states.values())).numel()
+
+
+@dataclass
+class Snapshot:
+    """What one rank has to write.
+
+    Attributes:
+        blobs: tensors of this rank, not of the model, by key; the index holds their places under "blobs", by rank.
+        index: all of the index but files, pieces and blobs. That of the first rank counts.
+    """
+
+    pieces: list[Piece]
+    blobs: dict[str, Tensor]
+    index: dict[str, Any]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by its key in the rank's file: weights first, so that reading them alone reads on."""
+        states = sorted({state for piece in self.pieces for state in piece.states}, key=lambda s: (s != "master", s))
+        found = {f"{s}/{piece.name}": piece.states[s] for s in states for piece in self.pieces if s in piece.states}
+        return {**found, **self.blobs}
+
+    def staged(self) -> Snapshot:
+        """A copy in host memory, which training does not change."""
+        copies: dict[int, Tensor] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+                copies[id(tensor)] = host.copy_(tensor.detach(), non_blocking=True)
+            return copies[id(tensor)]
+
+        pieces = [
+            Piece(p.name, p.model_parallel_rank, p.start, {s: copy(t) for s, t in p.states.items()})
+            for p in self.pieces
+        ]
+        blobs = {key: copy(tensor) for key, tensor in self.blobs.items()}
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return Snapshot(pieces, blobs, self.index)
+
+
+class Saver:
+    """Saves the checkpoints of one job. Every method is a collective over the world.
+
+    Its own group of processes carries what the ranks tell each other, so that a save in the background does not meet training.
+    """
+
+    def __init__(self) -> None:
+        self._group: comm.ProcessGroup | None = None
+        self._folder: CheckpointFolder | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._what = ""
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        directory: str | Path,
+        tag: str,
+        *,
+        save_latest: bool = True,
+        keep_last: int = 0,
+        in_background: bool = False,
+    ) -> Path:
+        """Writes one checkpoint and returns its directory, where it will be when a save in the background is done.
+
+        Args:
+            keep_last: afterwards delete all but this many newest checkpoints; 0 keeps all.
+            in_background: copy to host memory now and write while training goes on. `wait`, and the next save, wait for it.
+
+        Raises:
+            OSError: a file could not be written, on whichever rank; the checkpoint before stays the latest.
+            DirectoryInUseError: another job saves there.
+            Exception: what went wrong in the background since the last call.
+        """
+        self.wait()
+        if self._group is None:
+            self._group = comm.new_object_group()
+        self.claim(directory)
+        arguments = (tag, save_latest, keep_last)
+        if not in_background:
+            self._write(snapshot, *arguments)
+            return Path(directory) / tag
+        staged = snapshot.staged()
+
+        def write() -> None:
+            try:
+                self._write(staged, *arguments)
+            except BaseException as error:
+                self._error = error
+
+        self._what = str(Path(directory) / tag)
+        self._thread = threading.Thread(target=write, name=f"save {tag}")
+        self._thread.start()
+        return Path(directory) / tag
+
+    def claim(self, directory: str | Path) -> None:
+        """Makes the directory this job's, before hours are spent on what could not be saved.
+
+        Raises:
+            DirectoryInUseError, OSError: as `CheckpointFolder.claim`, on all ranks.
+        """
+        if self._folder is None or self._folder.path != Path(directory):
+            if self._folder is not None:
+                self._folder.release()
+            self._folder = CheckpointFolder(directory)
+        comm.together(self._folder.claim if torch.distributed.get_rank() == 0 else None, self._group)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save in the background is under way on this rank."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written in the background.
+
+        Raises:
+            Exception: what went wrong there.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise RuntimeError(f"the checkpoint {self._what} was not saved: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Waits, and lets other jobs save in the directory."""
+        try:
+            self.wait()
+        finally:
+            if self._folder is not None:
+                self._folder.release()
+                self._folder = None
+
+    def _write(self, snapshot: Snapshot, tag: str, save_latest: bool, keep_last: int) -> None:
+        folder, rank, group = self._folder, torch.distributed.get_rank(), self._group
+        assert folder is not None
+        aside, is_first = folder.aside(tag), rank == 0
+        comm.together((lambda: folder.prepare(tag)) if is_first else None, group)
+        try:
+            comm.together(lambda: _write_rank(aside, rank, snapshot), group)
+
+            def publish() -> None:
+                index = _whole_index(aside, torch.distributed.get_world_size(), snapshot.index)
+                folder.publish(tag, index, save_latest, keep_last)
+
+            comm.together(publish if is_first else None, group)
+        except BaseException:
+            if is_first:
+                folder.discard(tag)
+            raise
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def _write_rank(aside: Path, rank: int, snapshot: Snapshot) -> None:
+    """Writes one rank's file, and beside it what the index has to know of it."""
+    written = write_tensors(aside / _rank_file(rank), snapshot.tensors())
+    at = written.offsets
+    part = {
+        "file": {"bytes": written.nbytes, "crc32": written.crc32},
+        "pieces": [
+            [p.name, p.model_parallel_rank, p.start, p.stop, {s: at[f"{s}/{p.name}"] for s in p.states}]
+            for p in snapshot.pieces
+        ],
+        "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
+    }
+    (aside / f"rank_{rank:05d}.json").write_text(json.dumps(part))
+
+
+def _whole_index(aside: Path, world_size: int, index: dict[str, Any]) -> dict[str, Any]:
+    """The index, from what every rank has written.
+
+    Raises:
+        RuntimeError: together they have not written every parameter exactly once. It would be a fault of this library.
+    """
+    files, blobs = {}, []
+    tensors = {name: {**entry, "pieces": []} for name, entry in index["tensors"].items()}
+    for rank in range(world_size):
+        note = aside / f"rank_{rank:05d}.json"
+        part = json.loads(note.read_text())
+        note.unlink()
+        files[_rank_file(rank)] = part["file"]
+        blobs.append(part["blobs"])
+        for name, model_parallel_rank, start, stop, offsets in part["pieces"]:
+            at = [offsets[state] for state in tensors[name]["states"]]
+            tensors[name]["pieces"].append([model_parallel_rank, start, stop, rank, at])
+    for name, entry in tensors.items():
+        _check_whole(name, entry)
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    return {**head, **index, "block_bytes": writer.BLOCK_BYTES, "files": files, "blobs": blobs, "tensors": tensors}
+
+
+def _check_whole(name: str, entry: dict[str, Any]) -> None:
+    shape, cut = list(entry["shape"]), entry["cut"]
+    if cut is not None:
+        shape[cut["dim"]] = cut["padded"]
+    found = sum(stop - start for _, start, stop, _, _ in entry["pieces"])
+    if found != math.prod(shape):
+        raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {math.prod(shape)}")
+
+
+def tensor_entry(
+    kind: str, shape: Iterable[int], cut: dict[str, int] | None, states: dict[str, torch.dtype]
+) -> dict[str, Any]:
+    """A parameter or buffer as the index describes it.
+
+    Args:
+        kind: "trained", "frozen" or "buffer".
+        shape: full and unpadded.
+    """
+    codes = {state: dtype_code(dtype) for state, dtype in states.items()}
+    assert set(codes.values()) <= DTYPES.keys()
+    return {"kind": kind, "shape": list(shape), "cut": cut, "states": codes}

@@ -1,0 +1,35 @@
+"""The script that lies beside every checkpoint: `ranges`, `reader` and `zero_to_fp32` in one file, which needs torch alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+from megazero.files import written_aside
+
+SCRIPT = "zero_to_fp32.py"
+_PARTS = ("ranges.py", "reader.py", SCRIPT)
+_FUTURE = "from __future__ import annotations\n"
+_OWN_IMPORT = re.compile(r"^from megazero\.checkpoint\.(?:ranges|reader) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE)
+
+
+@cache
+def script_text() -> str:
+    """The script's source."""
+    sources = [(Path(__file__).parent / name).read_text() for name in _PARTS]
+    docstring = sources[-1].split('"""')[1]
+    bodies = [_OWN_IMPORT.sub("", source.split('"""', 2)[2].replace(_FUTURE, "", 1)).strip() for source in sources]
+    head = f'#!/usr/bin/env python3\n"""{docstring}"""\n\n{_FUTURE}'
+    return "\n\n\n".join([head.rstrip(), *bodies]) + "\n"
+
+
+def place_script(directory: Path) -> None:
+    """Puts the script into a directory of checkpoints, executable, unless it is there."""
+    path, content = directory / SCRIPT, script_text().encode()
+    if path.is_file() and path.read_bytes() == content:
+        return
+    with written_aside(path) as file:
+        file.write(content)
+    os.chmod(path, 0o755)

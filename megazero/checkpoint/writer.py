@@ -1,0 +1,144 @@
+"""Writes safetensors files as a stream, with checksums: no tensor is copied as a whole, and the file is on the disk at the end.
+
+The safetensors library writes from one block of bytes that holds all tensors; a rank's shards of the optimizer fill most of its
+memory, so here they go from where they lie to the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.reader import DTYPES, bytes_of
+
+BLOCK_BYTES = 1 << 20  # of a checksum
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CHUNK_BYTES = 1 << 24  # of a copy from a device
+_ALIGNMENT = 64  # bytes, of the first tensor
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The dtype as safetensors writes it: "F32".
+
+    Raises:
+        TypeError: the format has none for it.
+    """
+    if dtype not in _CODES:
+        raise TypeError(f"tensors of {dtype} cannot be saved: safetensors files hold {', '.join(map(str, _CODES))}")
+    return _CODES[dtype]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor before it is there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that has been written: its size, the CRC-32 of each block, and where each tensor begins."""
+
+    nbytes: int
+    crc32: list[int]
+    offsets: dict[str, int]
+
+
+class ChecksummedStream:
+    """Writes to a file and keeps the CRC-32 of every BLOCK_BYTES."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.nbytes = file, 0
+        self.crc32: list[int] = []
+
+    def write(self, data: memoryview) -> None:
+        """Appends `data`, which is bytes."""
+        written = 0
+        while written < len(data):
+            written += self.file.write(data[written:]) or 0
+        done = 0
+        while done < len(data):
+            room = -self.nbytes % BLOCK_BYTES
+            if not room:
+                self.crc32.append(0)
+                room = BLOCK_BYTES
+            part = data[done : done + room]
+            self.crc32[-1] = zlib.crc32(part, self.crc32[-1])
+            self.nbytes += len(part)
+            done += len(part)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Writes `tensors`, from any device, into a new safetensors file, in their order, and syncs it.
+
+    Raises:
+        OSError: the disk is full, or the like; what had been written is gone.
+        TypeError: a dtype cannot be saved.
+    """
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return stream_tensors(path, specs, tensors.__getitem__)
+
+
+def stream_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], Tensor]) -> Written:
+    """The same for tensors that are made or read one at a time, when it is their turn.
+
+    Raises:
+        OSError, TypeError: as `write_tensors`.
+        ValueError: a tensor is not as announced.
+    """
+    header, offsets = _header(specs)
+    try:
+        with open(path, "wb", buffering=0) as file:
+            stream = ChecksummedStream(file)
+            stream.write(memoryview(header))
+            for name, spec in specs.items():
+                tensor = tensor_of(name).detach()
+                if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {spec}")
+                for part in _on_cpu(tensor):
+                    stream.write(bytes_of(part).data)
+            os.fsync(file.fileno())
+    except OSError as error:
+        path.unlink(missing_ok=True)  # a full disk needs the room
+        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return Written(stream.nbytes, stream.crc32, offsets)
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """The file's beginning, and where in the file each tensor comes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends, end = {}, 0
+    for name, spec in specs.items():
+        ends[name] = end
+        end += spec.nbytes
+        entries[name] = {"dtype": dtype_code(spec.dtype), "shape": list(spec.shape), "data_offsets": [ends[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + offset for name, offset in ends.items()}
+
+
+def _on_cpu(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor's memory in order, in chunks where it has to be copied."""
+    flat = tensor.reshape(-1)  # a view of what lies in one piece
+    if flat.device.type == "cpu" and flat.is_contiguous():
+        return iter([flat])
+    return (part.cpu() for part in flat.split(max(1, _CHUNK_BYTES // flat.element_size())))

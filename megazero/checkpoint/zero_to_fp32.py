@@ -1,0 +1,253 @@
+"""Turns a checkpoint into plain fp32 weights: no GPU, no configuration, one parameter in memory at a time.
+
+    ./zero_to_fp32.py . pytorch_model.bin          one file that torch.load(weights_only=True) reads
+    ./zero_to_fp32.py . model.safetensors          one safetensors file
+    ./zero_to_fp32.py . weights/                   a directory of files of at most --max_shard_size, with their index
+
+The first argument is the directory that holds `latest`; the second ends in .bin, .pt or .safetensors, or names a directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.reader import DTYPES, CheckpointError, Reader, bytes_of
+
+_FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """All trained and frozen parameters in fp32, and the buffers, under every name that they have; on the CPU.
+
+    Args:
+        checkpoint_dir: the directory that holds `latest`.
+        tag: which checkpoint of it; the latest by default.
+        lazy_mode: accepted for DeepSpeed's callers; tensors are read, one after the other, in any case.
+
+    Raises:
+        ValueError: `tag` is None and there is no file `latest`; or the checkpoint is damaged (CheckpointError).
+        FileNotFoundError: there is no checkpoint of this tag.
+    """
+    reader = _open(checkpoint_dir, tag)
+    found = {name: _fp32(reader, name) for name in _names(reader, exclude_frozen_parameters)}
+    aliases = reader.index.get("aliases", {})
+    return {**found, **{alias: found[name] for alias, name in aliases.items() if name in found}}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | int | None = None
+) -> nn.Module:
+    """The model, on the CPU, with the weights of a checkpoint; names that only one of the two has are left alone."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | int | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the fp32 weights of a checkpoint, one parameter in memory at a time.
+
+    Args:
+        output: a file ending in .bin, .pt, .pth or .safetensors, or a directory. A directory gets `pytorch_model.bin`, or with
+            `safe_serialization` `model.safetensors`; where they pass `max_shard_size`, several and their `.index.json`.
+        max_shard_size: bytes, as a number or like "5GB"; None for one file.
+
+    Raises:
+        ValueError, FileNotFoundError: as `get_fp32_state_dict_from_zero_checkpoint`.
+        OSError: a file could not be written; files appear under their names when they are whole.
+    """
+    reader, output = _open(checkpoint_dir, tag), Path(output)
+    names = _names(reader, exclude_frozen_parameters)
+    _announce(reader, output, names)
+    if output.suffix in _FILE_SUFFIXES and not output.is_dir():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(reader, output, names)
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    shards = list(_shards(reader, names, _bytes(max_shard_size)))
+    if len(shards) == 1:
+        _write_file(reader, output / f"{stem}{suffix}", names)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+        _write_file(reader, output / file, shard)
+        weight_map.update(dict.fromkeys([*shard, *_aliases_of(reader, shard, suffix)], file))
+    total = sum(_nbytes(reader, name) for name in names)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    _replace(output / f"{stem}{suffix}.index.json", lambda path: path.write_text(text))
+
+
+def _open(directory: str | Path, tag: str | int | None) -> Reader:
+    if tag is None and not (Path(directory) / "latest").is_file():
+        raise ValueError(
+            f"There is no file `latest` in {directory}: give the directory that the job saves in, or a checkpoint's tag."
+        )
+    return Reader(directory, None if tag is None else str(tag))
+
+
+def _names(reader: Reader, exclude_frozen: bool) -> list[str]:
+    return [name for name, entry in reader.tensors.items() if not (exclude_frozen and entry["kind"] == "frozen")]
+
+
+def _is_float(reader: Reader, name: str) -> bool:
+    return next(iter(reader.states(name).values())).is_floating_point
+
+
+def _dtype(reader: Reader, name: str) -> torch.dtype:
+    """Parameters become fp32; a buffer keeps its own."""
+    own = reader.states(name).get("master", reader.states(name).get("constant", torch.float32))
+    return torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
+
+
+def _fp32(reader: Reader, name: str) -> Tensor:
+    return reader.read_weight(name).to(_dtype(reader, name))
+
+
+def _nbytes(reader: Reader, name: str) -> int:
+    return torch.Size(reader.shape(name)).numel() * _dtype(reader, name).itemsize
+
+
+def _aliases_of(reader: Reader, names: Iterable[str], suffix: str) -> dict[str, str]:
+    """Further names of tied parameters. safetensors files hold each tensor once, as transformers has it."""
+    if suffix == ".safetensors":
+        return {}
+    kept = set(names)
+    return {alias: name for alias, name in reader.index.get("aliases", {}).items() if name in kept}
+
+
+def _announce(reader: Reader, output: Path, names: list[str]) -> None:
+    index = reader.index
+    total = sum(torch.Size(reader.shape(name)).numel() for name in names if reader.tensors[name]["kind"] != "buffer")
+    ranks = index["model_parallel_size"] * index["data_parallel_size"]
+    print(f"Processing zero checkpoint at {reader.path.name}")
+    print(f"Detected checkpoint of type zero stage {index['zero_stage']}, world_size: {ranks}")
+    print(f"Saving fp32 state dict to {output} (total_numel={total})")
+
+
+def _bytes(size: str | int | None) -> int:
+    if size is None or isinstance(size, int):
+        return size or sys.maxsize
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"max_shard_size {size!r} is no number of bytes like 5GB, 500MB or 2GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def _shards(reader: Reader, names: Iterable[str], limit: int) -> Iterator[list[str]]:
+    """Names in files of at most `limit` bytes; a larger parameter has one of its own."""
+    shard: list[str] = []
+    held = 0
+    for name in names:
+        if shard and held + _nbytes(reader, name) > limit:
+            yield shard
+            shard, held = [], 0
+        shard.append(name)
+        held += _nbytes(reader, name)
+    yield shard
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Has `path` written aside and renames it."""
+    aside = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        write(aside)
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _write_file(reader: Reader, path: Path, names: list[str]) -> None:
+    write = _write_safetensors if path.suffix == ".safetensors" else _write_torch
+    _replace(path, lambda aside: write(reader, aside, names))
+
+
+def _write_safetensors(reader: Reader, path: Path, names: list[str]) -> None:
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + _nbytes(reader, name)
+        code, shape = codes[_dtype(reader, name)], list(reader.shape(name))
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(bytes_of(_fp32(reader, name)).data)
+
+
+def _write_torch(reader: Reader, path: Path, names: list[str]) -> None:
+    """torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".zero_to_fp32.") as file:
+        state, start = {}, 0
+        for name in names:
+            value, nbytes = _fp32(reader, name), _nbytes(reader, name)
+            if nbytes:
+                file.truncate(start + nbytes)
+                mapped = np.memmap(file.name, dtype=np.uint8, mode="r+", offset=start, shape=(nbytes,))
+                mapped[:] = bytes_of(value)
+                value = torch.from_numpy(mapped).view(value.dtype).view(value.shape)
+            state[name] = value
+            start += -(-nbytes // 64) * 64
+        state.update({alias: state[name] for alias, name in _aliases_of(reader, names, path.suffix).items()})
+        torch.save(state, path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", help="the directory that holds `latest`, e.g. .")
+    parser.add_argument("output", help="a file (.bin, .pt, .safetensors) or a directory")
+    parser.add_argument("--max_shard_size", default="5GB", help="of the files in a directory (default: 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="a directory gets safetensors files")
+    parser.add_argument("-t", "--tag", help="which checkpoint (default: the latest)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
+    args = parser.parse_args(arguments)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            args.checkpoint_dir,
+            args.output,
+            args.max_shard_size,
+            args.safe_serialization,
+            args.tag,
+            args.exclude_frozen_parameters,
+        )
+    except (CheckpointError, ValueError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

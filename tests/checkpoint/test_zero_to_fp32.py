@@ -1,0 +1,148 @@
+"""zero_to_fp32: as a function, and as the script that lies beside a checkpoint and runs there without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from megazero.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from tests.checkpoint.test_any_to_any import STAGES, Net, make_engine, reference_case, train
+from tests.checkpoint.test_any_to_any import save_case as resave_case
+from tests.ranks import run_ranks
+
+PARAMETERS = 13 * 12 + 2 * (36 * 12 + 36 + 36 * 12 + 12 + 24) + 3 * 12 * 12 - 12 * 12 + 3 * 12
+
+
+def save_case(directory: str, size: int, stage: int) -> dict[str, list]:
+    engine = make_engine(size, stage, torch.bfloat16)
+    train(engine, 1)
+    engine.save_checkpoint(directory)
+    return {name: value.tolist() for name, value in engine.module_state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, dict[str, list]]:
+    """A bf16 checkpoint of stage 3 on 2 ranks, and the weights that the model computes with."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, save_case, str(folder), 1, 3)[0]
+
+
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """`./zero_to_fp32.py` in its directory; -I: neither the working directory nor PYTHONPATH leads to this package."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    environment.pop("PYTHONPATH", None)
+    code = (
+        "import runpy, sys; sys.modules['megazero'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-I", "-c", code, "zero_to_fp32.py", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def check(state: dict[str, torch.Tensor], weights: dict[str, list], tied: bool = True) -> None:
+    assert set(state) == set(weights) - (set() if tied else {"tied.weight"})
+    for name, value in state.items():
+        assert value.dtype == (torch.int64 if name == "seen" else torch.float32), name
+        want = torch.tensor(weights[name])
+        assert torch.equal(
+            value[: len(want)].to(torch.bfloat16).float() if name != "seen" else value, want[: len(value)]
+        ), name
+
+
+def test_the_functions_give_fp32_weights_under_every_name(saved):
+    folder, weights = saved
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    check(state, weights)
+    assert state["tied.weight"] is state["out.weight"] and state["embedding.weight"].shape == (13, 12)
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in state.values() if v.is_floating_point()), (
+        "fp32, not bf16"
+    )
+    without = get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step1", exclude_frozen_parameters=True)
+    assert set(state) - set(without) == {"frozen.weight", "frozen.bias"}
+
+
+def test_a_model_gets_the_weights(saved, one_rank):
+    folder, _ = saved
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    model = nn.ModuleDict({"frozen": nn.Linear(12, 12), "other": nn.Linear(2, 2)})
+    assert load_state_dict_from_zero_checkpoint(model, folder) is model
+    assert torch.equal(model["frozen"].weight, state["frozen.weight"])
+    padded = Net()
+    assert padded.embedding.weight.shape == (16, 12), "padding is not in the checkpoint"
+
+
+def test_the_script_runs_in_its_directory_and_writes_the_file_of_the_tutorial(saved):
+    folder, weights = saved
+    assert os.access(folder / "zero_to_fp32.py", os.X_OK)
+    done = run_script(folder, ".", "pytorch_model.bin")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "Processing zero checkpoint at global_step1",
+        "Detected checkpoint of type zero stage 3, world_size: 2",
+        f"Saving fp32 state dict to pytorch_model.bin (total_numel={PARAMETERS})",
+    ]
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    check(state, weights)
+    assert state["tied.weight"].data_ptr() == state["out.weight"].data_ptr()
+    sizes = {name: value.untyped_storage().nbytes() for name, value in state.items()}
+    assert sizes == {name: value.nbytes for name, value in state.items()}, "every tensor has memory of its own"
+    assert sorted(p.name for p in folder.iterdir() if p.name[0] != ".") == [
+        *("global_step1", "latest", "pytorch_model.bin", "zero_to_fp32.py")
+    ]
+
+
+def test_the_script_writes_safetensors_in_one_file_and_in_shards(saved, tmp_path):
+    folder, weights = saved
+    done = run_script(folder, ".", str(tmp_path / "model.safetensors"))
+    assert done.returncode == 0, done.stderr
+    check(load_file(tmp_path / "model.safetensors"), weights, tied=False)
+    done = run_script(folder, ".", str(tmp_path / "shards"), "--safe_serialization", "--max_shard_size", "2KB")
+    assert done.returncode == 0, done.stderr
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    state = {name: value for file in files for name, value in load_file(tmp_path / "shards" / file).items()}
+    check(state, weights, tied=False)
+    assert {name: index["weight_map"][name] for name in state}.keys() == state.keys()
+
+
+def test_a_directory_gets_one_bin_file(saved, tmp_path):
+    folder, weights = saved
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size=None)
+    check(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), weights)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "many", max_shard_size="1KiB")
+    index = json.loads((tmp_path / "many" / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"]["tied.weight"] == index["weight_map"]["out.weight"]
+
+
+def test_tensor_parallel_parts_are_merged_bit_for_bit(tmp_path):
+    run_ranks(1, reference_case, str(tmp_path), None)
+    run_ranks(4, resave_case, str(tmp_path), 2, None)
+    want = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "reference")
+    for stage in STAGES:
+        state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, f"mp2-dp2-stage{stage}")
+        assert state.keys() == want.keys() and all(torch.equal(state[name], want[name]) for name in want)
+
+
+def test_errors_name_what_is_missing(saved, tmp_path):
+    folder, _ = saved
+    with pytest.raises(ValueError, match="no file `latest`"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="global_step7"):
+        get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step7")
+    done = run_script(folder, ".", "out.bin", "--tag", "global_step7")
+    assert done.returncode == 2 and done.stderr.startswith("error: No checkpoint at") and "Traceback" not in done.stderr
+    done = run_script(folder, ".", "out", "--max_shard_size", "many")
+    assert done.returncode == 2 and "many" in done.stderr

@@ -1,0 +1,189 @@
+"""save_checkpoint, load_checkpoint and save_16bit_model as DeepSpeed's users know them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megazero as deepspeed
+from megazero import mpu
+from tests.checkpoint.test_any_to_any import Net
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}},
+}
+
+
+def make_engine(
+    stage: int = 2, model: nn.Module | None = None, seed: int = 0, **config: object
+) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(seed)
+    model = model or nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, **config}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(engine: deepspeed.DeepSpeedEngine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        x = torch.arange(14.0).view(2, 7) * (engine.global_steps + 1) / 50
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def round_trip_case(folder: str, stage: int) -> None:
+    engine = make_engine(stage)
+    train(engine, 3)
+    client = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "best": float("inf"),
+        3: ("three", [1, None]),
+    }
+    assert engine.save_checkpoint(folder, tag=12, client_state=client) is True
+    assert Path(folder, "latest").read_text() == "12"
+    want, lr = train(engine, 2), engine.get_lr()
+    other = make_engine(stage, seed=1)
+    path, found = other.load_checkpoint(folder, tag=12)  # the tutorial passes a number
+    assert (
+        path == str(Path(folder, "12"))
+        and other.global_steps == 3
+        and other.global_samples == 3 * other.train_batch_size()
+    )
+    random.setstate(found["random"])
+    np.random.set_state(found["numpy"])
+    assert (
+        torch.equal(found["torch"], client["torch"])
+        and found["best"] == float("inf")
+        and found[3] == ("three", [1, None])
+    )
+    assert train(other, 2) == want and other.get_lr() == lr, "bit for bit"
+    assert other.save_checkpoint(folder) is True and Path(folder, "latest").read_text() == "global_step5"
+    engine.save_checkpoint(folder, tag="aside", save_latest=False)
+    assert Path(folder, "latest").read_text() == "global_step5"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_continues_bit_for_bit_and_the_client_state_comes_back(stage, tmp_path):
+    run_ranks(2, round_trip_case, str(tmp_path), stage)
+
+
+def test_options_of_loading(one_rank, tmp_path, caplog):
+    engine = make_engine()
+    train(engine, 3)
+    engine.save_checkpoint(str(tmp_path))
+    weights = engine.state_dict()
+
+    def fresh() -> deepspeed.DeepSpeedEngine:
+        return make_engine(seed=9)
+
+    only = fresh()
+    only.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert only.global_steps == 0 and only.get_lr() == fresh().get_lr() and not only.optimizer.counters()
+    assert all(torch.equal(value, weights[name]) for name, value in only.state_dict().items())
+    without = fresh()
+    without.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert without.global_steps == 3 and not without.optimizer.counters()
+    schedule = fresh()
+    schedule.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
+    assert schedule.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict() and schedule.optimizer.counters()
+    larger = make_engine(model=nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3), nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match="3.weight: saved nothing"):
+        larger.load_checkpoint(str(tmp_path))
+    larger.load_checkpoint(str(tmp_path), load_module_strict=False)
+    assert torch.equal(larger.state_dict()["0.weight"], weights["0.weight"])
+    with pytest.raises(NotImplementedError, match="load_module_state_dict"):
+        larger.load_checkpoint(str(tmp_path), custom_load_fn=lambda src, dst: None)
+    with caplog.at_level(logging.WARNING):
+        assert fresh().load_checkpoint(str(tmp_path / "nowhere")) == (None, None)
+    assert "nothing is loaded" in caplog.text
+
+
+def test_bad_arguments_are_refused(one_rank, tmp_path):
+    engine = make_engine()
+    for empty in ("", None):
+        with pytest.raises(ValueError, match="needs a directory"):
+            engine.save_checkpoint(empty)
+    client = {"args": argparse.Namespace(lr=1)}
+    with pytest.raises(TypeError, match=r"client_state\['args'\].*argparse.Namespace.*vars"):
+        engine.save_checkpoint(str(tmp_path), client_state=client)
+    assert not list(tmp_path.iterdir())
+
+
+def tag_case(folder: str, validation: str) -> None:
+    engine = make_engine(checkpoint={"tag_validation": validation})
+    tag = f"rank{torch.distributed.get_rank()}"
+    if validation == "FAIL":
+        with pytest.raises(AssertionError, match="different checkpoint tags: rank0, rank1"):
+            engine.save_checkpoint(folder, tag=tag)
+        assert not Path(folder, "latest").exists()
+        return
+    engine.save_checkpoint(folder, tag=tag)
+    assert Path(folder, "latest").read_text() == "rank0"
+
+
+@pytest.mark.parametrize("validation", ["FAIL", "WARN", "IGNORE"])
+def test_ranks_must_give_one_tag(validation, tmp_path):
+    run_ranks(2, tag_case, str(tmp_path), validation)
+
+
+def frozen_case(folder: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
+    model[0].requires_grad_(False)
+    engine = make_engine(3, model)
+    train(engine, 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    other = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
+    own = other[0].weight.detach().clone()
+    other[0].requires_grad_(False)
+    again = make_engine(1, other, seed=5)
+    again.load_checkpoint(folder, load_module_strict=False)
+    assert torch.equal(again.state_dict()["0.weight"], own)
+    assert torch.equal(again.state_dict()["1.weight"], engine.state_dict()["1.weight"])
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path):
+    run_ranks(2, frozen_case, str(tmp_path))
+
+
+def half_case(folder: str, size: int, stage: int) -> dict[str, list]:
+    groups = mpu.initialize_model_parallel(size)
+    mpu.model_parallel_cuda_manual_seed(0)
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    engine = deepspeed.initialize(model=Net(), config=config, mpu=mpu)[0]
+    assert engine.save_16bit_model(folder, "model.bin") is True
+    assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
+    assert groups.model_parallel_size == size
+    return [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+
+@pytest.mark.parametrize("size,stage", [(1, 3), (2, 1), (2, 3)])
+def test_save_16bit_model_writes_the_whole_model(size, stage, tmp_path):
+    frozen = run_ranks(2 * size, half_case, str(tmp_path), size, stage)[0]
+    state = torch.load(tmp_path / "model.bin", weights_only=True)
+    assert state["embedding.weight"].shape == (13, 12) or size == 1
+    assert state["blocks.0.up.weight"].shape == (36, 12) and state["blocks.0.down.weight"].shape == (12, 36)
+    assert all(v.dtype == torch.bfloat16 for name, v in state.items() if name != "seen")
+    assert state["tied.weight"].data_ptr() == state["out.weight"].data_ptr()
+    trained = torch.load(tmp_path / "trained.bin", weights_only=True)
+    assert set(state) - set(trained) == set(frozen) == {"frozen.weight", "frozen.bias"}
