@@ -1,4 +1,4 @@
-"""Names and layouts of Hugging Face's GPT-2, both ways: pure functions on dicts of full tensors.
+"""Names and layouts of Hugging Face's GPT-2, both ways: pure functions on names, shapes and dicts of full tensors.
 
 Their linear layers are `Conv1D`, whose weight is [in, out]; ours is [out, in] as in `nn.Linear`. Their `c_attn` stacks
 query, key and value along the output, as our `query_key_value` does, so a transpose is all it takes. The transformers package
@@ -8,7 +8,7 @@ is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ _CONFIG = (
     ("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
     ("init_method_std", "initializer_range", 0.02),
 )
-_HEAD = "lm_head.weight"
+PREFIX = "transformer."  # of GPT2LMHeadModel's names, not of GPT2Model's
+HEAD = "lm_head.weight"
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers that old versions of transformers saved
 
 
@@ -49,13 +50,13 @@ def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) ->
     Raises:
         ValueError: names are missing or unknown, or a tensor has another shape than `config` says; all are listed.
     """
-    _check_names(full_state_dict, (ours for ours, _, _ in _names(config)), "the megazero state dict")
-    _check_shapes(full_state_dict, config.full_shapes(), "the megazero state dict")
+    check_names(full_state_dict, (ours for ours, _, _ in matching_names(config)), "the megazero state dict")
+    _check_shapes(_shapes(full_state_dict), config.full_shapes(), "the megazero state dict")
     out = {
-        f"transformer.{theirs}": (full_state_dict[ours].t().contiguous() if transposed else full_state_dict[ours])
-        for ours, theirs, transposed in _names(config)
+        f"{PREFIX}{theirs}": (full_state_dict[ours].t().contiguous() if transposed else full_state_dict[ours])
+        for ours, theirs, transposed in matching_names(config)
     }
-    out[_HEAD] = out["transformer.wte.weight"]
+    out[HEAD] = out["transformer.wte.weight"]
     return out
 
 
@@ -70,24 +71,65 @@ def from_huggingface(state_dict: Mapping[str, Tensor], config: GPT2Config) -> di
         ValueError: names are missing or unknown, a tensor has another shape than `config` says, or `lm_head.weight` is not
             tied to the embedding (this model has no separate head).
     """
-    theirs_found = {
-        name: tensor
-        for name, tensor in ((key.removeprefix("transformer."), value) for key, value in state_dict.items())
-        if not _CAUSAL_MASK.fullmatch(name)
+    bare = bare_names(state_dict)
+    has_head = bare.pop(HEAD, None) is not None
+    check_huggingface(
+        {name: state_dict[key].shape for name, key in bare.items()}, config, "the Hugging Face state dict"
+    )
+    if has_head:
+        check_head(state_dict[HEAD], state_dict[bare["wte.weight"]], "the Hugging Face state dict")
+    return {
+        ours: (state_dict[bare[theirs]].t().contiguous() if transposed else state_dict[bare[theirs]])
+        for ours, theirs, transposed in matching_names(config)
     }
-    head = theirs_found.pop(_HEAD, None)
-    _check_names(theirs_found, (theirs for _, theirs, _ in _names(config)), "the Hugging Face state dict")
-    out = {
-        ours: (theirs_found[theirs].t().contiguous() if transposed else theirs_found[theirs])
-        for ours, theirs, transposed in _names(config)
+
+
+def matching_names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
+    """(our name, their name without `transformer.`, whether one is the other's transpose) of every parameter, in our order."""
+    yield "word_embeddings.weight", "wte.weight", False
+    yield "position_embeddings.weight", "wpe.weight", False
+    for i in range(config.num_layers):
+        for ours, theirs, is_conv in _BLOCK:
+            yield f"transformer.layers.{i}.{ours}.weight", f"h.{i}.{theirs}.weight", is_conv
+            yield f"transformer.layers.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
+    yield "transformer.final_layernorm.weight", "ln_f.weight", False
+    yield "transformer.final_layernorm.bias", "ln_f.bias", False
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Their names without `transformer.` -> as they are; without the causal masks that old versions saved."""
+    bare = {name.removeprefix(PREFIX): name for name in names}
+    return {name: key for name, key in bare.items() if not _CAUSAL_MASK.fullmatch(name)}
+
+
+def check_huggingface(shapes: Mapping[str, Sequence[int]], config: GPT2Config, what: str) -> None:
+    """Returns if `shapes`, by bare name and without the head, are those of the model that `config` describes.
+
+    Args:
+        what: how messages call the checkpoint.
+
+    Raises:
+        ValueError: names are missing or unknown, or a parameter has another shape; all are listed.
+    """
+    names = list(matching_names(config))
+    check_names(shapes, (theirs for _, theirs, _ in names), what)
+    ours_found = {
+        ours: tuple(shapes[theirs])[::-1] if transposed else tuple(shapes[theirs]) for ours, theirs, transposed in names
     }
-    _check_shapes(out, config.full_shapes(), "the Hugging Face state dict (in megazero's names and layout)")
-    if head is not None and not torch.equal(head, theirs_found["wte.weight"]):
+    _check_shapes(ours_found, config.full_shapes(), f"{what} (in megazero's names and layout)")
+
+
+def check_head(head: Tensor, word_embeddings: Tensor, what: str) -> None:
+    """Returns if `head` is the embedding's weight.
+
+    Raises:
+        ValueError: it is another one, which this model has no place for.
+    """
+    if not torch.equal(head, word_embeddings):
         raise ValueError(
-            f"{_HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no separate "
-            "one. Import a checkpoint with tie_word_embeddings=true."
+            f"{what}: {HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no "
+            "separate one. Import a checkpoint with tie_word_embeddings=true."
         )
-    return out
 
 
 def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
@@ -126,21 +168,14 @@ def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
     return GPT2Config(**given)  # type: ignore[arg-type]
 
 
-def _names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
-    """(our name, their name without `transformer.`, transposed) of every parameter."""
-    yield "word_embeddings.weight", "wte.weight", False
-    yield "position_embeddings.weight", "wpe.weight", False
-    for i in range(config.num_layers):
-        for ours, theirs, is_conv in _BLOCK:
-            yield f"transformer.layers.{i}.{ours}.weight", f"h.{i}.{theirs}.weight", is_conv
-            yield f"transformer.layers.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
-    yield "transformer.final_layernorm.weight", "ln_f.weight", False
-    yield "transformer.final_layernorm.bias", "ln_f.bias", False
+def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> None:
+    """Returns if both are the same names.
 
-
-def _check_names(found: Mapping[str, Tensor], expected_names: Iterator[str], what: str) -> None:
-    expected = set(expected_names)
-    missing, unknown = sorted(expected - found.keys()), sorted(found.keys() - expected)
+    Raises:
+        ValueError: names are missing or unknown; all are listed.
+    """
+    there, wanted = set(found), set(expected)
+    missing, unknown = sorted(wanted - there), sorted(there - wanted)
     if missing or unknown:
         raise ValueError(
             f"{what} does not match the configuration: missing {', '.join(missing) or 'nothing'}; "
@@ -148,11 +183,15 @@ def _check_names(found: Mapping[str, Tensor], expected_names: Iterator[str], wha
         )
 
 
-def _check_shapes(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:
     wrong = [
-        f"{name} has {list(found[name].shape)}, expected {list(shape)}"
+        f"{name} has {list(found[name])}, expected {list(shape)}"
         for name, shape in expected.items()
-        if tuple(found[name].shape) != shape
+        if found[name] != shape
     ]
     if wrong:
         raise ValueError(f"{what} has other sizes than the configuration says: {'; '.join(wrong)}.")

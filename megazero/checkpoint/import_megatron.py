@@ -1,0 +1,219 @@
+"""Reads GPT-2 checkpoints of Megatron-LM, from its first release (2019) to v1.1.5, whatever number of ranks wrote them.
+
+    DIR/latest_checkpointed_iteration.txt            an iteration, or "release"
+    DIR/iter_0000500/mp_rank_00/model_optim_rng.pt   one file for each model-parallel rank; or DIR/release/mp_rank_00/...
+
+The first release saves weights by flat names ("transformer.layers.0. ...") and neither its arguments nor a version; later ones
+nest them ("language_model", "embedding", ...) and save "args" and "checkpoint_version". The version says in which order each
+rank has the rows of query_key_value, for its heads of size d:
+
+    0  [3, heads, d], which is ours            1  [heads, d, 3]            2 and 3  [heads, 3, d]
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.megatron_config import WORD_EMBEDDINGS, megatron_config
+from megazero.checkpoint.megatron_optimizer import MegatronOptimizer, read_optimizer
+from megazero.checkpoint.torch_files import load_torch_file, plain_data
+from megazero.comm import ProcessGroup
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from megazero.mpu.partition import Partition, partitions
+
+logger = logging.getLogger(__name__)
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_QUERY_KEY_VALUE = ".attention.query_key_value."
+# Wrappers and levels that our names do not have, and words that later versions use for the same things.
+_LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
+_LATERWORD_EMBEDDINGS = (("encoder.", "transformer."), (".self_attention.", ".attention."))
+
+
+def read_megatron(
+    directory: str | Path,
+    iteration: int | None = None,
+    *,
+    vocab_size: int | None = None,
+    num_attention_heads: int | None = None,
+) -> ForeignCheckpoint:
+    """A GPT-2 by our names, with Adam's moments where they are saved; its GPT2Config is in client_state["model"].
+
+    Tensors are read when they are asked for, from all ranks' files (which torch before 1.6 wrote in a form that has to be read
+    whole). States of random generators are not taken.
+
+    Args:
+        iteration: which of the directory's checkpoints; by default the one that it names as the latest.
+        vocab_size: without padding. Only the padded size is saved.
+        num_attention_heads: needed where arguments are not saved, as the first release did not.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: a size is not known, or the checkpoint is damaged, not complete or of another model.
+    """
+    folder = _folder(Path(directory), iteration)
+    files = [_load(path) for path in _rank_files(folder)]
+    shards = [_flat(file["model"]) for file in files]
+    args = plain_data(files[0].get("args", {}), "args")
+    config = megatron_config(shards, args, vocab_size, num_attention_heads, folder)
+    shapes, cuts = config.full_shapes(), _cuts(config)
+    _check_shards(shards, shapes, cuts, folder)
+    optimizer = _optimizer(files, shards, list(shapes), folder)
+    held = optimizer.states if optimizer else [{name: {"master": shard[name]} for name in shapes} for shard in shards]
+    version = float(files[0].get("checkpoint_version") or 0)
+
+    def read(name: str, state: str) -> Tensor:
+        parts = [rank[name][state] for rank in held]
+        if _QUERY_KEY_VALUE in name:
+            parts = [_stacked(part, version, config.head_size) for part in parts]
+        full = cuts[name].merge(parts) if name in cuts else parts[0]
+        return full.to(torch.float32, copy=name not in cuts)  # never a view of the file
+
+    checkpoint = ForeignCheckpoint(
+        tensors={
+            name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in held[0][name]})
+            for name, shape in shapes.items()
+        },
+        global_steps=0 if folder.name == "release" else int(files[0].get("iteration", 0)),
+        client_state={"model": asdict(config)},
+    )
+    if optimizer:
+        checkpoint.optimizer_type = "AdamW"  # apex's FusedAdam, whose weight decay is decoupled
+        checkpoint.optimizer_counters = {"step": optimizer.step}
+        checkpoint.optimizer_groups = optimizer.groups
+        checkpoint.loss_scaler = optimizer.loss_scaler
+        checkpoint.lr_scheduler = _schedule(files[0].get("lr_scheduler"), checkpoint.global_steps)
+    return checkpoint
+
+
+def _folder(directory: Path, iteration: int | None) -> Path:
+    if iteration is not None:
+        return directory / f"iter_{iteration:07d}"
+    tracker = directory / _TRACKER
+    if not tracker.is_file():
+        raise FileNotFoundError(
+            f"{tracker} is missing: it names the latest checkpoint of a Megatron-LM directory. Give the directory that was "
+            "Megatron's --save, or an iteration."
+        )
+    text = tracker.read_text().strip()
+    if text != "release" and not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{tracker} says {text[:40]!r}, where a number or 'release' is expected. Give an iteration.")
+    return directory / ("release" if text == "release" else f"iter_{int(text):07d}")
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    found = {path.name: path / "model_optim_rng.pt" for path in folder.glob("mp_rank_*")}
+    wanted = [f"mp_rank_{rank:02d}" for rank in range(len(found))]
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no checkpoint: there is no {folder / 'mp_rank_00'}.")
+    if found.keys() != set(wanted):
+        raise ValueError(
+            f"{folder} holds {', '.join(sorted(found))}, where {', '.join(wanted)} are expected. Checkpoints of "
+            "pipeline-parallel runs (mp_rank_00_000) cannot be read; of others, copy the directories of all ranks."
+        )
+    return [found[name] for name in wanted]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content = load_torch_file(path)
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{path} is no checkpoint of Megatron-LM: it has no dict 'model'.")
+    return content
+
+
+def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The weights by our names, whatever is nested."""
+    flat: dict[str, Tensor] = {}
+    for key, value in model.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        elif isinstance(value, Tensor):
+            flat[_our_name(f"{prefix}{key}")] = value.detach()
+        else:
+            raise ValueError(f"'model' holds no tensor at {prefix}{key}, but a value of type {type(value).__name__}.")
+    return flat
+
+
+def _our_name(name: str) -> str:
+    name = _LEVELS.sub("", name)
+    for later, ours in _LATERWORD_EMBEDDINGS:
+        name = name.replace(later, ours)
+    return name
+
+
+def _cuts(config: GPT2Config) -> dict[str, Partition]:
+    """How our model says that its parameters are cut."""
+    alone = ProcessGroup(dist.HashStore(), 0, 1)  # a description of one rank: nothing is communicated
+    with torch.random.fork_rng(devices=[]):  # building a model draws seeds
+        return partitions(GPT2Model(config, group=alone, device="meta"))
+
+
+def _check_shards(
+    shards: Sequence[Mapping[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    cuts: Mapping[str, Partition],
+    folder: Path,
+) -> None:
+    ranks = len(shards)
+    for rank, shard in enumerate(shards):
+        missing, unknown = sorted(shapes.keys() - shard.keys()), sorted(shard.keys() - shapes.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"{folder}, rank {rank}, is no GPT-2 of {len(shapes)} parameters: missing {', '.join(missing) or 'nothing'}; "
+                f"unknown {', '.join(unknown) or 'nothing'}."
+            )
+        for name, full in shapes.items():
+            wanted = list(full)
+            if name == WORD_EMBEDDINGS:
+                wanted[0] = len(shards[0][WORD_EMBEDDINGS])  # padded
+            elif name in cuts:
+                wanted[cuts[name].dim] = full[cuts[name].dim] // ranks
+            if list(shard[name].shape) != wanted:
+                raise ValueError(
+                    f"{folder}, rank {rank}: {name} has shape {list(shard[name].shape)}, expected {wanted} on each of {ranks} "
+                    "model-parallel ranks."
+                )
+
+
+def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:
+    """One rank's rows of query_key_value (weight or bias) as [3, heads, d]."""
+    if version < 1:
+        return part
+    if version < 2:
+        rows = part.unflatten(0, (-1, head_size, 3)).movedim(2, 0)
+    else:
+        rows = part.unflatten(0, (-1, 3, head_size)).movedim(1, 0)
+    return rows.reshape(part.shape)
+
+
+def _optimizer(
+    files: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Tensor]], names: list[str], folder: Path
+) -> MegatronOptimizer | None:
+    if folder.name == "release" or "optimizer" not in files[0]:
+        logger.info("%s: weights only, it has no state of an optimizer", folder)
+        return None
+    try:
+        return read_optimizer([file["optimizer"] for file in files], shards, names)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        logger.warning(
+            "%s: weights only, the optimizer would start anew: its state is not understood (%r)", folder, error
+        )
+        return None
+
+
+def _schedule(saved: Any, iteration: int) -> dict[str, Any] | None:
+    """The state of `AnnealingLR`; None where the steps of the schedule are not iterations, as they are not in later versions."""
+    steps = saved.get("num_steps", saved.get("num_iters")) if isinstance(saved, dict) else None
+    return {"num_steps": steps} if isinstance(steps, int) and 0 <= steps <= iteration else None

@@ -1,0 +1,102 @@
+"""The GPT2Config of a checkpoint of Megatron-LM, from its weights and, where they are saved, its arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.model.config import GPT2Config
+
+logger = logging.getLogger(__name__)
+
+WORD_EMBEDDINGS = "word_embeddings.weight"
+_POSITIONS = "position_embeddings.weight"
+_QKV = "transformer.layers.0.attention.query_key_value.bias"
+_MLP = "transformer.layers.0.mlp.dense_h_to_4h.bias"
+_SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters that show the sizes, and their dimensions
+_SAME = {  # arguments of the same name and meaning
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "layernorm_epsilon",
+    "make_vocab_size_divisible_by",
+}
+
+
+def megatron_config(
+    shards: Sequence[Mapping[str, Tensor]],
+    args: Mapping[str, Any],
+    vocab_size: int | None,
+    num_attention_heads: int | None,
+    folder: Path,
+) -> GPT2Config:
+    """The model. Sizes are those of the weights; what they do not show is taken from the arguments.
+
+    Args:
+        shards: what each model-parallel rank holds, by our names.
+        args: Megatron's arguments; empty where they were not saved.
+        vocab_size, num_attention_heads: what the user says.
+        folder: for messages.
+
+    Raises:
+        ValueError: a size is not known, ranks are missing, or it is a model that ours cannot compute.
+    """
+    first, ranks = shards[0], len(shards)
+    missing = [name for name, ndim in _SHOWN.items() if name not in first or first[name].ndim != ndim]
+    if missing:
+        raise ValueError(f"{folder} is no GPT-2 with learned positions: its weights lack {', '.join(missing)}.")
+    rows, mlp_size, three_hidden = (len(first[name]) * ranks for name in (WORD_EMBEDDINGS, _MLP, _QKV))
+    positions, hidden_size = first[_POSITIONS].shape
+    if three_hidden != 3 * hidden_size:
+        raise ValueError(
+            f"{folder} holds {ranks} model-parallel ranks, but rank 0 has {len(first[_QKV])} of {3 * hidden_size} elements of "
+            f"{_QKV}. Copy the directories of all ranks (mp_rank_00, mp_rank_01, ...), and no others."
+        )
+    heads = num_attention_heads or args.get("num_attention_heads")
+    if heads is None:
+        raise ValueError(
+            f"{folder} does not say how many attention heads the model has, because the first release did not save its "
+            f"arguments. Give --num-attention-heads ({max(1, hidden_size // 64)} if they are of 64 elements, as GPT-2's are)."
+        )
+    if args.get("num_attention_heads", heads) != heads:
+        raise ValueError(f"--num-attention-heads {heads}, but {folder} was trained with {args['num_attention_heads']}.")
+    _check_arguments(args, folder)
+    return GPT2Config(
+        num_layers=len({name.split(".")[2] for name in first if name.startswith("transformer.layers.")}),
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        intermediate_size=None if mlp_size == 4 * hidden_size else mlp_size,
+        max_position_embeddings=positions,
+        vocab_size=_vocab_size(vocab_size or args.get("vocab_size"), rows, folder),
+        **{name: value for name, value in args.items() if name in _SAME},
+    )
+
+
+def _vocab_size(vocab_size: int | None, rows: int, folder: Path) -> int:
+    if vocab_size is None:
+        raise ValueError(
+            f"{folder} has {rows} rows of word embeddings and does not say how many of them are padding. Give --vocab-size: the "
+            "tokens of the vocabulary that it was trained with, 50257 for GPT-2's own."
+        )
+    if vocab_size > rows:
+        raise ValueError(
+            f"--vocab-size {vocab_size}, but {folder} has {rows} rows of word embeddings, padding included."
+        )
+    return vocab_size
+
+
+def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
+    if args.get("apply_residual_connection_post_layernorm"):
+        raise ValueError(
+            f"{folder} was trained with --apply-residual-connection-post-layernorm, which this model does not compute."
+        )
+    if args and not args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
+        logger.warning(
+            "%s was trained with the exact GELU (neither --bias-gelu-fusion nor --openai-gelu), and this model computes "
+            "GPT-2's tanh approximation: outputs differ slightly",
+            folder,
+        )

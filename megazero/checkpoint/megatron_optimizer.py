@@ -1,0 +1,109 @@
+"""Adam's state in a checkpoint of Megatron-LM, given the names that it is saved without.
+
+Megatron's optimizer numbers its parameters: first the weights, which decay, then norms and biases, which do not, each in the
+order in which modules are registered. With --fp16, FP16_Optimizer keeps fp32 copies in the same order. That a number is given
+the right name is seen from shapes, and from the copies: rounded to fp16 they are the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SAMPLE = 256  # leading elements that are compared
+
+
+@dataclass(frozen=True)
+class MegatronOptimizer:
+    """What is saved of Adam.
+
+    Attributes:
+        states: for each model-parallel rank, by parameter: "master", "exp_avg" and "exp_avg_sq" of the shape that the rank holds.
+        step: how many steps were taken; one number for all parameters.
+        groups: the settings of the parameter groups: lr, betas, weight_decay, ...
+        loss_scaler: the state of our `LossScaler`; None without --fp16 or with a static scale.
+    """
+
+    states: list[dict[str, dict[str, Tensor]]]
+    step: float
+    groups: list[dict[str, Any]]
+    loss_scaler: dict[str, Any] | None
+
+
+def read_optimizer(
+    saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> MegatronOptimizer:
+    """The optimizer of all ranks.
+
+    Args:
+        saved: what each rank saved as "optimizer".
+        weights: what each rank holds of the model.
+        names: of the parameters, in the model's order.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, IndexError: it is not what FP16_Optimizer or Adam saves for this model.
+    """
+    read = [_read_rank(optimizer, shard, names) for optimizer, shard in zip(saved, weights, strict=True)]
+    steps = {step for _, rank_steps in read for step in rank_steps}
+    if len(steps) != 1:
+        raise ValueError(f"parameters have taken different numbers of steps: {sorted(steps)[:5]}")
+    states, groups = [states for states, _ in read], _settings(_adam(saved[0])["param_groups"])
+    return MegatronOptimizer(states, steps.pop(), groups, _loss_scaler(saved[0]))
+
+
+def _loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not optimizer.get("dynamic_loss_scale") or "loss_scaler" not in optimizer:
+        return None
+    scaler = vars(optimizer["loss_scaler"])
+    return {
+        "scale": float(scaler["cur_scale"]),
+        "hysteresis_left": int(scaler.get("cur_hysteresis", 1)),
+        "clean_steps": int(scaler["cur_iter"] - scaler["last_overflow_iter"] - 1),
+    }
+
+
+def _adam(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What Adam itself saved."""
+    return optimizer.get("optimizer_state_dict", optimizer)
+
+
+def _read_rank(
+    optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], names: Sequence[str]
+) -> tuple[dict[str, dict[str, Tensor]], list[float]]:
+    """The states of one rank by parameter, and the number of steps of each."""
+    adam = _adam(optimizer)
+    copies = optimizer.get("fp32_from_fp16")
+    is_undecayed = {name: "layernorm" in name or name.endswith(".bias") for name in names}
+    states, steps = {}, []
+    for i, group in enumerate(adam["param_groups"]):
+        in_group = [name for name in names if is_undecayed[name] == bool(i)]
+        copies_of_group = iter(copies[i] if copies else ())
+        for name, number in zip(in_group, group["params"], strict=True):
+            state, weight = adam["state"][number], weights[name]
+            master = next(copies_of_group) if copies and weight.dtype == torch.float16 else weight
+            found = {"master": master.detach(), **{key: state[key].detach() for key in _MOMENTS}}
+            _check(name, found, weight)
+            states[name] = found
+            steps.append(float(state["step"] if "step" in state else group["step"]))
+    if states.keys() != set(names):
+        raise ValueError(f"it has {len(states)} of {len(names)} parameters")
+    return states, steps
+
+
+def _check(name: str, found: Mapping[str, Tensor], weight: Tensor) -> None:
+    wrong = [f"{key} {list(tensor.shape)}" for key, tensor in found.items() if tensor.shape != weight.shape]
+    if wrong:
+        raise ValueError(f"{name} has shape {list(weight.shape)}, but {', '.join(wrong)}")
+    master, model = (x.reshape(-1)[:_SAMPLE] for x in (found["master"], weight))
+    if not torch.equal(master.to(model.dtype), model):
+        raise ValueError(f"the fp32 copy of {name} is not the weight of the model")
+
+
+def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return [{key: value for key, value in g.items() if key != "params" and isinstance(value, plain)} for g in groups]

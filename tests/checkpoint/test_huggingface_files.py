@@ -1,0 +1,234 @@
+"""Hugging Face directories, opened and written by transformers itself where it is installed."""
+
+import errno
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from megazero.checkpoint import huggingface_files
+from megazero.checkpoint.huggingface_files import read_huggingface, write_huggingface
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from megazero.model.huggingface import config_to_huggingface, to_huggingface
+from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from tests.vocabularies import make_gpt2_vocabulary
+
+CONFIG = GPT2Config(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    intermediate_size=40,
+    max_position_embeddings=11,
+    vocab_size=131,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+
+
+@pytest.fixture
+def full():
+    plain = PlainGPT2(CONFIG)
+    randomize(plain)
+    return plain.state_dict()
+
+
+@pytest.fixture
+def written(full, tmp_path):
+    """A directory that we have written."""
+    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32)
+    return tmp_path / "model"
+
+
+def read_all(directory):
+    return {name: tensor.states["master"]() for name, tensor in read_huggingface(directory).tensors.items()}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("max_shard_bytes", [huggingface_files.MAX_SHARD_BYTES, 9_000])
+def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, max_shard_bytes):
+    transformers = pytest.importorskip("transformers")
+    ours = GPT2Model(CONFIG, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter[: len(full[name])] = full[name]
+    directory = tmp_path / "model"
+    write_huggingface(
+        directory, full.__getitem__, CONFIG, torch.float32, end_of_text=0, max_shard_bytes=max_shard_bytes
+    )
+    shards = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert (len(shards) > 3) == (max_shard_bytes == 9_000) and (
+        shards == ["model.safetensors"] or shards[0].startswith("model-00001-of-")
+    )
+    assert len(list(tmp_path.iterdir())) == 1, "files aside are left"
+
+    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    tokens = random_tokens(3, 11, CONFIG.vocab_size)
+    assert_close(theirs.eval()(tokens).logits, ours(tokens)[..., : CONFIG.vocab_size], atol=1e-5, rtol=1e-5)
+    generated = theirs.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert generated.shape[1] <= 9 and torch.equal(generated[:, :4], tokens[:, :4])
+    assert theirs.generation_config.eos_token_id == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_theirs_to_ours_to_theirs_is_bitwise(tmp_path, dtype):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_to_huggingface(CONFIG)))
+    randomize(model)
+    model.to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size="9KB" if dtype == torch.bfloat16 else "5GB")
+    checkpoint = read_huggingface(tmp_path / "theirs")
+    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
+    assert checkpoint.optimizer_counters is None
+    assert {(t.kind, *t.states) for t in checkpoint.tensors.values()} == {("trained", "master")}
+    assert all(t.states["master"]().dtype == torch.float32 for t in checkpoint.tensors.values())
+
+    write_huggingface(tmp_path / "ours", lambda name: checkpoint.tensors[name].states["master"](), CONFIG, dtype)
+    assert_same(load_file(tmp_path / "ours" / "model.safetensors"), _tied(model.state_dict()))
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert again.dtype == dtype
+    assert_same(again.state_dict(), model.state_dict())
+
+
+def _tied(state):
+    return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+
+
+def test_round_trip_of_ours_is_bitwise_and_gives_no_view_of_the_file(full, written):
+    found = read_all(written)
+    assert_same(found, full)
+    assert {name: t.shape for name, t in read_huggingface(written).tensors.items()} == CONFIG.full_shapes()
+    tensor = read_huggingface(written).tensors["transformer.final_layernorm.bias"]
+    tensor.states["master"]().zero_()
+    assert tensor.states["master"]().any()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_old_directory_with_pytorch_files_masks_and_a_head(full, tmp_path, is_sharded):
+    state = {name.removeprefix("transformer."): t for name, t in to_huggingface(full, CONFIG).items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 11, 11, dtype=torch.uint8)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(CONFIG)))
+    if is_sharded:
+        names = dict.fromkeys(state, "pytorch_model-00001-of-00002.bin") | {
+            "wpe.weight": "pytorch_model-00002-of-00002.bin"
+        }
+        for file in set(names.values()):
+            torch.save({name: t for name, t in state.items() if names[name] == file}, tmp_path / file)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_same(read_all(tmp_path), full)
+
+
+def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = make_gpt2_vocabulary(tmp_path / "vocabulary", vocab_size=CONFIG.vocab_size)
+    vocab = (folder / "vocab.json").rename(folder / "encoder.json")
+    merges = (folder / "merges.txt").rename(folder / "vocab.bpe")
+    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32, [vocab, merges])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer.encode("the ranks, 中")) == "the ranks, 中"
+    assert (tmp_path / "model" / "vocab.json").read_bytes() == vocab.read_bytes()
+    clash = tmp_path / "config.json"
+    clash.write_text("{}")
+    with pytest.raises(ValueError, match="would take the place of config.json"):
+        write_huggingface(tmp_path / "other", full.__getitem__, CONFIG, torch.float32, [clash])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full, written):
+    def fails(name):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    with pytest.raises(OSError, match="model.safetensors: the disk is full"):
+        write_huggingface(written.parent / "other", fails, CONFIG, torch.float32)
+    assert list(written.parent.iterdir()) == [written]
+    with pytest.raises(FileExistsError, match="exists already"):
+        write_huggingface(written, full.__getitem__, CONFIG, torch.float32)
+    with pytest.raises(ValueError, match=r"word_embeddings.weight has shape \[2, 2\]"):
+        write_huggingface(written.parent / "other", lambda name: torch.ones(2, 2), CONFIG, torch.float32)
+    with pytest.raises(ValueError, match="torch.int8"):
+        write_huggingface(written.parent / "other", full.__getitem__, CONFIG, torch.int8)
+    (written.parent / "empty").mkdir()
+    write_huggingface(written.parent / "empty", full.__getitem__, CONFIG, torch.float32)
+    assert_same(read_all(written.parent / "empty"), full)
+
+
+def test_what_is_missing_is_named(written):
+    (written / "model.safetensors").rename(written / "weights")
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        read_huggingface(written)
+    (written / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        read_huggingface(written)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"model_type": "llama"}', "model_type='llama'"),
+        ("{", "config.json is not JSON"),
+        ("[]", "holds a list"),
+        ('{"n_embd": "many"}', "config.json: "),
+    ],
+)
+def test_another_or_a_damaged_configuration_is_refused(written, content, message):
+    (written / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_huggingface(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("transformer.h.1.ln_2.bias"), r"missing h\.1\.ln_2\.bias"),
+        (lambda s: s.update({"transformer.h.2.ln_1.bias": torch.ones(24)}), r"unknown h\.2\.ln_1\.bias"),
+        (
+            lambda s: s.update({"transformer.wpe.weight": torch.ones(9, 24)}),
+            r"position_embeddings.weight has \[9, 24\]",
+        ),
+        (lambda s: s.update({"lm_head.weight": torch.ones(131, 24)}), "lm_head.weight differs"),
+    ],
+)
+def test_missing_unknown_and_misshapen_tensors_are_named(written, change, message):
+    state = load_file(written / "model.safetensors")
+    change(state)
+    save_file(state, written / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_huggingface(written)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "model.pkl", "", 3, "x\n.bin", "a\\b.bin"]
+)
+def test_an_index_cannot_point_out_of_its_directory(written, name):
+    (written / "model.safetensors").rename(written.parent / "model.safetensors")
+    (written / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"transformer.wte.weight": name}}))
+    with pytest.raises(ValueError, match="only .safetensors and .bin files of the index's own directory"):
+        read_huggingface(written)
+
+
+def test_damaged_shards_are_named(written):
+    (written / "model.safetensors").rename(written / "a.safetensors")
+    index = written / "model.safetensors.index.json"
+    for weight_map, message in [
+        (None, "no weight_map"),
+        ({"transformer.wte.weight": "b.safetensors"}, "b.safetensors, which is missing"),
+        ({"transformer.other": "a.safetensors"}, "says that transformer.other is in a.safetensors, and it is not"),
+    ]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=message):
+            read_huggingface(written)
+    index.unlink()
+    (written / "model.safetensors").write_bytes((written / "a.safetensors").read_bytes()[:-4])
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        read_huggingface(written)

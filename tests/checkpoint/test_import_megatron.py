@@ -1,0 +1,407 @@
+"""Megatron-LM's checkpoints, as its first release and its later ones write them: cut and ordered here without megazero's code."""
+
+import argparse
+import logging
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from megazero.checkpoint.import_megatron import read_megatron
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
+from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+
+CONFIG = GPT2Config(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=4,
+    max_position_embeddings=11,
+    vocab_size=131,
+    make_vocab_size_divisible_by=8,
+    attention_dropout=0.2,
+    hidden_dropout=0.3,
+    layernorm_epsilon=1e-6,
+    init_method_std=0.01,
+)
+HEADS, HEAD_SIZE = 4, 6
+COLUMN_PARALLEL = ("dense_h_to_4h.weight", "dense_h_to_4h.bias")
+ROW_PARALLEL = ("attention.dense.weight", "dense_4h_to_h.weight")
+KNOWN = {"vocab_size": 131, "num_attention_heads": 4}
+
+
+def args_of_v1(**changes):
+    args = {
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 11,
+        "make_vocab_size_divisible_by": 8,
+        "attention_dropout": 0.2,
+        "hidden_dropout": 0.3,
+        "layernorm_epsilon": 1e-6,
+        "init_method_std": 0.01,
+        "params_dtype": torch.half,
+        "padded_vocab_size": 144,
+        "model_parallel_size": 2,
+        "apply_residual_connection_post_layernorm": False,
+        "bias_gelu_fusion": True,
+        "openai_gelu": False,
+    }
+    return argparse.Namespace(**{**args, **changes})
+
+
+def cut(name, full, rank, ranks, version):
+    """What a rank of Megatron holds of a parameter or a moment."""
+    if name == "word_embeddings.weight":
+        rows = -(-len(full) // (8 * ranks)) * 8 * ranks
+        padded = torch.cat([full, torch.full((rows - len(full), full.size(1)), 7.0, dtype=full.dtype)])  # never trained
+        return padded.chunk(ranks)[rank].clone()
+    if "query_key_value" in name:
+        own = range(rank * HEADS // ranks, (rank + 1) * HEADS // ranks)
+        q, k, v = ([x.split(HEAD_SIZE)[head] for head in own] for x in full.chunk(3))  # lists of [d, ...]
+        if version == 0:
+            return torch.cat([*q, *k, *v])
+        if version == 1:
+            rows = [x[i] for head in zip(q, k, v, strict=True) for i in range(HEAD_SIZE) for x in head]
+            return torch.stack(rows)
+        return torch.cat([x for head in zip(q, k, v, strict=True) for x in head])
+    if name.endswith(COLUMN_PARALLEL):
+        return full.chunk(ranks)[rank].clone()
+    if name.endswith(ROW_PARALLEL):
+        return full.chunk(ranks, dim=1)[rank].clone()
+    return full.clone()
+
+
+def nested(weights, encoder="transformer", attention="attention"):
+    """As later versions save the model."""
+    embedding = {name: {"weight": weights[f"{name}.weight"]} for name in ("word_embeddings", "position_embeddings")}
+    transformer = {
+        name.removeprefix("transformer.").replace(".attention.", f".{attention}."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("transformer.")
+    }
+    return {"language_model": {"embedding": embedding, encoder: transformer}}
+
+
+def parameter_groups(model):
+    """Names in the order in which Megatron hands parameters to its optimizer."""
+    decayed, others = [], []
+    for prefix, module in model.named_modules():
+        for name in module._parameters:
+            is_other = isinstance(module, torch.nn.LayerNorm) or name == "bias"
+            (others if is_other else decayed).append(f"{prefix}.{name}")
+    return decayed, others
+
+
+def trained(dtype):
+    """A model after three steps of Adam: its fp32 weights by name, what the ranks save as weights, and Adam's state by name."""
+    model = PlainGPT2(CONFIG)
+    randomize(model)
+    names = parameter_groups(model)
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [parameters[n] for n in group], "weight_decay": d}
+        for group, d in zip(names, (0.1, 0.0), strict=True)
+    ]
+    adam = torch.optim.AdamW(groups, lr=1e-3)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        adam.step()
+    masters = {name: parameter.detach() for name, parameter in parameters.items()}
+    return masters, {n: m.to(dtype) for n, m in masters.items()}, adam.state_dict(), names
+
+
+def optimizer_of_rank(masters, adam, names, rank, ranks, version):
+    """FP16_Optimizer's state, with apex's way to count steps."""
+    order = [name for group in names for name in group]
+    state = {
+        i: {key: cut(order[i], value[key], rank, ranks, version) for key in ("exp_avg", "exp_avg_sq")}
+        for i, value in adam["state"].items()
+    }
+    groups = [{**group, "step": 3, "bias_correction": True} for group in adam["param_groups"]]
+    copies = [[cut(name, masters[name], rank, ranks, version).requires_grad_() for name in group] for group in names]
+    scaler = sys.modules["fp16.loss_scaler"].DynamicLossScaler()
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 4096.0, 20, 12, 2
+    return {
+        **{"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": True},
+        **{"optimizer_state_dict": {"state": state, "param_groups": groups}, "fp32_from_fp16": copies},
+    }
+
+
+@pytest.fixture(autouse=True)
+def loss_scaler_class(monkeypatch):
+    """The class that FP16_Optimizer saves an instance of, where pickle finds it."""
+    module = types.ModuleType("fp16.loss_scaler")
+    module.DynamicLossScaler = type("DynamicLossScaler", (), {"__module__": "fp16.loss_scaler"})
+    monkeypatch.setitem(sys.modules, "fp16", types.ModuleType("fp16"))
+    monkeypatch.setitem(sys.modules, "fp16.loss_scaler", module)
+
+
+def save(directory, contents, folder="iter_0000012", tracker="12", **options):
+    for rank, content in enumerate(contents):
+        path = directory / folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save(content, path, **options)
+    (directory / "latest_checkpointed_iteration.txt").write_text(tracker)
+    return directory
+
+
+def rng():
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+
+
+def rank_weights(weights, rank, ranks, version):
+    return {name: cut(name, tensor, rank, ranks, version) for name, tensor in weights.items()}
+
+
+def assert_state(checkpoint, state, wanted):
+    assert checkpoint.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        found = checkpoint.tensors[name].states[state]()
+        assert checkpoint.tensors[name].shape == tensor.shape and checkpoint.tensors[name].kind == "trained"
+        assert found.dtype == torch.float32 and torch.equal(found, tensor.float()), name
+
+
+def adam_state(adam, names, key):
+    return {name: adam["state"][i][key] for i, name in enumerate(n for group in names for n in group)}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_release_with_its_fp16_optimizer(tmp_path, ranks, is_zip):
+    masters, weights, adam, names = trained(torch.float16)
+    contents = [
+        {
+            "iteration": 12,
+            "model": rank_weights(weights, rank, ranks, 0),
+            "optimizer": optimizer_of_rank(masters, adam, names, rank, ranks, 0),
+            "lr_scheduler": {
+                "start_lr": 1e-4,
+                "warmup_iter": 1,
+                "num_iters": 11,
+                "decay_style": "cosine",
+                "end_iter": 9,
+            },
+            **rng(),
+        }
+        for rank in range(ranks)
+    ]
+    save(tmp_path, contents, _use_new_zipfile_serialization=is_zip)
+    before = torch.get_rng_state()
+    checkpoint = read_megatron(tmp_path, **KNOWN)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_state(checkpoint, "master", {name: masters[name] for name in CONFIG.full_shapes()})
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert_state(checkpoint, key, adam_state(adam, names, key))
+    assert (checkpoint.global_steps, checkpoint.optimizer_type) == (12, "AdamW")
+    assert checkpoint.optimizer_counters == {"step": 3.0}
+    assert [group["weight_decay"] for group in checkpoint.optimizer_groups] == [0.1, 0.0]
+    assert not any("params" in group for group in checkpoint.optimizer_groups)
+    assert checkpoint.loss_scaler == {"scale": 4096.0, "hysteresis_left": 2, "clean_steps": 7}
+    assert checkpoint.lr_scheduler == {"num_steps": 11}
+    config = GPT2Config(**checkpoint.client_state["model"])
+    assert config == GPT2Config(
+        num_layers=2, hidden_size=24, num_attention_heads=4, max_position_embeddings=11, vocab_size=131
+    )
+
+
+def test_the_first_release_in_fp32(tmp_path):
+    masters, weights, adam, names = trained(torch.float32)
+    checkpoint = read_megatron(save(tmp_path, [{"iteration": 12, "model": weights, "optimizer": adam}]), **KNOWN)
+    assert_state(checkpoint, "master", masters)
+    assert_state(checkpoint, "exp_avg_sq", adam_state(adam, names, "exp_avg_sq"))
+    assert checkpoint.optimizer_counters == {"step": 3.0} and checkpoint.loss_scaler is None
+
+
+@pytest.mark.parametrize("version", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwise(tmp_path, version, ranks):
+    masters, weights, adam, names = trained(torch.float16)
+    words = ("encoder", "self_attention") if version == 3 else ("transformer", "attention")
+    contents = [
+        {
+            "args": args_of_v1(),
+            "checkpoint_version": version,
+            "iteration": 12,
+            "model": nested(rank_weights(weights, rank, ranks, version), *words),
+            "optimizer": optimizer_of_rank(masters, adam, names, rank, ranks, version),
+            "lr_scheduler": {"max_lr": 1e-4, "num_steps": 12 * 512, "decay_style": "cosine"},
+        }
+        for rank in range(ranks)
+    ]
+    checkpoint = read_megatron(save(tmp_path, contents), vocab_size=131)
+    assert_state(checkpoint, "master", {name: masters[name] for name in CONFIG.full_shapes()})
+    assert_state(checkpoint, "exp_avg", adam_state(adam, names, "exp_avg"))
+    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
+    assert checkpoint.lr_scheduler is None, "its steps are samples"
+
+
+def test_the_imported_model_computes_what_megatron_had_trained(tmp_path):
+    model = PlainGPT2(CONFIG)
+    randomize(model)
+    contents = [
+        {"args": args_of_v1(layernorm_epsilon=1e-5), "checkpoint_version": 2.0, "model": nested(part)}
+        for part in (rank_weights(model.state_dict(), rank, 2, 2) for rank in range(2))
+    ]
+    checkpoint = read_megatron(save(tmp_path, contents, "release", "release"), vocab_size=131)
+    assert checkpoint.global_steps == 0 and checkpoint.optimizer_counters is None
+    config = GPT2Config(**checkpoint.client_state["model"])
+    ours = GPT2Model(config, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter[: checkpoint.tensors[name].shape[0]] = checkpoint.tensors[name].states["master"]()
+    tokens = random_tokens(2, 11, 131)
+    assert_close(ours(tokens)[..., :131], model(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of two ranks of the first release, and its content."""
+    masters, weights, adam, names = trained(torch.float16)
+    contents = [
+        {
+            "iteration": 12,
+            "model": rank_weights(weights, rank, 2, 0),
+            "optimizer": optimizer_of_rank(masters, adam, names, rank, 2, 0),
+        }
+        for rank in range(2)
+    ]
+    return contents, weights
+
+
+def test_what_is_read_is_no_view_of_the_file(saved, tmp_path):
+    tensor = read_megatron(save(tmp_path, saved[0]), **KNOWN).tensors["transformer.final_layernorm.bias"]
+    tensor.states["master"]().zero_()
+    assert tensor.states["master"]().any()
+
+
+def swap_groups(optimizer):
+    optimizer["optimizer_state_dict"]["param_groups"].reverse()
+
+
+def swap_copies_of_one_shape(optimizer):
+    copies = optimizer["fp32_from_fp16"][1]
+    copies[0], copies[1] = copies[1], copies[0]  # weight and bias of the first norm
+
+
+def lose_a_moment(optimizer):
+    del optimizer["optimizer_state_dict"]["state"][5]["exp_avg"]
+
+
+@pytest.mark.parametrize("damage", [swap_groups, swap_copies_of_one_shape, lose_a_moment, dict.clear])
+def test_an_optimizer_that_does_not_fit_is_left_out_with_a_warning(saved, tmp_path, caplog, damage):
+    contents, weights = saved
+    damage(contents[1]["optimizer"])
+    with caplog.at_level(logging.WARNING):
+        checkpoint = read_megatron(save(tmp_path, contents), **KNOWN)
+    assert "weights only, the optimizer would start anew" in caplog.text
+    assert checkpoint.optimizer_counters is None and checkpoint.optimizer_groups is None
+    assert_state(checkpoint, "master", {name: weights[name] for name in CONFIG.full_shapes()})
+    assert {tuple(tensor.states) for tensor in checkpoint.tensors.values()} == {("master",)}
+
+
+def test_an_iteration_can_be_chosen_and_the_tracker_is_checked(saved, tmp_path):
+    save(tmp_path, saved[0], "iter_0000007", "12")
+    assert read_megatron(tmp_path, 7, **KNOWN).global_steps == 12
+    with pytest.raises(FileNotFoundError, match="iter_0000012 holds no checkpoint"):
+        read_megatron(tmp_path, **KNOWN)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("../7")
+    with pytest.raises(ValueError, match="a number or 'release' is expected"):
+        read_megatron(tmp_path, **KNOWN)
+    tracker.unlink()
+    with pytest.raises(FileNotFoundError, match="it names the latest checkpoint"):
+        read_megatron(tmp_path, **KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"Give --num-attention-heads \(1 if"),
+        ({"num_attention_heads": 4}, "has 144 rows of word embeddings .* Give --vocab-size"),
+        ({"num_attention_heads": 4, "vocab_size": 145}, "--vocab-size 145, but"),
+        ({"num_attention_heads": 5, "vocab_size": 131}, "--hidden-size 24 is not divisible"),
+    ],
+)
+def test_sizes_that_are_not_saved_are_asked_for(saved, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        read_megatron(save(tmp_path, saved[0]), **given)
+
+
+def test_arguments_are_believed_and_checked(saved, tmp_path, caplog):
+    contents, _ = saved
+    for content in contents:
+        content["args"] = args_of_v1(bias_gelu_fusion=False)
+    save(tmp_path, contents)
+    read_megatron(tmp_path, vocab_size=131)
+    assert "was trained with the exact GELU" in caplog.text
+    with pytest.raises(ValueError, match="--num-attention-heads 2, but .* was trained with 4"):
+        read_megatron(tmp_path, vocab_size=131, num_attention_heads=2)
+    contents[0]["args"].apply_residual_connection_post_layernorm = True
+    with pytest.raises(ValueError, match="apply-residual-connection-post-layernorm"):
+        read_megatron(save(tmp_path, contents, "iter_0000013", "13"), vocab_size=131)
+
+
+def drop_rank(directory):
+    (directory / "iter_0000012" / "mp_rank_01").rename(directory / "elsewhere")
+
+
+def make_pipeline(directory):
+    for rank in range(2):
+        folder = directory / "iter_0000012" / f"mp_rank_{rank:02d}"
+        folder.rename(folder.with_name(f"{folder.name}_000"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_rank, "holds 1 model-parallel ranks, but rank 0 has 36 of 72 elements"),
+        (make_pipeline, "pipeline-parallel"),
+    ],
+)
+def test_missing_and_foreign_ranks_are_refused(saved, tmp_path, change, message):
+    save(tmp_path, saved[0])
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_megatron(tmp_path, **KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m.pop("transformer.layers.1.mlp.dense_4h_to_h.bias"),
+            r"rank 1.* missing transformer.layers.1.mlp.dense_4h",
+        ),
+        (lambda m: m.update({"tokentype_embeddings.weight": torch.ones(2)}), "unknown tokentype_embeddings.weight"),
+        (
+            lambda m: m.update({"position_embeddings.weight": torch.ones(5, 24)}),
+            r"rank 1: position_embeddings.* \[5, 24\], exp",
+        ),
+        (lambda m: m.update({"position_embeddings.weight": 3}), "holds no tensor at position_embeddings.weight"),
+    ],
+)
+def test_missing_unknown_and_misshapen_parameters_are_named(saved, tmp_path, change, message):
+    contents, _ = saved
+    change(contents[1]["model"])
+    with pytest.raises(ValueError, match=message):
+        read_megatron(save(tmp_path, contents), **KNOWN)
+
+
+def test_another_torch_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no dict 'model'"):
+        read_megatron(save(tmp_path, [{"module": {}}]), **KNOWN)
