@@ -165,7 +165,8 @@ class Saver:
         self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if error is not None:
-            raise RuntimeError(f"the checkpoint {self._what} was not saved: {type(error).__name__}: {error}") from error
+            kind = OSError if isinstance(error, (OSError, comm.OtherRankError)) else RuntimeError
+            raise kind(f"the checkpoint {self._what} was not saved: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Waits, and lets other jobs save in the directory."""

@@ -58,7 +58,7 @@ class CheckpointConfig:
             )
 
 
-class DirectoryInUseError(RuntimeError):
+class DirectoryInUseError(OSError):
     """Another job saves its checkpoints in the same directory."""
 
 

@@ -1,0 +1,78 @@
+"""The job's checkpoints as its user meets them: --async-save, --load-fallback, two jobs on one directory, exports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.checkpoint.store import CheckpointFolder
+from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.tiny import TINY_MODEL, make_corpus, run_job
+
+FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[str]:
+    """Flags for a tiny tokenized corpus and its vocabulary."""
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def job(corpus: list[str], save: Path, *more: str, ranks: int = 2) -> subprocess.CompletedProcess:
+    return run_job([*FLAGS, *corpus, "--save", str(save), "--load", str(save), "--zero-stage", "2", *more], ranks)
+
+
+def files(save: Path, tag: str = "global_step12") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (save / tag).glob("rank_*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory) -> Path:
+    """Checkpoints 4, 8 and 12 of an uninterrupted run on two ranks."""
+    save = tmp_path_factory.mktemp("whole")
+    done = job(corpus, save)
+    assert done.returncode == 0, done.stdout
+    return save
+
+
+def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus, whole, tmp_path):
+    done = job(corpus, tmp_path, "--async-save")
+    assert done.returncode == 0 and "is being written; training waited" in done.stdout, done.stdout
+    assert (tmp_path / "latest").read_text() == "global_step12"
+    for tag in ("global_step4", "global_step8", "global_step12"):
+        assert files(tmp_path, tag) == files(whole, tag)
+
+
+def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_one_before(corpus, whole, tmp_path):
+    subprocess.run(["cp", "-r", f"{whole}/.", str(tmp_path)], check=True)
+    damaged = tmp_path / "global_step12" / "rank_00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1000] ^= 16
+    damaged.write_bytes(content)
+    done = job(corpus, tmp_path)
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and "Traceback" not in done.stdout
+    assert any("rank_00001.safetensors is damaged" in line and "(read for" in line for line in errors), done.stdout
+    done = job(corpus, tmp_path, "--load-fallback")
+    assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
+    assert files(tmp_path) == files(whole), "steps 9 to 12 again, bit for bit"
+
+
+def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    folder.claim()
+    done = job(corpus, tmp_path, ranks=1)
+    folder.release()
+    assert done.returncode != 0 and "another job (process" in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert not (tmp_path / "latest").exists()
+
+
+def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):
+    command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "pytorch_model.bin")]
+    done = subprocess.run(command, cwd=whole, capture_output=True, text=True, check=True)
+    assert "zero stage 2, world_size: 2" in done.stdout
+    state = get_fp32_state_dict_from_zero_checkpoint(whole)
+    assert all(value.numel() for value in state.values())
