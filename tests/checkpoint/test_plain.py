@@ -113,7 +113,7 @@ def test_real_states():
         ).state_dict()["milestones"],
         "hash": 2**200 - 1,
         "digits": -(10**5000),
-        "file": "caf\udce9",
+        "file": {"caf\udce9": "\ud83d\ude00"},
     }
     got = round_trip(state)
     assert_same(got, state)

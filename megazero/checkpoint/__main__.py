@@ -1,0 +1,179 @@
+"""`python -m megazero.checkpoint`: lists, verifies, compares, reshapes, exports and imports checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megazero.checkpoint.compare import compare, report
+from megazero.checkpoint.export import export_huggingface
+from megazero.checkpoint.huggingface_files import read_huggingface
+from megazero.checkpoint.import_deepspeed import read_deepspeed
+from megazero.checkpoint.import_megatron import read_megatron
+from megazero.checkpoint.listing import describe, describe_directory, locate, open_checkpoint
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.reshape import reshape, write_foreign
+from megazero.checkpoint.store import DirectoryInUseError
+from megazero.checkpoint.verify import verify
+from megazero.zero.memory import size
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 if a checkpoint is damaged (verify) or two differ (diff); 2 if it could not be done."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    try:
+        arguments = make_parser().parse_args(argv)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, DirectoryInUseError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; `run` of what it parses to is the command."""
+    description = "What is in checkpoints, and what to make of them."
+    parser = _Parser(prog="python -m megazero.checkpoint", description=description)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(run=run)
+        return sub
+
+    def add_source(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("path", metavar="PATH", help=_PATH)
+        sub.add_argument("--tag", help="which checkpoint of a directory (default: the latest)")
+
+    sub = command("ls", _ls, "list the checkpoints in a directory, or what is in one of them")
+    sub.add_argument("path", metavar="PATH", help="a directory that a job saves in, or one of the checkpoints in it")
+    sub.add_argument("--tag", help="show this checkpoint of the directory")
+    add_source(command("verify", _verify, "read every byte, and compare it with what was written"))
+    sub = command("diff", _diff, "tell how two checkpoints differ; exit status 1 if they do")
+    sub.add_argument("a", metavar="A", help=_PATH)
+    sub.add_argument("b", metavar="B", help="the same")
+    weights_only = "leave out the optimizer's states, counters and settings"
+    sub.add_argument("--weights-only", action="store_true", help=weights_only)
+    sub.add_argument("--all", action="store_true", help="list all tensors that differ, not the first 20")
+    sub = command("reshape", _reshape, "rewrite a checkpoint into files for another number of ranks")
+    add_source(sub)
+    sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written, under the same tag")
+    sub.add_argument("--model-parallel-size", type=int, required=True, metavar="M", help="ranks that split each layer")
+    sub.add_argument("--data-parallel-size", type=int, required=True, metavar="N", help="ranks that split the data")
+    sub = command("export", _export, "write the weights for another framework")
+    add_source(sub)
+    sub.add_argument("out", metavar="OUT", help="directory to make")
+    sub.add_argument("--to", required=True, choices=("huggingface",))
+    sub.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of the written weights (default: fp32)")
+    files = "the tokenizer's files (default: those of the training job)"
+    sub.add_argument("--tokenizer-files", nargs="+", metavar="FILE", help=files)
+    sub = command("import", _import, "write what another framework has saved as a checkpoint")
+    sub.add_argument("path", metavar="PATH", help="what it has saved: its directory of checkpoints, or of the model")
+    sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written")
+    sub.add_argument("--from", dest="source", required=True, choices=("deepspeed", "megatron", "huggingface"))
+    sub.add_argument("--tag", help="which of its checkpoints (default: its latest); of megatron the iteration")
+    sub.add_argument("--vocab-size", type=int, help="megatron: without padding, which is not in its files")
+    sub.add_argument("--num-attention-heads", type=int, help="megatron: where its files do not say it")
+    return parser
+
+
+def _show(lines: Sequence[str]) -> None:
+    print("\n".join(lines))
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.path)
+    is_checkpoint = arguments.tag is not None or (path / "index.json").is_file() or not path.is_dir()
+    _show(describe(open_checkpoint(path, arguments.tag)) if is_checkpoint else describe_directory(path))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    found = verify(*locate(arguments.path, arguments.tag), show_progress=True)
+    what = f"{found.path}: {found.num_tensors} tensors in {found.num_files} files, {size(found.nbytes)}"
+    if not found.problems:
+        _show([f"{what}: all is as it was written"])
+        return 0
+    number = f"{len(found.problems)} problem{'s' if len(found.problems) > 1 else ''}"
+    _show([what if found.num_files else str(found.path), *(f"  {problem}" for problem in found.problems)])
+    _show([f"{number}: copy the checkpoint again, or continue from another one"])
+    return 1
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
+    found = compare(a, b, weights_only=arguments.weights_only, show_progress=True)
+    _show([f"A  {a.path}", f"B  {b.path}", "", *report(found, len(found.values) if arguments.all else 20)])
+    return 0 if found.is_equal else 1
+
+
+def _reshape(arguments: argparse.Namespace) -> int:
+    for flag, value in (
+        ("--model-parallel-size", arguments.model_parallel_size),
+        ("--data-parallel-size", arguments.data_parallel_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} must be 1 or more, got {value}.")
+    reader = open_checkpoint(arguments.path, arguments.tag)
+    sizes = arguments.model_parallel_size, arguments.data_parallel_size
+    _show_written(reshape(reader, arguments.out, *sizes, show_progress=True))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    files = None if arguments.tokenizer_files is None else [Path(file) for file in arguments.tokenizer_files]
+    reader = open_checkpoint(arguments.path, arguments.tag)
+    export_huggingface(reader, arguments.out, _DTYPES[arguments.dtype], files)
+    _show([f"wrote {arguments.out}"])
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    megatron_only = {"vocab_size": arguments.vocab_size, "num_attention_heads": arguments.num_attention_heads}
+    given = [f"--{name.replace('_', '-')}" for name, value in megatron_only.items() if value is not None]
+    if given and arguments.source != "megatron":
+        raise ValueError(f"{' and '.join(given)}: for --from megatron only. Drop it.")
+    if arguments.source == "deepspeed":
+        foreign = read_deepspeed(arguments.path, arguments.tag)
+    elif arguments.source == "megatron":
+        if arguments.tag is not None and not arguments.tag.isdecimal():
+            raise ValueError(f"--tag {arguments.tag}: of megatron, give the iteration as a number.")
+        iteration = None if arguments.tag is None else int(arguments.tag)
+        foreign = read_megatron(arguments.path, iteration, **megatron_only)
+    elif arguments.tag is not None:
+        raise ValueError("--tag: a Hugging Face directory holds one model. Drop it.")
+    else:
+        foreign = read_huggingface(arguments.path)
+    _show_written(write_foreign(foreign, arguments.out, show_progress=True))
+    return 0
+
+
+def _show_written(path: Path) -> None:
+    reader = Reader(path.parent, path.name)
+    nbytes = size(sum(file.nbytes for file in reader.files))
+    _show([f"wrote {path}: {len(reader.tensors)} tensors in {len(reader.files)} files, {nbytes}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""How two checkpoints differ: parameters, values, counters and settings, whatever ranks have written them."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megazero.checkpoint.listing import columns
+from megazero.checkpoint.plain import MARK
+from megazero.checkpoint.reader import Reader, bytes_of
+from megazero.checkpoint.training_state import CONSTANT
+from megazero.zero.access import MASTER
+
+WEIGHTS = "weights"  # trained or not: a parameter may be frozen in one of the two
+_SETTINGS = (
+    *("global_steps", "skipped_steps", "counters", "optimizer", "loss_scaler", "lr_scheduler"),
+    *("client_state", "aliases"),
+)
+_CHUNK_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How the values of one tensor differ.
+
+    Attributes:
+        count: elements that differ, of `numel`.
+        max_abs: the largest difference; nan where only one of the two has a number.
+        relative: that, divided by the largest absolute value in A.
+    """
+
+    what: str
+    count: int
+    numel: int
+    max_abs: float
+    relative: float
+
+
+@dataclass
+class Comparison:
+    """What differs between A and B.
+
+    Attributes:
+        only: (what, "A" or "B") of parameters and states that only one has.
+        forms: (what, in A, in B) of tensors of other shapes or dtypes.
+        settings: (what, in A, in B) of counters and settings; "" where there is none.
+        num_tensors: how many tensors' values were compared.
+    """
+
+    only: list[tuple[str, str]] = field(default_factory=list)
+    forms: list[tuple[str, str, str]] = field(default_factory=list)
+    values: list[ValueDifference] = field(default_factory=list)
+    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    num_tensors: int = 0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only or self.forms or self.values or self.settings)
+
+
+def compare(a: Reader, b: Reader, *, weights_only: bool = False, show_progress: bool = False) -> Comparison:
+    """The differences between two checkpoints; how they are cut over ranks, and the states of random generators, are none.
+
+    Args:
+        weights_only: leave out the optimizer's states, counters and settings.
+        show_progress: on standard error, if that is a terminal.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    found = Comparison()
+    common = [name for name in a.tensors if name in b.tensors]
+    found.only += [(name, "A") for name in a.tensors if name not in b.tensors]
+    found.only += [(name, "B") for name in b.tensors if name not in a.tensors]
+    pairs = list(_pairs(found, a, b, common, weights_only))
+    bar = tqdm(pairs, desc="comparing", unit=" tensors", disable=None if show_progress else True)
+    for name, state, in_a, in_b in bar:
+        difference = _compare_values(f"{state} of {name}", a, b, name, (in_a, in_b))
+        found.num_tensors += 1
+        if difference is not None:
+            found.values.append(difference)
+    if not weights_only:
+        settings_a, settings_b = dict(_settings(a)), dict(_settings(b))
+        for key in {**settings_a, **settings_b}:
+            pair = settings_a.get(key, ""), settings_b.get(key, "")
+            if pair[0] != pair[1]:
+                found.settings.append((key, *pair))
+    return found
+
+
+def _pairs(
+    found: Comparison, a: Reader, b: Reader, names: list[str], weights_only: bool
+) -> Iterator[tuple[str, str, str, str]]:
+    """(name, state, its name in A, its name in B) of what has values in both; notes the rest."""
+    missing: Counter[tuple[str, str]] = Counter()
+    for name in names:
+        states_a, states_b = _states(a, name), _states(b, name)
+        for state in dict.fromkeys([*states_a, *states_b]):
+            if weights_only and state != WEIGHTS:
+                continue
+            if state not in states_a or state not in states_b:
+                missing[state, "A" if state in states_a else "B"] += 1
+                continue
+            form_a, form_b = _form(a, name, states_a[state]), _form(b, name, states_b[state])
+            if form_a != form_b:
+                found.forms.append((f"{state} of {name}", form_a, form_b))
+            if a.shape(name) == b.shape(name):
+                yield name, state, states_a[state], states_b[state]
+    found.only += [(f"{state} of {count} parameters", side) for (state, side), count in missing.items()]
+
+
+def _states(reader: Reader, name: str) -> dict[str, str]:
+    return {WEIGHTS if state in (MASTER, CONSTANT) else state: state for state in reader.states(name)}
+
+
+def _form(reader: Reader, name: str, state: str) -> str:
+    return f"{reader.tensors[name]['states'][state]} {list(reader.shape(name))}"
+
+
+def _compare_values(what: str, a: Reader, b: Reader, name: str, states: tuple[str, str]) -> ValueDifference | None:
+    count, max_abs = 0, 0.0
+    for x, y in zip(_chunks(a, name, states[0]), _chunks(b, name, states[1]), strict=True):
+        if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            continue
+        x, y = _comparable(x, y)
+        differs = (x != y) & ~((x != x) & (y != y))  # nan is like nan
+        if differs.any():
+            most = float((x[differs].to(_wide(x)) - y[differs].to(_wide(x))).abs().max())
+            count, max_abs = count + int(differs.sum()), most if math.isnan(most) else max(max_abs, most)
+    if not count:
+        return None
+    largest = 0.0
+    for x in _chunks(a, name, states[0]):
+        size = x.to(_wide(x)).abs()
+        largest = max(largest, float(size.where(size.isfinite(), 0).max()))
+    return ValueDifference(what, count, math.prod(a.shape(name)), max_abs, max_abs / largest if largest else math.inf)
+
+
+def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
+    """The flattened tensor, in parts that leave memory to others."""
+    numel = math.prod(reader.shape(name))
+    for start in range(0, numel, _CHUNK_NUMEL):
+        out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=reader.states(name)[state])
+        reader.read_part(name, {state: out}, start=start)
+        yield out
+
+
+def _comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in a dtype that holds the values of either exactly, or nearly (int64 beside floating point)."""
+    if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
+        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        return x.to(wide), y.to(wide)
+    return x.to(torch.int64), y.to(torch.int64)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64  # differences of integers may not fit into one
+
+
+def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
+    """Every counter and setting by its path, as text."""
+    blobs = (reader.index.get("blobs") or [{}])[0]
+    for key in _SETTINGS:
+        if reader.index.get(key) is not None:
+            yield from _flat(reader, blobs, key, reader.index[key])
+
+
+def _flat(reader: Reader, blobs: dict[str, Any], path: str, value: Any) -> Iterator[tuple[str, str]]:
+    kind = value.get(MARK) if isinstance(value, dict) else None
+    if kind in ("tensor", "numpy"):
+        content = zlib.crc32(bytes_of(reader.blob(blobs[value["name"]])).tobytes())
+        yield path, f"{kind} {value['dtype']} {value['shape']} with CRC-32 {content:08x}"
+    elif isinstance(value, dict) and kind is None:
+        for key, item in value.items():
+            yield from _flat(reader, blobs, f"{path}.{key}", item)
+    elif (items := value if isinstance(value, list) else value.get("items") if kind else None) and _is_nested(items):
+        for number, item in enumerate(items):
+            yield from _flat(reader, blobs, f"{path}[{number}]", item)
+    else:
+        yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _is_nested(items: list[Any]) -> bool:
+    return any(isinstance(item, (dict, list)) for item in items)
+
+
+def report(found: Comparison, most: int = 20) -> list[str]:
+    """Lines for a person.
+
+    Args:
+        most: tensors whose values differ, of which the relatively largest differences are listed.
+    """
+    lines = [f"only in {side}: {what}" for what, side in found.only]
+    if found.forms:
+        lines += ["", *columns(("SHAPE AND DTYPE", "A", "B"), found.forms)]
+    if found.values:
+        worst = sorted(found.values, key=lambda v: -math.inf if math.isnan(v.max_abs) else -v.relative)
+        rows = [(v.what, f"{v.count:,}", f"{v.numel:,}", f"{v.max_abs:.3g}", f"{v.relative:.3g}") for v in worst[:most]]
+        lines += ["", *columns(("VALUES", "DIFFERENT", "OF", "MAX ABS", "RELATIVE"), rows, right=(1, 2, 3, 4))]
+        if len(worst) > most:
+            lines.append(f"... and {len(worst) - most} more, which differ less (--all lists them)")
+    if found.settings:
+        rows_of_settings = [(path, _short(a), _short(b)) for path, a, b in found.settings]
+        lines += ["", *columns(("SETTING", "A", "B"), rows_of_settings)]
+    counts = f"values of {len(found.values)} of {found.num_tensors} tensors"
+    differ = [
+        *(["not all is in both"] if found.only else []),
+        *([f"{len(found.forms)} have other shapes or dtypes"] if found.forms else []),
+        *([f"{counts} differ"] if found.values else []),
+        *([f"{len(found.settings)} settings differ"] if found.settings else []),
+    ]
+    lines += [
+        "",
+        f"different: {'; '.join(differ)}" if differ else f"equal: {found.num_tensors} tensors, value for value",
+    ]
+    return lines[1:] if not lines[0] else lines
+
+
+def _short(text: str, width: int = 50) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

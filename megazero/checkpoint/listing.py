@@ -1,0 +1,186 @@
+"""What a person asks of checkpoints: which there are, and what is in one of them. Only indices are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.plain import MARK
+from megazero.checkpoint.reader import CheckpointError, Reader, latest_tag, replaced_path
+from megazero.checkpoint.store import list_tags
+from megazero.metrics import table
+from megazero.zero.memory import size
+
+
+def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
+    """The directory and the tag of a checkpoint, for `Reader`.
+
+    Args:
+        path: a checkpoint's own directory, or the one that a job saves in.
+        tag: which checkpoint of the latter; by default the one that its file `latest` names.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint; the message names those that there are.
+        ValueError: `tag` is given, and `path` is a checkpoint itself.
+    """
+    path = Path(path).resolve()
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is no directory: name one that a job saves in, or one of the checkpoints in it."
+        )
+    if (path / "index.json").is_file():
+        if tag is not None:
+            raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
+        return path.parent, path.name
+    wanted, there = latest_tag(path) if tag is None else tag, list_tags(path)
+    if wanted is not None and (wanted in there or replaced_path(path, wanted).is_dir()):
+        return path, wanted
+    if not there:
+        raise FileNotFoundError(f"There are no checkpoints in {path}: no directory in it has an index.json.")
+    missing = "no file `latest` that names one" if wanted is None else f"no checkpoint {wanted}"
+    raise FileNotFoundError(f"There is {missing} in {path}; choose with --tag among {', '.join(there)}.")
+
+
+def open_checkpoint(path: str | Path, tag: str | None = None) -> Reader:
+    """The checkpoint that `path` and `tag` mean, as in `locate`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `locate`.
+        CheckpointError: it is damaged.
+    """
+    return Reader(*locate(path, tag))
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines with a heading, all columns aligned: to the left, or to the `right` where their number is listed."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return [
+        "  ".join(
+            f"{text:>{width}}" if i in right else f"{text:<{width}}" for i, (text, width) in enumerate(cells)
+        ).rstrip()
+        for cells in (zip(line, widths, strict=True) for line in lines)
+    ]
+
+
+def describe_directory(directory: str | Path) -> list[str]:
+    """A table of the checkpoints in a directory, oldest first, and what else of saves lies there.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    directory = Path(directory).resolve()
+    tags, partial = list_tags(directory), sorted(directory.glob(".*.partial"))
+    if not tags and not partial:
+        raise FileNotFoundError(f"There are no checkpoints in {directory}: no directory in it has an index.json.")
+    latest, rows, errors = latest_tag(directory), [], []
+    for tag in tags:
+        try:
+            summary = _summary(Reader(directory, tag))
+        except CheckpointError as error:
+            summary = ("", _saved(directory / tag), "", "", "", "cannot be read")
+            errors.append(f"{tag}: {error}")
+        rows.append(("*" if tag == latest else "", tag, *summary))
+    lines = columns(("", "TAG", "STEPS", "SAVED", "MP x DP", "ZERO", "SIZE", ""), rows, right=(2, 5, 6)) if tags else []
+    lines += ["", *errors] if errors else []
+    if latest is not None:
+        is_there = latest in tags or replaced_path(directory, latest).is_dir()
+        lines += ["", "* latest" if is_there else f"`latest` names {latest}, which is not there"]
+    return lines + [f"{path.name} is being written, or its save has died" for path in partial]
+
+
+def describe(reader: Reader) -> list[str]:
+    """Everything that the index of one checkpoint says: its parameters, counters and settings."""
+    rows, kinds, numels, nbytes = [], Counter[str](), Counter[str](), Counter[str]()
+    for name in reader.tensors:
+        shape, states, kind = reader.shape(name), reader.states(name), str(reader.tensors[name]["kind"])
+        codes = list(dict.fromkeys(reader.tensors[name]["states"].values()))
+        rows.append((name, kind, " x ".join(map(str, shape)) or "scalar", ", ".join(codes), ", ".join(states)))
+        kinds[kind] += 1
+        numels[kind] += math.prod(shape)
+        for state, dtype in states.items():
+            nbytes[state] += math.prod(shape) * dtype.itemsize
+    lines = columns(("NAME", "KIND", "SHAPE", "DTYPE", "STATES"), rows)
+    totals = [(kind, f"{count} tensors, {numels[kind]:,} elements") for kind, count in kinds.items()]
+    totals += [(state, size(count)) for state, count in nbytes.items()]
+    totals += [(alias, f"is tied to {name}") for alias, name in reader.index.get("aliases", {}).items()]
+    for title, entries in (
+        ("totals", totals),
+        ("checkpoint", _facts(reader)),
+        ("optimizer", _optimizer(reader.index.get("optimizer"))),
+        ("loss scale", _entries(reader.index.get("loss_scaler"))),
+        ("learning rate schedule", _entries(reader.index.get("lr_scheduler"))),
+        ("client state", _entries(reader.index.get("client_state"))),
+    ):
+        lines += ["", *table(title, entries or [("none", "")]).splitlines()]
+    return [line.rstrip() for line in lines]
+
+
+def brief(encoded: Any, width: int = 60) -> str:
+    """A JSON value, or one of `plain.encode`, in a few words."""
+    kind = encoded.get(MARK) if isinstance(encoded, dict) else None
+    if kind in ("tensor", "numpy"):
+        text = f"{'array' if kind == 'numpy' else 'tensor'} {encoded['dtype']} {encoded['shape']}"
+    elif kind is not None:
+        text = str(encoded["value"]) if "value" in encoded else f"{kind} of {len(encoded.get('items', encoded))}"
+    elif isinstance(encoded, dict) or (isinstance(encoded, list) and any(isinstance(e, (dict, list)) for e in encoded)):
+        text = f"{type(encoded).__name__} of {len(encoded)}"
+    else:
+        text = json.dumps(encoded, ensure_ascii=False)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _summary(reader: Reader) -> tuple[str, str, str, str, str, str]:
+    """Of the table's row what follows the tag."""
+    index = reader.index
+    steps, stage = str(index.get("global_steps")), str(index.get("zero_stage"))
+    return steps, _saved(reader.path), _ranks(index), stage, size(sum(file.nbytes for file in reader.files)), ""
+
+
+def _ranks(index: dict[str, Any]) -> str:
+    return f"{index.get('model_parallel_size')} x {index.get('data_parallel_size')}"
+
+
+def _facts(reader: Reader) -> list[tuple[str, str]]:
+    index = reader.index
+    return [
+        ("path", str(reader.path)),
+        (
+            "saved",
+            f"{_saved(reader.path)} by megazero {index.get('megazero_version')}, torch {index.get('torch_version')}",
+        ),
+        (
+            "ranks",
+            f"{_ranks(index)} (model x data parallel), ZeRO stage {index.get('zero_stage')}, {index.get('device')}",
+        ),
+        ("files", f"{len(reader.files)}, {size(sum(file.nbytes for file in reader.files))}"),
+        ("steps", f"{index.get('global_steps')} ({index.get('skipped_steps')} skipped)"),
+        *((name, brief(value)) for name, value in index.get("counters", {}).items()),
+    ]
+
+
+def _optimizer(saved: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if saved is None:
+        return []
+    groups_that_are_set = [
+        {k: v for k, v in g.items() if v is not None and v is not False} for g in saved.get("groups") or ()
+    ]
+    settings = [", ".join(f"{k} {brief(v)}" for k, v in group.items()) for group in groups_that_are_set]
+    counters = ", ".join(f"{k} {brief(v)}" for k, v in (saved.get("counters") or {}).items())
+    groups = [(f"group {i}", text) for i, text in enumerate(settings)]
+    return [("type", str(saved.get("type"))), *([("counters", counters)] if counters else []), *groups]
+
+
+def _entries(encoded: Any) -> list[tuple[str, str]]:
+    if not isinstance(encoded, dict) or MARK in encoded:
+        return [] if encoded is None else [("value", brief(encoded))]
+    return [(key, brief(value)) for key, value in encoded.items()]
+
+
+def _saved(path: Path) -> str:
+    return f"{datetime.fromtimestamp((path / 'index.json').stat().st_mtime):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,222 @@
+"""The command line: what a person sees of good, damaged and different checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megazero.checkpoint.__main__ import main
+from megazero.checkpoint.verify import verify
+from tests.checkpoint.checkpoints import TAG, make
+
+
+@pytest.fixture
+def saved(tmp_path):
+    make(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def run(capsys, *arguments) -> tuple[int, list[str]]:
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert not err
+    return status, out.splitlines()
+
+
+def test_ls_lists_the_checkpoints_of_a_directory(saved, capsys):
+    make(saved, 1, 3, tag="global_step10", global_steps=10)
+    (saved / ".global_step12.partial").mkdir()
+    (saved / TAG / "rank_00000.safetensors").unlink()
+    status, lines = run(capsys, "ls", saved)
+    assert status == 0
+    columns = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    assert columns[0] == ["TAG", "STEPS", "SAVED", "MP x DP", "ZERO", "SIZE"]
+    assert columns[1][0] == TAG and columns[1][-1] == "cannot be read"
+    star, tag, steps, _, ranks, stage, size = columns[2]
+    assert (star, tag, steps, ranks, stage) == ("*", "global_step10", "10", "1 x 3", "1") and size.endswith("kB")
+    assert any(line.startswith(f"{TAG}: ") and "rank_00000" in line for line in lines)
+    assert lines[-1] == ".global_step12.partial is being written, or its save has died"
+
+
+@pytest.mark.parametrize("arguments", [["--tag", TAG], []], ids=["--tag", "path"])
+def test_ls_shows_what_is_in_a_checkpoint(saved, capsys, arguments):
+    status, lines = run(capsys, "ls", saved if arguments else saved / TAG, *arguments)
+    text = "\n".join(re.sub(r" {2,}", "  ", line) for line in lines)
+    assert status == 0
+    for expected in (
+        "NAME  KIND  SHAPE  DTYPE  STATES",
+        "words  trained  13 x 5  F32  master, exp_avg, exp_avg_sq",
+        "frozen  frozen  5 x 2  BF16  constant",
+        "count  buffer  scalar  I64  constant",
+        "trained  5 tensors, 430 elements",
+        "head  is tied to words",
+        "ranks  2 x 2 (model x data parallel), ZeRO stage 1, cpu",
+        "steps  6 (1 skipped)",
+        "global_samples  48",
+        "counters  step 5.0",
+        "group 0  lr 0.05",
+        "scale  1.0",
+        "best  nan",
+        "betas  tuple of 2",
+        "ema  tensor float32 [4]",
+    ):
+        assert expected in text
+    assert "by megazero 0.1.0, torch 2.13.0" in text
+
+
+def test_verify_of_what_is_whole(saved, capsys):
+    status, (line,) = run(capsys, "verify", saved)
+    assert status == 0 and line.startswith(f"{saved / TAG}: 7 tensors in 4 files, ")
+    assert line.endswith("all is as it was written")
+
+
+def test_verify_sees_every_flipped_bit_and_names_what_it_is_in(saved):
+    for name, entry in json.loads((saved / TAG / "index.json").read_text())["files"].items():
+        path = saved / TAG / name
+        content = bytearray(path.read_bytes())
+        for position in range(0, entry["bytes"], 97):
+            content[position] ^= 1
+            path.write_bytes(content)
+            (problem,) = verify(saved, TAG).problems
+            assert problem.startswith(f"{name}: bytes 0 to {entry['bytes']:,} are not what was written. In them: ")
+            content[position] ^= 1
+        path.write_bytes(content)
+    assert not verify(saved, TAG).problems
+
+
+def test_verify_names_the_tensors_of_a_damaged_block(tmp_path):
+    values = {f"p{i}": {"master": torch.randn(300_000)} for i in range(4)}  # 1.2 MB each, in blocks of 1 MiB
+    make(tmp_path, 1, 1, values)
+    path = tmp_path / TAG / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[(3 << 20) + 5] ^= 1
+    path.write_bytes(content)
+    (problem,) = verify(tmp_path, TAG).problems
+    assert problem == (
+        "rank_00000.safetensors: bytes 3,145,728 to 4,194,304 are not what was written. In them: master of p2, master of p3"
+    )
+
+
+def test_verify_of_files_that_are_short_or_gone(saved, capsys):
+    (saved / TAG / "rank_00001.safetensors").unlink()
+    with open(saved / TAG / "rank_00002.safetensors", "r+b") as file:
+        file.truncate(100)
+    status, lines = run(capsys, "verify", saved / TAG)
+    assert status == 1 and lines[0].startswith(str(saved / TAG))
+    assert lines[1].startswith("  rank_00001.safetensors is missing. In it: master of ")
+    assert re.match(r"  rank_00002.safetensors has 100 bytes where [\d,]+ were written. In it: master of ", lines[2])
+    assert lines[3].startswith("2 problems: ")
+
+
+def drop_piece(index):
+    index["tensors"]["qkv"]["pieces"].pop()
+
+
+def repeat_piece(index):
+    index["tensors"]["qkv_bias"]["pieces"] *= 2
+
+
+def shift_piece(index):
+    index["tensors"]["norm"]["pieces"][0][4][1] += 10**6
+
+
+def other_rank(index):
+    index["tensors"]["norm"]["pieces"][0][0] = 1
+
+
+def no_states(index):
+    del index["tensors"]["norm"]["states"]
+
+
+def other_file(index):
+    index["files"]["../secret"] = index["files"].pop("rank_00003.safetensors")
+
+
+def client_state_of_the_future(index):
+    index["client_state"] = {"$": "hologram"}
+
+
+def version_of_the_future(index):
+    index["format_version"] = 3
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (drop_piece, r"qkv: \d+ of its 252 elements are in no file"),
+        (repeat_piece, "qkv_bias: some elements are there twice"),
+        (shift_piece, "exp_avg of norm should lie in .* beyond its end"),
+        (other_rank, "norm: a piece belongs to a rank that is none of its 1"),
+        (no_states, "index.json is malformed.*'states'"),
+        (other_file, "'../secret' is no name of a file"),
+        (client_state_of_the_future, "the client state holds .* 'hologram'"),
+        (version_of_the_future, "format is megazero, version 3"),
+    ],
+)
+def test_verify_of_an_index_that_is_wrong(saved, change, expected):
+    path = saved / TAG / "index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    assert re.search(expected, "\n".join(verify(saved, TAG).problems))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "required: COMMAND"),
+        (["list"], "invalid choice"),
+        (["ls", "{nowhere}"], "is no directory"),
+        (["ls", "{empty}"], "no checkpoints in"),
+        (["verify", "{empty}"], "no checkpoints in"),
+        (["verify", "{saved}", "--tag", "global_step9"], f"choose with --tag among {TAG}"),
+        (["verify", f"{{saved}}/{TAG}", "--tag", TAG], "is a checkpoint itself: drop --tag"),
+        (["diff", "{saved}", "{nowhere}"], "is no directory"),
+        (
+            ["reshape", "{saved}", "{out}", "--model-parallel-size", "0", "--data-parallel-size", "1"],
+            "must be 1 or more",
+        ),
+        (["reshape", "{saved}", "{out}", "--model-parallel-size", "5", "--data-parallel-size", "1"], "qkv of shape"),
+        (
+            ["reshape", "{saved}", "{saved}", "--model-parallel-size", "1", "--data-parallel-size", "1"],
+            "exists already",
+        ),
+        (["export", "{saved}", "{out}", "--to", "huggingface"], "has no 'model'"),
+        (["import", "{empty}", "{out}", "--from", "huggingface"], "config.json is missing"),
+        (["import", "{empty}", "{out}", "--from", "huggingface", "--tag", "1"], "Drop it"),
+        (["import", "{empty}", "{out}", "--from", "huggingface", "--vocab-size", "1"], "for --from megatron only"),
+        (["import", "{empty}", "{out}", "--from", "megatron", "--tag", "new"], "the iteration as a number"),
+        (["import", "{empty}", "{out}", "--from", "megatron"], "latest_checkpointed_iteration.txt is missing"),
+        (["import", "{empty}", "{out}", "--from", "deepspeed"], "latest"),
+    ],
+)
+def test_an_error_is_one_line_and_status_2(saved, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty").mkdir()
+    places = {name: tmp_path / name for name in ("saved", "empty", "nowhere", "out")}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_latest_that_names_nothing_is_said(saved, capsys):
+    shutil.move(saved / TAG, saved / "mine")
+    assert run(capsys, "ls", saved)[1][-1] == f"`latest` names {TAG}, which is not there"
+    assert main(["verify", str(saved)]) == 2
+    assert "choose with --tag among mine" in capsys.readouterr().err
+    (saved / "latest").unlink()
+    assert main(["verify", str(saved)]) == 2
+    assert "no file `latest`" in capsys.readouterr().err
+    assert run(capsys, "verify", saved, "--tag", "mine")[0] == 0
+
+
+def test_as_a_command_whose_reader_goes_away(saved):
+    command = f"{sys.executable} -m megazero.checkpoint ls {saved / TAG} | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("NAME ")
