@@ -11,6 +11,7 @@ import torch
 from megazero import comm, mpu
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import client_state, cut_of
+from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
@@ -63,13 +64,18 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
     assert config.load is not None
     reader = Reader(config.load, config.tag)
     client = client_state(reader)
-    files: dict[str, Any] = client["tokenizer"]
-    given = {name: getattr(config, name) for name in files if getattr(config, name) is not None}
-    files = {"tokenizer_type": files["tokenizer_type"], **given} if given else files
+    saved: dict[str, Any] = client.get("tokenizer", {})
+    given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
+    if not saved and not given:
+        raise ValueError(
+            f"{reader.path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
+            "--merge-file, or --tokenizer-path."
+        )
+    files = {"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given} if given else saved
     tokenizer = build_tokenizer(
         files["tokenizer_type"], files.get("vocab_file"), files.get("merge_file"), files.get("tokenizer_path")
     )
-    if tokenizer.sha256 != client["tokenizer_sha256"]:
+    if tokenizer.sha256 != client.get("tokenizer_sha256", tokenizer.sha256):
         raise ValueError(
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
             f"found {tokenizer.sha256[:12]}...). Give the training job's --vocab-file and --merge-file, or --tokenizer-path."
@@ -80,7 +86,10 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
 
 def model_config(reader: Reader) -> GPT2Config:
     """The model of a checkpoint, without what only training needs."""
-    saved = GPT2Config(**client_state(reader)["model"])
+    client = client_state(reader)
+    if "model" not in client:
+        raise ValueError(f"{reader.path} does not say which model it is of: it was not saved by the GPT-2 job.")
+    saved = GPT2Config(**client["model"])
     return replace(saved, checkpoint_activations=False, compile=False, layernorm="torch")
 
 

@@ -17,6 +17,7 @@ from megazero import comm, mpu
 from megazero.checkpoint.reader import Reader, latest_tag
 from megazero.checkpoint.training_state import client_state
 from megazero.config import Config
+from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine, weight_decay_groups
@@ -31,8 +32,6 @@ from megazero.zero import Init
 from megazero.zero.optimizer import BucketOptimizer
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")
 
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
@@ -194,7 +193,9 @@ def load(job: Job) -> None:
 def _prepare_to_continue(job: Job, reader: Reader) -> None:
     """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
     client, finetune = client_state(reader), job.config.checkpoint.finetune
-    if client["tokenizer_sha256"] != job.tokenizer.sha256:
+    if "tokenizer_sha256" not in client:  # of another framework
+        logger.warning("%s does not say which vocabulary it was trained with: make sure that it is yours", reader.path)
+    elif client["tokenizer_sha256"] != job.tokenizer.sha256:
         raise ValueError(
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 "
             f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
@@ -202,6 +203,11 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
         )
     if finetune:
         return
+    if "iteration" not in client:
+        raise ValueError(
+            f"{reader.path} was not saved by this job, so it does not say where in the data to continue. Start from its "
+            "weights by --finetune."
+        )
     schedule: Any = job.engine.lr_scheduler
     if reader.index["lr_scheduler"].keys() != schedule.state_dict().keys():
         raise ValueError(

@@ -21,6 +21,9 @@ Dataset = GPT2Dataset | BlendedDataset
 _PARTS = ("train", "valid", "test")
 
 
+TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")  # what makes a vocabulary
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where the text comes from, how it is divided, and which tokenizer reads it."""
