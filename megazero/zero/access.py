@@ -178,6 +178,9 @@ def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes this rank's part of the fp32 master weight: 1-D, of the size that the getter returns. Collective."""
+    found = _find(parameter)
+    if found is not None:
+        found[0].refuse_if_held("setting a value")
     _set_local(safe_get_local_fp32_param(parameter), values)
     bucket = bucket_of(parameter)
     assert bucket is not None

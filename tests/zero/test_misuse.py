@@ -60,6 +60,7 @@ def held_case() -> None:
     for action in (
         engine.step,
         lambda: utils.safe_set_full_fp32_param(weight, torch.zeros(15, 5)),
+        lambda: utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight)),
     ):
         with pytest.raises(RuntimeError, match="inside of GatheredParameters"), zero.GatheredParameters(weight):
             action()
