@@ -54,11 +54,39 @@ def _enum_member(enum: Any, name: str) -> Any:
     return enum.members.get(name, name)
 
 
-def _plain_dtype(name: str, *_: Any) -> np.dtype:
-    """A numpy dtype of numbers or text; one of objects or of a record is refused."""
-    if not re.fullmatch(r"[biufcSU?]\d*", name):
-        raise TypeError(f"a numpy array of dtype {name!r}")
-    return np.dtype(name)
+class _Dtype:
+    """A numpy dtype of numbers or text. The real one is not given its state from a file: its flags say what is a pointer."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if not re.fullmatch(r"[biufcSU?]\d*", name):
+            raise TypeError(f"a numpy array of dtype {name!r}")
+        self.name, self.byte_order = name, "="
+
+    def __setstate__(self, state: tuple) -> None:
+        self.byte_order = {"<": "<", ">": ">"}.get(state[1], "=")
+
+    def numpy(self) -> np.dtype:
+        return np.dtype(self.byte_order + self.name)
+
+
+class _Array(np.ndarray):
+    """A numpy array, whose dtype is a `_Dtype` in the file."""
+
+    def __setstate__(self, state: tuple) -> None:
+        *version, shape, dtype, is_fortran, data = state
+        super().__setstate__((*version, shape, dtype.numpy(), is_fortran, data))
+
+    def __reduce__(self) -> Any:
+        return np.asarray(self).__reduce__()  # saved again, it is a common one
+
+
+def _empty_array(*_: Any) -> _Array:
+    return _Array(0)
+
+
+def _numpy_scalar(dtype: _Dtype, data: bytes) -> Any:
+    (value,) = np.frombuffer(data, dtype.numpy())
+    return value
 
 
 def _default_dict(*_: Any) -> dict:
@@ -88,19 +116,6 @@ megatron.core.rerun_state_machine.RerunMode megatron.core.rerun_state_machine.Re
 """.split()
 
 
-def _numpy_names() -> list[tuple[Any, str]]:
-    """numpy's own readers of arrays and scalars, which call nothing; numpy 2 moved them, and files have either name."""
-    array, scalar = np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]
-    dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSU"}
-    return [
-        *((array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-        *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-        (np.ndarray, "numpy.ndarray"),
-        (_plain_dtype, "numpy.dtype"),
-        *((dtype, f"numpy.dtypes.{dtype.__name__}") for dtype in dtypes),
-    ]
-
-
 def _stand_ins() -> list[tuple[Any, str]]:
     return [
         (_ZERO_STAGES, "deepspeed.runtime.zero.config.ZeroStageEnum"),
@@ -110,7 +125,10 @@ def _stand_ins() -> list[tuple[Any, str]]:
         (_default_dict, "collections.defaultdict"),
         *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, int, float)),
         *((_path, f"pathlib.{name}") for name in ("PosixPath", "WindowsPath", "PurePosixPath")),
-        *_numpy_names(),
+        (_Array, "numpy.ndarray"),
+        (_Dtype, "numpy.dtype"),
+        *((_empty_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),  # numpy 2 renamed it
+        *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
     ]
 
 
@@ -175,6 +193,8 @@ def _plain(value: Any, name: str) -> Any:
         return _LEFT_OUT if any(part is _LEFT_OUT for part in parts) else type(value)(parts)
     if isinstance(value, (torch.dtype, torch.device)):
         return str(value)
+    if isinstance(value, _Array):
+        value = np.asarray(value)
     try:
         encode(value, name)
     except (TypeError, ValueError) as error:

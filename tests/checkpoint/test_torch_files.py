@@ -85,7 +85,7 @@ def test_data_is_read_as_it_was(tmp_path, is_zip):
         "random": random.getstate(),
         "numpy": np.random.RandomState(1).get_state(),
         "scalars": [np.float64(0.5), np.int64(3), np.bool_(True)],
-        "arrays": [np.arange(4, dtype=np.int32), np.ones((2, 3), order="F"), np.array(["a", "bc"])],
+        "arrays": [np.arange(4, dtype=np.int32), np.ones((2, 3), order="F"), np.array(["a", "bc"]), np.ones(2, ">i2")],
         "paths": Path("a/b"),
     }
     read = load_torch_file(saved(tmp_path, content, _use_new_zipfile_serialization=is_zip))
@@ -96,8 +96,25 @@ def test_data_is_read_as_it_was(tmp_path, is_zip):
     assert read["numpy"][0] == "MT19937" and np.array_equal(read["numpy"][1], content["numpy"][1])
     assert read["scalars"] == content["scalars"] and isinstance(read["scalars"][0], np.float64)
     assert all(
-        np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(read["arrays"], content["arrays"], strict=True)
+        np.array_equal(a, b) and a.dtype == b.dtype.newbyteorder("=")
+        for a, b in zip(read["arrays"], content["arrays"], strict=True)
     )
+
+
+def test_the_flags_of_a_numpy_dtype_are_not_taken_from_the_file(tmp_path):
+    """A dtype whose flags say that its items are pointers would make numpy follow the numbers in the file."""
+
+    class Flagged:
+        def __reduce__(self):
+            return np.dtype, ("f8", False, True), (3, "<", None, None, None, -1, -1, 63)
+
+    class Array:
+        def __reduce__(self):
+            rebuild = np.empty(0).__reduce__()[0]
+            return rebuild, (np.ndarray, (0,), b"b"), (1, (2,), Flagged(), False, np.array([1.0, 2.0]).tobytes())
+
+    array = plain_data(load_torch_file(saved(tmp_path, Array())), "array")
+    assert type(array) is np.ndarray and array.dtype.flags == 0 and array.tolist() == [1.0, 2.0]
 
 
 def test_arrays_of_objects_are_refused(tmp_path):

@@ -1,0 +1,73 @@
+"""Joining the model-parallel ranks of a Megatron-LM GPT-2 that DeepSpeed saved.
+
+The files do not say how a layer was cut, only Megatron-LM's names do. A parameter under another name is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.foreign import ForeignTensor
+
+_CUT_BY_ROWS = re.compile(
+    r"(^|.*\.)((word_embeddings|query_key_value|dense_h_to_4h)\.weight|(query_key_value|dense_h_to_4h)\.bias)"
+)
+_CUT_BY_COLUMNS = re.compile(r"(^|.*\.)(dense|dense_4h_to_h)\.weight")
+_WHOLE = re.compile(r".*(layernorm\.(weight|bias)|(position|tokentype)_embeddings\.weight|\.dense(_4h_to_h)?\.bias)")
+_STACKED = re.compile(r".*query_key_value\.(weight|bias)")
+
+
+def merge_model_parallel(ranks: Sequence[dict[str, ForeignTensor]], version: float) -> dict[str, ForeignTensor]:
+    """The whole tensors of a Megatron-LM GPT-2, from those of each model-parallel rank.
+
+    Args:
+        ranks: the tensors of each rank, in order.
+        version: Megatron-LM's `checkpoint_version`. In version 0 a rank's query_key_value is its query rows, then its key rows,
+            then its value rows, and so is the joined one; in later ones the rows of a head lie together.
+
+    Raises:
+        ValueError: a parameter has a name that does not say how it was cut, or the ranks do not fit together.
+    """
+    merged = {}
+    for name, first in ranks[0].items():
+        parts = [rank.get(name) for rank in ranks]
+        tensors = [part for part in parts if part is not None and part.kind == first.kind]
+        dim = _dimension(name, len(ranks))
+        if len(tensors) != len(ranks) or any(
+            t.shape != first.shape or t.states.keys() != first.states.keys() for t in tensors
+        ):
+            raise ValueError(
+                f"{name!r} is missing, or of another shape or kind, in the files of a model-parallel rank."
+            )
+        if dim is None:
+            merged[name] = first
+            continue
+        stack = 3 if version < 1 and _STACKED.fullmatch(name) else 1
+        shape = list(first.shape)
+        shape[dim] *= len(ranks)
+        states = {state: partial(_join, [t.states[state] for t in tensors], dim, stack) for state in first.states}
+        merged[name] = ForeignTensor(tuple(shape), first.kind, states)
+    return merged
+
+
+def _dimension(name: str, ranks: int) -> int | None:
+    """Along which dimension a parameter was cut; None if every rank has all of it."""
+    for pattern, dimension in ((_CUT_BY_ROWS, 0), (_CUT_BY_COLUMNS, 1), (_WHOLE, None)):
+        if pattern.fullmatch(name):
+            return dimension
+    raise ValueError(
+        f"the checkpoint is cut over {ranks} model-parallel ranks, and its files do not say how {name!r} was cut: only the "
+        "parameters of Megatron-LM's GPT-2 are known by name. Merge the ranks where the model's code is, and save with "
+        "model-parallel size 1."
+    )
+
+
+def _join(parts: Sequence[Callable[[], Tensor]], dim: int, stack: int) -> Tensor:
+    """The ranks' parts in one tensor; each part is `stack` matrices, one upon another, that were cut by themselves."""
+    pieces = [part().chunk(stack, dim) for part in parts]
+    return torch.cat([piece[index] for index in range(stack) for piece in pieces], dim)

@@ -1,0 +1,194 @@
+"""Reading DeepSpeed's checkpoints, ZeRO stages 0 to 3, without DeepSpeed and without running anything that is in them.
+
+Checked against what DeepSpeed 0.19.8 and 0.14.4 wrote on 1 to 3 ranks, their zero_to_fp32 and optimizers in memory:
+stages 1 to 3 in fp32, bf16 and fp16 with a dynamic loss scale, stage 0; tied and frozen parameters, buffers, two groups, odd
+sizes; offload of the optimizer, bf16_ files, sub-groups, round-robin order, aligned parameters, "elastic" states. Not checked
+against files of their versions: one dict of shapes, no shared_params, no underscore before optim_states, and model parallelism.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
+from megazero.checkpoint.deepspeed_megatron import merge_model_parallel
+from megazero.checkpoint.deepspeed_partitions import OptimizerFiles, read_optimizer_files
+from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.torch_files import Record, plain_data
+
+logger = logging.getLogger(__name__)
+
+# What DeepSpeed itself writes at the top of a model file; every other key is the user's.
+_OWN_KEYS = set(
+    """
+    module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler data_sampler
+    random_ltd sparse_tensor_module_names csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size
+    mp_world_size ds_config ds_version num_experts ds_autoep_layers autoep_layers universal_checkpoint_info folding
+    checkpoint_parallel_dimensions
+    """.split()
+)
+
+
+def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignCheckpoint:
+    """A DeepSpeed checkpoint in full parameters; a tensor is read from its files when it is asked for.
+
+    Args:
+        directory: the `save_dir` of DeepSpeed's `save_checkpoint`.
+        tag: which checkpoint in it; by default the one that DIR/latest names.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the files do not belong together, are damaged, or are of a kind that is not supported.
+    """
+    files = find_deepspeed_files(directory, tag)
+    parts = [_read_rank(files, rank) for rank in range(files.model_parallel)]
+    model, optimizer, tensors = parts[0].model, parts[0].optimizer, parts[0].tensors
+    if len(parts) > 1:
+        tensors = merge_model_parallel([part.tensors for part in parts], model.get("checkpoint_version", 0))
+    logger.info("%s: written by DeepSpeed %s, %d tensors", files.folder, model.get("ds_version"), len(tensors))
+    return ForeignCheckpoint(
+        tensors=tensors,
+        aliases={alias: name for alias, name in parts[0].aliases.items() if name in tensors},
+        global_steps=int(model.get("global_steps") or 0),
+        skipped_steps=int(model.get("skipped_steps") or 0),
+        optimizer_type=_optimizer_type(model.get("ds_config")),
+        optimizer_counters=optimizer.counters if optimizer else None,
+        optimizer_groups=plain_data(optimizer.groups, "optimizer_groups") if optimizer else None,
+        lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
+        loss_scaler=_loss_scaler(parts[0].optimizer_state),
+        client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
+    )
+
+
+class _Rank(NamedTuple):
+    """What the files of one model-parallel rank hold."""
+
+    tensors: dict[str, ForeignTensor]
+    aliases: dict[str, str]
+    model: dict[str, Any]
+    optimizer: OptimizerFiles | None
+    optimizer_state: dict[str, Any]
+
+
+def _read_rank(files: DeepSpeedFiles, rank: int) -> _Rank:
+    model = files.load_model(rank)
+    where = str(files.model[rank, 0])
+    module = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
+    if others := sorted(model["module"].keys() - module.keys()):
+        logger.warning("%s: the entries %s of the module are no tensors and are left out", where, others)
+    buffers = set(model.get("buffer_names") or ())
+    aliases = model.get("shared_params") or _same_storage({n: t for n, t in module.items() if n not in buffers})
+    shapes = model.get("param_shapes")
+    if shapes is None:
+        return _read_stage_0(where, model, module, buffers, aliases)
+    shapes = [shapes] if isinstance(shapes, Mapping) else shapes
+    states = files.load_optimizers(rank)
+    optimizer = read_optimizer_files(states, shapes, str(files.folder))
+    sizes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+    tensors = {name: ForeignTensor(sizes[name], "trained", {**optimizer.readers[name]}) for name in sizes}
+    is_stage_3 = "fp32_flat_groups" in states[0]
+    if is_stage_3:
+        tensors |= _frozen_shares(files.load_models(rank, len(states)))
+    for name, value in module.items():
+        if name in buffers:
+            tensors[name] = _constant(value, "buffer")
+        elif name not in tensors and name not in aliases and not is_stage_3:  # stage 3 has placeholders here
+            tensors[name] = _constant(value, "frozen")
+    return _Rank(tensors, aliases, model, optimizer, states[0])
+
+
+def _constant(value: Tensor, kind: str) -> ForeignTensor:
+    return ForeignTensor(tuple(value.shape), kind, {"constant": value.clone})
+
+
+def _frozen_shares(models: Sequence[dict[str, Any]]) -> dict[str, ForeignTensor]:
+    """The frozen parameters of a stage 3 checkpoint: the model file of each data-parallel rank has its share of them."""
+    shapes = models[0].get("frozen_param_shapes") or {}
+
+    def read(name: str) -> Tensor:
+        joined = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
+        return joined[: math.prod(shapes[name])].view(tuple(shapes[name]))
+
+    return {n: ForeignTensor(tuple(shape), "frozen", {"constant": partial(read, n)}) for n, shape in shapes.items()}
+
+
+def _same_storage(module: dict[str, Tensor]) -> dict[str, str]:
+    """Names of tied parameters -> the first name of the same tensor."""
+    first: dict[Any, str] = {}
+    return {
+        name: original
+        for name, value in module.items()
+        if value.numel()
+        and (original := first.setdefault((value.data_ptr(), value.shape, value.stride()), name)) != name
+    }
+
+
+def _read_stage_0(
+    where: str, model: dict[str, Any], module: dict[str, Tensor], buffers: set[str], aliases: dict[str, str]
+) -> _Rank:
+    """Without ZeRO a plain optimizer's state is in the model file, under the number of each parameter."""
+    names = [name for name in module if name not in buffers and name not in aliases]
+    state = model.get("optimizer") or {}
+    groups = state.get("param_groups") or []
+    order = [number for group in groups for number in group["params"]]
+    states = [state["state"].get(number, {}) for number in order] if groups else []
+    # The file has no names: they are certain where one group lists every parameter, in the model's order.
+    is_certain = len(groups) == 1 and [_shape_of(s) for s in states] == [module[name].shape for name in names]
+    if not is_certain and model.get("optimizer"):
+        logger.warning(
+            "%s: the optimizer's state is left out, because a checkpoint without ZeRO does not say which parameters it belongs "
+            "to: that is clear only for one group of all parameters in fp32. To keep it, load and save the checkpoint "
+            "with stage 1.",
+            where,
+        )
+    tensors = {name: _constant(module[name], "buffer") for name in module if name in buffers}
+    for number, name in enumerate(names):
+        readers = {"master": partial(_to_fp32, module[name])}
+        if is_certain:
+            readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if isinstance(v, Tensor) and v.dim()}
+        tensors[name] = ForeignTensor(tuple(module[name].shape), "trained", readers)
+    scalars = (
+        {k: float(v) for k, v in states[0].items() if not (isinstance(v, Tensor) and v.dim())} if is_certain else None
+    )
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    return _Rank(tensors, aliases, model, OptimizerFiles({}, scalars, settings) if is_certain else None, state)
+
+
+def _shape_of(state: dict[str, Any]) -> Any:
+    return next((value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()), None)
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32, copy=True)
+
+
+def _optimizer_type(config: Any) -> str | None:
+    """The class's name; DeepSpeed's "Adam" is AdamW unless adam_w_mode is off."""
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    if not section or not section.get("type"):
+        return None
+    is_coupled = not (section.get("params") or {}).get("adam_w_mode", True)
+    return {"adam": "Adam" if is_coupled else "AdamW", "adamw": "AdamW"}.get(section["type"].lower(), section["type"])
+
+
+def _loss_scaler(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of our `LossScaler`; None where the scale is fixed, as it is in fp32 and bf16."""
+    scaler = state.get("loss_scaler", state)
+    scaler = vars(scaler) if isinstance(scaler, Record) else scaler
+    if not isinstance(scaler, dict) or "last_overflow_iter" not in scaler:
+        return None
+    # DeepSpeed doubles the scale one step after `scale_window` clean ones: it counts the clean steps before the present one.
+    clean_steps = max(scaler["cur_iter"] - scaler["last_overflow_iter"] - 2, 0)
+    return {
+        "scale": float(scaler["cur_scale"]),
+        "hysteresis_left": int(scaler.get("cur_hysteresis", 1)),
+        "clean_steps": int(clean_steps),
+    }
