@@ -14,9 +14,9 @@ import torch
 
 from megazero.checkpoint.compare import compare, report
 from megazero.checkpoint.export import export_huggingface
-from megazero.checkpoint.huggingface_files import read_huggingface
-from megazero.checkpoint.import_deepspeed import read_deepspeed
-from megazero.checkpoint.import_megatron import read_megatron
+from megazero.checkpoint.importers.deepspeed import read_deepspeed
+from megazero.checkpoint.importers.huggingface import read_huggingface
+from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.listing import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape, write_foreign

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint.huggingface_files import write_huggingface
+from megazero.checkpoint.importers.huggingface import write_huggingface
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import client_state
 from megazero.data.gpt2_bpe import find_gpt2_files

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero import __version__
-from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.plain import encode
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import DTYPES, Reader

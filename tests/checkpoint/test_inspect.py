@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.__main__ import main
+from megazero.checkpoint.reader import index_bytes
 from megazero.checkpoint.verify import verify
 from tests.checkpoint.checkpoints import TAG, make
 
@@ -163,7 +164,7 @@ def test_verify_of_an_index_that_is_wrong(saved, change, expected):
     path = saved / TAG / "index.json"
     index = json.loads(path.read_text())
     change(index)
-    path.write_text(json.dumps(index))
+    path.write_bytes(index_bytes(index))
     assert re.search(expected, "\n".join(verify(saved, TAG).problems))
 
 

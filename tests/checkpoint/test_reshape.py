@@ -11,15 +11,15 @@ from safetensors import safe_open
 
 from megazero.checkpoint import reshape as reshape_module
 from megazero.checkpoint.__main__ import main
-from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.reader import CheckpointError, Reader
 from megazero.checkpoint.reshape import reshape, write_foreign
 from megazero.checkpoint.training_state import client_state
 from megazero.checkpoint.verify import verify
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config
-from tests.checkpoint import deepspeed_checkpoints
 from tests.checkpoint.checkpoints import TAG, make, tensors
+from tests.checkpoint.importers import deepspeed_checkpoints
 from tests.checkpoint.test_store import load_case, save_case
 from tests.ranks import run_ranks
 from tests.vocabularies import make_gpt2_vocabulary

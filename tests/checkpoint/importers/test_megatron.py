@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megazero.checkpoint.import_megatron import read_megatron
+from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize

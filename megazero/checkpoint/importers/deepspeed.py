@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
-from megazero.checkpoint.deepspeed_megatron import merge_model_parallel
-from megazero.checkpoint.deepspeed_partitions import OptimizerFiles, read_optimizer_files
-from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.torch_files import Record, plain_data
+from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
+from megazero.checkpoint.importers.deepspeed_megatron import merge_model_parallel
+from megazero.checkpoint.importers.deepspeed_partitions import OptimizerFiles, read_optimizer_files
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.torch_files import Record, plain_data
 
 logger = logging.getLogger(__name__)
 

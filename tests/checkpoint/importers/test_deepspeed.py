@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from megazero.checkpoint.foreign import ForeignCheckpoint
-from megazero.checkpoint.import_deepspeed import read_deepspeed
-from megazero.checkpoint.torch_files import Record, load_torch_file
+from megazero.checkpoint.importers.deepspeed import read_deepspeed
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint
+from megazero.checkpoint.importers.torch_files import Record, load_torch_file
 from megazero.optim.loss_scaler import LossScaler
-from tests.checkpoint.deepspeed_checkpoints import Saved, small_model, states_of, values, write_checkpoint
+from tests.checkpoint.importers.deepspeed_checkpoints import Saved, small_model, states_of, values, write_checkpoint
 
 CUTS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3, 4)]
 

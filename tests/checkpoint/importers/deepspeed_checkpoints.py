@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.foreign import ForeignCheckpoint
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint
 
 States = dict[str, Tensor]  # "master", "exp_avg", "exp_avg_sq"
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.foreign import ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignTensor
 
 _CUT_BY_ROWS = re.compile(
     r"(^|.*\.)((word_embeddings|query_key_value|dense_h_to_4h)\.weight|(query_key_value|dense_h_to_4h)\.bias)"

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from megazero.checkpoint.foreign import ForeignCheckpoint
-from megazero.checkpoint.import_deepspeed import read_deepspeed
-from megazero.checkpoint.torch_files import Record, load_torch_file
-from tests.checkpoint.deepspeed_checkpoints import small_model, values, write_checkpoint
+from megazero.checkpoint.importers.deepspeed import read_deepspeed
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint
+from megazero.checkpoint.importers.torch_files import Record, load_torch_file
+from tests.checkpoint.importers.deepspeed_checkpoints import small_model, values, write_checkpoint
 from tests.ranks import run_ranks
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megazero.checkpoint import huggingface_files
-from megazero.checkpoint.huggingface_files import read_huggingface, write_huggingface
+from megazero.checkpoint.importers import huggingface
+from megazero.checkpoint.importers.huggingface import read_huggingface, write_huggingface
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
@@ -53,7 +53,7 @@ def assert_same(found, wanted):
         assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("max_shard_bytes", [huggingface_files.MAX_SHARD_BYTES, 9_000])
+@pytest.mark.parametrize("max_shard_bytes", [huggingface.MAX_SHARD_BYTES, 9_000])
 def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, max_shard_bytes):
     transformers = pytest.importorskip("transformers")
     ours = GPT2Model(CONFIG, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.megatron_config import WORD_EMBEDDINGS, megatron_config
-from megazero.checkpoint.megatron_optimizer import MegatronOptimizer, read_optimizer
-from megazero.checkpoint.torch_files import load_torch_file, plain_data
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
+from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_optimizer
+from megazero.checkpoint.importers.torch_files import load_torch_file, plain_data
 from megazero.comm import ProcessGroup
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megazero.checkpoint.torch_files import Record, load_torch_file, plain_data
-from tests.checkpoint.deepspeed_checkpoints import fake_deepspeed
+from megazero.checkpoint.importers.torch_files import Record, load_torch_file, plain_data
+from tests.checkpoint.importers.deepspeed_checkpoints import fake_deepspeed
 
 
 class Reduced:

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megazero.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.torch_files import load_torch_file
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.checkpoint.writer import TensorSpec, stream_tensors
 from megazero.files import append_suffix, sync_folder, written_aside
 from megazero.model.config import GPT2Config
