@@ -1,0 +1,176 @@
+"""Saving and loading a training state: megazero beside torch.distributed.checkpoint and torch.save, in one run.
+
+    python benchmarks/checkpoint.py                                       # 42 million parameters, 0.5 GB, 2 ranks
+    python benchmarks/checkpoint.py --directory /mnt/checkpoints --rounds 9 --cold
+    python benchmarks/checkpoint.py --layers 1 --hidden 64 --vocab 256 --seq-length 16 --rounds 2 --saves 2     # does it work?
+
+The state is that of a plain GPT-2 and Adam in fp32, sharded over the ranks: by ZeRO stage 3 for megazero, by FSDP2 for the
+others. All ways are alive in the same processes and take turns, in an order that rotates. Everything saved is on the disk when
+its time ends, with torch.save too, and every load is compared with what was saved, bit for bit. Only megazero checks what it
+loads against checksums. Between the turns the written files are deleted and the disks synced.
+
+Then, for the ways that can, saves in the background of training: how much longer is the step that saves, and are those beside
+which it writes. Prints one JSON line, and tables on stderr. Linux and CPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from checkpoint_ranks import Ranks
+from comparison import quartiles
+from peers import Job
+
+REFERENCE = "dcp"
+MEASURED = {
+    "median_s": "from the first rank's start to the last one's end",
+    "gb_s": "12 bytes per parameter (fp32 weights and both moments), of all ranks, per second at the median",
+    "speed_ratio": f"{REFERENCE}'s median seconds by this way's: above 1 is faster than {REFERENCE}",
+    "peak_mib": "VmHWM less VmRSS before, of the rank and round that need most; pages of mapped files count",
+    "call_ratio": "the median call that saves in the background, by the median step of no save: what saving adds to a step",
+    "saving_step_ratio": "(a step + the call that saves in the background) by the median step of no save; median and quartiles",
+    "beside_ratio": "the median step while the background writes, by the median step of no save",
+    "write_s": "median from the call that saves until everything is on the disk, with training going on",
+}
+
+
+def rank_main(rank: int, store: str, result: str, args: argparse.Namespace) -> None:
+    """One rank; the first writes what was measured into `result`."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for the one line, whatever a library prints
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    job = Job(args.layers, args.hidden, args.heads, args.seq_length, args.vocab, args.batch, 1, False)
+    ranks = Ranks(job, args)
+    found: dict[str, dict[str, Any]] = {name: {} for name in ranks.ways}
+    names = list(ranks.ways)
+    for turn in range(args.warmup + args.rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            ranks.save_and_load(found[name], turn, name)
+    for turn in range(min(1, args.warmup) + args.saves):
+        shift = turn % len(names)
+        for name in [n for n in names[shift:] + names[:shift] if ranks.ways[n].has_background]:
+            ranks.save_in_background(found[name].setdefault("background", {}), turn, name)
+    if rank == 0:
+        parameters = sum(tensor.numel() for tensor in job.model().parameters())
+        Path(result).write_text(json.dumps({"parameters": parameters, "found": found}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the ranks and returns the result line."""
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        result = os.path.join(scratch, "result")
+        rank_args = (
+            os.path.join(scratch, "store"),
+            result,
+            argparse.Namespace(**{**vars(args), "directory": directory}),
+        )
+        multiprocessing.spawn(rank_main, rank_args, nprocs=args.ranks)
+        measured = json.loads(Path(result).read_text())
+    parameters, found = measured["parameters"], measured["found"]
+    return {
+        "question": "saving and loading a training state: megazero, torch.distributed.checkpoint and torch.save",
+        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
+        "batch": f"{args.batch} x {args.seq_length} per rank",
+        "state_bytes": 12 * parameters,
+        "ranks": args.ranks,
+        "loads": "cold page cache" if args.cold else "warm page cache",
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread per rank, gloo",
+        "torch": torch.__version__,
+        "rounds": args.rounds,
+        "save": {name: summary(way["save"], found[REFERENCE]["save"], 12 * parameters) for name, way in found.items()},
+        "load": {name: summary(way["load"], found[REFERENCE]["load"], 12 * parameters) for name, way in found.items()},
+        "file_bytes": {name: way["file_bytes"] for name, way in found.items()},
+        "background": {name: background(way["background"]) for name, way in found.items() if "background" in way},
+        "measured": MEASURED,
+    }
+
+
+def summary(mine: list[tuple[float, int]], reference: list[tuple[float, int]], nbytes: int) -> dict[str, Any]:
+    """Figures of one way, from (seconds, peak bytes) of every round, and beside those of the reference."""
+    seconds = [s for s, _ in mine]
+    median, base = statistics.median(seconds), statistics.median(s for s, _ in reference)
+    return {
+        "median_s": round(median, 4),
+        "quartiles_s": quartiles(seconds),
+        "gb_s": round(nbytes / median / 1e9, 3),
+        "speed_ratio": round(base / median, 3),
+        "peak_mib": round(max(peak for _, peak in mine) / 2**20, 1),
+    }
+
+
+def background(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Figures of the saves beside training."""
+    step = statistics.median(times["normal"])
+    ratios = [seconds / step for seconds in times["saving"]]
+    return {
+        "step_s": round(step, 4),
+        "step_quartiles_s": quartiles(times["normal"]),
+        "call_s": round(statistics.median(times["call"]), 4),
+        "call_ratio": round(statistics.median(times["call"]) / step, 3),
+        "saving_step_ratio": round(statistics.median(ratios), 3),
+        "saving_step_quartiles": quartiles(ratios),
+        "beside_ratio": round(statistics.median(times["beside"]) / step, 3) if times["beside"] else None,
+        "write_s": round(statistics.median(times["write"]), 4),
+        "steps": len(times["normal"]),
+        "saves": len(ratios),
+    }
+
+
+def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
+    """What a person reads."""
+    keys = list(next(iter(rows.values())))
+    cells = [[title, *keys], *([name, *(cell(row[key]) for key in keys)] for name, row in rows.items())]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells) + "\n"
+
+
+def cell(value: Any) -> str:
+    """A figure, or the figures of a list."""
+    return " ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "seq-length": 512, "vocab": 32000, "batch": 1}
+    for name, default in {**sizes, "ranks": 2, "rounds": 9, "warmup": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--saves", type=int, default=5, help="in the background, of each way")
+    parser.add_argument("--between", type=int, default=6, help="steps that count between two saves in the background")
+    parser.add_argument("--directory", help="existing directory to measure in (default: that of temporary files)")
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the written pages from the page cache before each load"
+    )
+    args = parser.parse_args()
+    if args.rounds < 2 or args.saves < 2 or args.between < 1:
+        parser.error("quartiles need at least 2 --rounds and 2 --saves, and a ratio 1 step --between them")
+    return args
+
+
+def main() -> None:
+    """Measures and prints."""
+    args = parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")  # the ranks inherit it
+    result = measure(args)
+    for title in ("save", "load", "background"):
+        print(table(title, result[title]), file=sys.stderr)
+    print("\n".join(f"{name}: {how}" for name, how in MEASURED.items()), file=sys.stderr)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

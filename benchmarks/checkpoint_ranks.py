@@ -1,0 +1,157 @@
+"""What one rank of benchmarks/checkpoint.py does: turns of saving and loading, and saves beside training. Needs Linux's /proc."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_ways import Way, all_ways
+from peers import Job
+from torch import Tensor
+
+
+class Ranks:
+    """One rank of the measurement; every method is called by all of them together."""
+
+    def __init__(self, job: Job, args: argparse.Namespace) -> None:
+        self.job, self.args, self.rank = job, args, dist.get_rank()
+        self.ways = all_ways(job)
+        self.steps = 0
+        for way in {id(way.trainer): way for way in self.ways.values()}.values():
+            for _ in range(2):  # so that there are moments to save
+                self.step(way)
+
+    def step(self, way: Way) -> float:
+        """Seconds of one training step."""
+        self.steps += 1
+        tokens, targets = self.job.data(self.steps, self.rank)
+        return timed(lambda: way.trainer.step(tokens, targets))
+
+    def save_and_load(self, found: dict[str, Any], turn: int, name: str) -> None:
+        """One turn of one way."""
+        way, folder = self.ways[name], Path(self.args.directory) / f"{name}-{turn}"
+        peaks = {}
+        self.settle()
+        with Peak(peaks, "save"):
+            save_s = timed(lambda: way.save(folder))
+        saved = [tensor.clone() for tensor in way.tensors()]
+        self.scramble(way)
+        if self.args.cold and self.rank == 0:
+            forget_pages(folder)
+        with Peak(peaks, "load"):
+            load_s = timed(lambda: way.load(folder))
+        self.check(way, saved, name)
+        found["file_bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self.clear(folder)
+        if turn >= self.args.warmup:
+            for key, seconds in (("save", save_s), ("load", load_s)):
+                found.setdefault(key, []).append((seconds, max(gathered(peaks[key]))))
+
+    def save_in_background(self, found: dict[str, list[float]], turn: int, name: str) -> None:
+        """One save beside training, and the steps around it."""
+        way, folder = self.ways[name], Path(self.args.directory) / f"{name}-background-{turn}"
+        self.settle()
+        self.step(way)
+        normal = [self.step(way) for _ in range(self.args.between)]
+        step_s = self.step(way)
+        saved = [tensor.clone() for tensor in way.tensors()]
+        start = time.perf_counter()
+        call_s = timed(lambda: way.start_saving(folder))
+        beside = []
+        while any(gathered(way.is_writing())):
+            beside.append(self.step(way))
+        way.wait()
+        write_s = time.perf_counter() - start
+        self.scramble(way)
+        way.load(folder)
+        self.check(way, saved, f"{name} in the background")
+        self.clear(folder)
+        if turn >= self.args.warmup:
+            for key, values in (("normal", normal), ("saving", [step_s + call_s]), ("call", [call_s])):
+                found.setdefault(key, []).extend(values)
+            found.setdefault("beside", []).extend(beside)
+            found.setdefault("write", []).append(write_s)
+
+    def settle(self) -> None:
+        """Nothing of what came before is still to be written or to be freed."""
+        gc.collect()
+        if self.rank == 0:
+            os.sync()
+
+    def scramble(self, way: Way) -> None:
+        """A load that does nothing shall be noticed."""
+        for tensor in way.tensors():
+            tensor.fill_(float("nan"))
+
+    def check(self, way: Way, saved: list[Tensor], name: str) -> None:
+        """Raises on all ranks.
+
+        Raises:
+            RuntimeError: not every element has come back.
+        """
+        pairs = zip(way.tensors(), saved, strict=True)
+        if not all(gathered(all(torch.equal(tensor, value) for tensor, value in pairs))):
+            raise RuntimeError(f"what {name} has loaded is not what it has saved")
+
+    def clear(self, folder: Path) -> None:
+        """Deletes a checkpoint that nobody needs."""
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)
+
+
+class Peak:
+    """Bytes by which this process has grown at most in the block, into `found[key]`."""
+
+    def __init__(self, found: dict[str, int], key: str) -> None:
+        self.found, self.key = found, key
+
+    def __enter__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.before = status_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def __exit__(self, *_: object) -> None:
+        self.found[self.key] = status_bytes("VmHWM") - self.before
+
+
+def status_bytes(field: str) -> int:
+    """What the kernel says of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")
+
+
+def gathered(value: Any) -> list[Any]:
+    """Of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds from the first rank's start to the last one's end, on the clock that all processes share."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    starts, ends = zip(*gathered((start, time.perf_counter())), strict=True)
+    return max(ends) - min(starts)
+
+
+def forget_pages(folder: Path) -> None:
+    """Makes the next read go to the disk, as far as the kernel follows the advice."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

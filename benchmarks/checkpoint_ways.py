@@ -1,0 +1,183 @@
+"""The ways of saving and loading that benchmarks/checkpoint.py compares, each as its documentation shows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data_parallel import Megazero
+from peers import FSDP2, Job, Side
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+class Way:
+    """Saves and loads what `trainer` trains, on all ranks; a save is on the disk when it returns.
+
+    Attributes:
+        has_background: whether it can save while training goes on.
+    """
+
+    trainer: Side
+    has_background = True
+
+    def save(self, folder: Path) -> None:
+        """Writes a checkpoint into a new directory."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """Fills the parameters' shards and the optimizer's state from it."""
+        raise NotImplementedError
+
+    def start_saving(self, folder: Path) -> None:
+        """Returns when the training state may change; the rest happens in the background."""
+        raise NotImplementedError
+
+    def is_writing(self) -> bool:
+        """Whether this rank's background is at work."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns when the background is done.
+
+        Raises:
+            Exception: what went wrong there.
+        """
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """This rank's memory of parameters and moments, in the same order before and after a load."""
+        raise NotImplementedError
+
+
+class MegazeroWay(Way):
+    """The engine's own checkpoints, of ZeRO stage 3."""
+
+    def __init__(self, job: Job) -> None:
+        self.trainer = self.side = Megazero(job, stage=3)
+
+    def save(self, folder: Path) -> None:
+        """With its defaults."""
+        self.side.engine.save_checkpoint(str(folder))
+
+    def load(self, folder: Path) -> None:
+        """With its defaults, which check the checksums."""
+        self.side.engine.load_checkpoint(str(folder))
+
+    def start_saving(self, folder: Path) -> None:
+        """What --async-save does."""
+        self.side.engine.save_checkpoint(str(folder), in_background=True)
+
+    def is_writing(self) -> bool:
+        """As the engine's saver says."""
+        return self.side.engine._checkpointed.saver.is_writing
+
+    def wait(self) -> None:
+        """Waits."""
+        self.side.engine.wait_for_checkpoint()
+
+    def tensors(self) -> list[Tensor]:
+        """Master weights and moments of every parameter, without the padding between them, which is not saved."""
+        engine, found = self.side.engine, []
+        for bucket in engine.buckets:
+            for segment, weights, _ in bucket.weight_parts():
+                found.append(weights)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    found += [view for view, _ in engine.optimizer.parts_of_state(bucket, key, segment)]
+        return found
+
+
+class DistributedWay(Way):
+    """torch.distributed.checkpoint with its defaults: one file per rank, synced; async_save in a thread."""
+
+    def __init__(self, side: FSDP2) -> None:
+        self.trainer = self.side = side
+        self._future: Future | None = None
+        self._group = dist.new_group()  # of the background alone: training uses the other at the same time
+
+    def save(self, folder: Path) -> None:
+        """get_state_dict and save."""
+        dcp.save(self._state_dict(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """get_state_dict, load and set_state_dict."""
+        state = self._state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        model, optimizer = self.side.model, self.side.optimizer
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def start_saving(self, folder: Path) -> None:
+        """get_state_dict and async_save."""
+        future = dcp.async_save(self._state_dict(), checkpoint_id=folder, process_group=self._group)
+        self._future = future  # type: ignore[assignment]
+
+    def is_writing(self) -> bool:
+        """As the future says."""
+        return self._future is not None and not self._future.done()
+
+    def wait(self) -> None:
+        """Waits for the future."""
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+    def tensors(self) -> list[Tensor]:
+        """Local shards."""
+        return list(local_shards(self.side))
+
+    def _state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.side.model, self.side.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+class PlainWay(Way):
+    """torch.save of each rank's local shards into a file of its own, and fsync of file and directory; torch.load with mmap."""
+
+    has_background = False
+
+    def __init__(self, side: FSDP2) -> None:
+        self.trainer = self.side = side
+
+    def save(self, folder: Path) -> None:
+        """A rank's list of tensors."""
+        folder.mkdir(exist_ok=True)
+        with open(self._file(folder), "wb") as file:
+            torch.save(self.tensors(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def load(self, folder: Path) -> None:
+        """Copies out of the mapped file."""
+        saved = torch.load(self._file(folder), weights_only=True, mmap=True)
+        for tensor, value in zip(self.tensors(), saved, strict=True):
+            tensor.copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """Local shards."""
+        return list(local_shards(self.side))
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f"rank_{dist.get_rank()}.pt"
+
+
+def local_shards(side: FSDP2) -> Iterator[Tensor]:
+    """Of every parameter this rank's part and that of its moments."""
+    for parameter in side.model.parameters():
+        state = side.optimizer.state[parameter]
+        for value in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            yield value.to_local()  # type: ignore[attr-defined]
+
+
+def all_ways(job: Job) -> dict[str, Way]:
+    """By name; torch's two save the same model and optimizer."""
+    side = FSDP2(job)
+    return {"megazero": MegazeroWay(job), "dcp": DistributedWay(side), "torch.save": PlainWay(side)}
