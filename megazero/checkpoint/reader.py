@@ -43,6 +43,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
@@ -56,10 +57,10 @@ def check_tag(tag: str) -> str:
     Raises:
         ValueError: it cannot.
     """
-    if not tag or tag.startswith(".") or re.search(r"[/\\\x00-\x1f]", tag):
+    if not tag or len(tag) > _MAX_TAG or tag.startswith(".") or re.search(r"[/\\\x00-\x1f]", tag):
         raise ValueError(
-            f"A checkpoint's tag becomes the name of its directory; {tag!r} cannot. Leave out slashes, control characters and a "
-            "dot in front."
+            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters "
+            f"and a dot in front, and take at most {_MAX_TAG} characters."
         )
     return tag
 
@@ -89,6 +90,35 @@ def replaced_path(directory: str | Path, tag: str) -> Path:
     return Path(directory) / f".{tag}.replaced"
 
 
+def index_bytes(index: dict[str, Any]) -> bytes:
+    """The content of index.json: before all else "crc32", the checksum of the bytes behind the first comma and space."""
+    rest = json.dumps({key: index[key] for key in index if key != "crc32"}, allow_nan=False).encode()[1:]
+    return b'{"crc32": %d, ' % zlib.crc32(rest) + rest
+
+
+def _has_own_checksum(content: bytes) -> bool:
+    """Whether `content` is what `index_bytes` gave."""
+    head, _, rest = content.partition(b", ")
+    return head == b'{"crc32": %d' % zlib.crc32(rest)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer from 0 on that fits into 64 bits: no bool, no 2.0."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _integers(values: Sequence[Any]) -> np.ndarray:
+    """The values as int64, and no others: "1", 1.0 and what is too large are not what was written."""
+    array = np.array(values)
+    if len(values) and array.dtype.kind != "i":
+        raise ValueError(f"{str(values)[:60]} are not all integers")
+    return array.astype(np.int64)
+
+
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor, as [bytes] uint8."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
@@ -116,9 +146,10 @@ class CheckedFile:
                 f"Checkpoint file {path} has {'no' if found is None else found} bytes where the index says {nbytes}: it is "
                 "damaged. Copy the checkpoint again, or load another one: --load-fallback takes the newest whole one."
             )
-        if block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
+        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, (list, tuple))
+        if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
             raise ValueError(
-                f"{path.name} of {nbytes} bytes has {len(checksums)} checksums for blocks of {block_bytes}"
+                f"{path.name} of {nbytes} bytes cannot have the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
             )
         self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
         self.bytes_read = 0
@@ -201,17 +232,26 @@ class Reader:
             self.path = replaced_path(directory, tag)  # a save of the same tag died between its two renames
         if tag is None or not (self.path / "index.json").is_file():
             raise FileNotFoundError(f"No checkpoint at {self.path}: check --load; `latest` names the tag that is read.")
-        with self._well_formed("its top level"):
-            self.index: dict[str, Any] = json.loads((self.path / "index.json").read_bytes())
-            found = (self.index.get("format", FORMAT), self.index.get("format_version"))
+        content = (self.path / "index.json").read_bytes()
+        with self.well_formed("its top level"):
+            self.index: dict[str, Any] = json.loads(content, parse_constant=_no_number)
+            found = (self.index.get("format"), self.index.get("format_version"))
         if found != (FORMAT, FORMAT_VERSION):
             raise CheckpointError(
                 f"{self.path} has format {found[0]}, version {found[1]}; this version reads {FORMAT}, version {FORMAT_VERSION}."
             )
-        with self._well_formed("files"):
+        if not _has_own_checksum(content):
+            raise CheckpointError(
+                f"{self.path / 'index.json'} is damaged: its checksum is not that of what it holds. Copy the checkpoint again, "
+                "or load another one: --load-fallback takes the newest whole one."
+            )
+        del content, self.index["crc32"]
+        with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
             self.tensors: dict[str, Any] = dict(self.index["tensors"])
-            self.size = int(self.index["model_parallel_size"])
+            self.size: int = self.index["model_parallel_size"]
+            if not is_count(self.size) or not 1 <= self.size <= len(self.files):
+                raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
 
     @property
     def bytes_read(self) -> int:
@@ -224,28 +264,32 @@ class Reader:
         Raises:
             CheckpointError: the index is malformed.
         """
-        with self._well_formed(name):
+        with self.well_formed(name):
             return {state: DTYPES[code] for state, code in self.tensors[name]["states"].items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Full and without padding."""
-        with self._well_formed(name):
+        with self.well_formed(name):
             shape = tuple(self.tensors[name]["shape"])
-            if not all(type(n) is int and n >= 0 for n in shape):
+            if not all(map(is_count, shape)):
                 raise ValueError(f"shape {shape}")
             return shape
 
     def cut(self, name: str) -> Cut | None:
         """How the ranks that saved it had cut it."""
-        with self._well_formed(name):
-            entry = self.tensors[name]["cut"]
-            cut = None if entry is None else Cut(entry["dim"], entry["stride"], entry["padded"])
-            shard_shape(self.shape(name), cut, self.size)  # raises where it cannot be
+        with self.well_formed(name):
+            entry, shape = self.tensors[name]["cut"], self.shape(name)
+            if entry is None:
+                return None
+            cut = Cut(entry["dim"], entry["stride"], entry["padded"])
+            if not all(map(is_count, (cut.dim, cut.stride, cut.padded))) or not 1 <= cut.stride <= max(1, cut.padded):
+                raise ValueError(f"{cut}")
+            shard_shape(shape, cut, self.size)  # raises where it cannot be
             return cut
 
     def read(self, name: str, state: str) -> Tensor:
         """The full, unpadded tensor, in its saved dtype, on the CPU."""
-        shape, dtype = self.shape(name), self.states(name)[state]
+        shape, dtype = self.shape(name), self._dtype(name, state)
         if math.prod(shape) * dtype.itemsize > sum(file.nbytes for file in self.files):
             raise CheckpointError(
                 f"{self.path}: the index gives {name} the shape {shape}, for which its files are too small"
@@ -253,6 +297,14 @@ class Reader:
         out = torch.empty(shape, dtype=dtype)
         self.read_part(name, {state: out.reshape(-1)})
         return out
+
+    def _dtype(self, name: str, state: str) -> torch.dtype:
+        states = self.states(name)
+        if state not in states:
+            raise CheckpointError(
+                f"{self.path}: the index has no {state} of {name}, only {', '.join(states) or 'nothing'}"
+            )
+        return states[state]
 
     def weight_state(self, name: str) -> str:
         """The state that holds a parameter's values: "master", in fp32, or "constant" of what is not trained."""
@@ -292,7 +344,7 @@ class Reader:
         if plan.numel != wanted.numel:
             raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
         for state, out in outs.items():
-            dtype = pieces.dtypes[state]
+            dtype = self._dtype(name, state)
             is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
             target = out.detach() if is_direct else torch.empty(length, dtype=dtype)
             if wanted.numel < length:
@@ -306,8 +358,11 @@ class Reader:
 
     def blob(self, entry: Sequence[Any]) -> Tensor:
         """A tensor of one rank, not of the model, from its [file, offset, dtype, shape] in the index."""
-        with self._well_formed("a blob"):
+        with self.well_formed("a blob"):
             file, offset, code, shape = entry
+            nbytes = math.prod(shape) * DTYPES[code].itemsize
+            if not all(map(is_count, (file, offset, *shape))) or offset + nbytes > self.files[file].nbytes:
+                raise ValueError(f"{entry} points beyond its file")
             out = torch.empty(shape, dtype=DTYPES[code])
             if out.numel():
                 self.files[file].read_into(bytes_of(out), offset)
@@ -324,13 +379,17 @@ class Reader:
         return CheckedFile(self.path / name, entry["bytes"], entry["crc32"], self.index["block_bytes"])
 
     @contextmanager
-    def _well_formed(self, what: str) -> Iterator[None]:
-        """What goes wrong inside is the index's fault."""
+    def well_formed(self, what: str) -> Iterator[None]:
+        """Inside, only what the index says is looked at: whatever goes wrong is its fault.
+
+        Raises:
+            CheckpointError: it names `what`.
+        """
         try:
             yield
-        except (CheckpointError, FileNotFoundError):
+        except (CheckpointError, OSError, MemoryError):
             raise
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        except Exception as error:
             raise CheckpointError(
                 f"{self.path / 'index.json'} is malformed at {what}: {type(error).__name__}: {error}. It is not what was "
                 "written; copy the checkpoint again."
@@ -344,12 +403,14 @@ class _Pieces:
         self.files = reader.files
         shape, cut, size = reader.shape(name), reader.cut(name), reader.size
         self.dtypes = reader.states(name)
-        with reader._well_formed(name):
+        with reader.well_formed(name):
             rows = reader.tensors[name]["pieces"]
-            ranks, starts, stops, self._file = (np.array([row[i] for row in rows], dtype=np.int64) for i in range(4))
-            offsets = np.array([row[4] for row in rows], dtype=np.int64).reshape(len(rows), len(self.dtypes))
+            ranks, starts, stops, self._file = (_integers([row[i] for row in rows]) for i in range(4))
+            offsets = _integers([row[4] for row in rows]).reshape(len(rows), len(self.dtypes))
             self._offset = dict(zip(self.dtypes, offsets.T, strict=True))
             numel = math.prod(shard_shape(shape, cut, size))
+            if numel * (size if cut else 1) > sum(file.nbytes for file in self.files):
+                raise ValueError(f"it would be larger than all files: shape {shape}, {cut}")
             is_wrong = (
                 (ranks < 0) | (ranks >= (size if cut else 1)) | (starts < 0) | (stops > numel) | (starts >= stops)
             )

@@ -18,7 +18,7 @@ from megazero import comm
 from megazero.checkpoint import writer
 from megazero.checkpoint.reader import DTYPES, FORMAT, FORMAT_VERSION
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.writer import dtype_code, write_tensors
+from megazero.checkpoint.writer import dtype_code, naming, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +117,6 @@ class Saver:
             Exception: what went wrong in the background since the last call.
         """
         self.wait()
-        if self._group is None:
-            self._group = comm.new_object_group()
         self.claim(directory)
         arguments = (tag, save_latest, keep_last)
         if not in_background:
@@ -143,6 +141,8 @@ class Saver:
         Raises:
             DirectoryInUseError, OSError: as `CheckpointFolder.claim`, on all ranks.
         """
+        if self._group is None:
+            self._group = comm.new_object_group()
         if self._folder is None or self._folder.path != Path(directory):
             if self._folder is not None:
                 self._folder.release()
@@ -212,7 +212,9 @@ def _write_rank(aside: Path, rank: int, snapshot: Snapshot) -> None:
         ],
         "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
     }
-    (aside / f"rank_{rank:05d}.json").write_text(json.dumps(part))
+    note = aside / f"rank_{rank:05d}.json"
+    with naming(note):
+        note.write_text(json.dumps(part))
 
 
 def _whole_index(aside: Path, world_size: int, index: dict[str, Any]) -> dict[str, Any]:

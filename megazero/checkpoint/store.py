@@ -13,7 +13,6 @@ the previous checkpoint in place.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import re
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.reader import check_tag, replaced_path
-from megazero.checkpoint.standalone import place_script
+from megazero.checkpoint.reader import check_tag, index_bytes, replaced_path
+from megazero.checkpoint.standalone import SCRIPT, place_script
+from megazero.checkpoint.writer import naming
 from megazero.files import sync_folder, written_aside
 from megazero.option import option
 
@@ -104,9 +104,10 @@ class CheckpointFolder:
             ) from None
         except OSError as error:
             logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock = lock
+        with naming(self.path / ".lock"):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Lets other jobs save here."""
@@ -129,6 +130,9 @@ class CheckpointFolder:
         self.claim()
         for partial in self.path.glob(".*.partial"):
             shutil.rmtree(partial)
+        for name in ("latest", SCRIPT):
+            for aside in self.path.glob(f"{name}.tmp*"):
+                aside.unlink(missing_ok=True)
         for replaced in self.path.glob(".*.replaced"):
             final = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if final.exists():
@@ -140,18 +144,19 @@ class CheckpointFolder:
     def publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
         """Makes the checkpoint aside, whose files are written and synced, the newest."""
         aside, final, replaced = self.aside(tag), self.path / tag, replaced_path(self.path, tag)
-        with open(aside / "index.json", "w") as file:
-            json.dump(index, file, allow_nan=False)
+        with naming(aside / "index.json"), open(aside / "index.json", "wb") as file:
+            file.write(index_bytes(index))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(aside)
-        place_script(self.path)
+        with naming(self.path / SCRIPT):
+            place_script(self.path)
         if final.exists():  # the same step saved twice: the newer content wins
             os.rename(final, replaced)
         os.rename(aside, final)
         sync_folder(self.path)
         if save_latest:
-            with written_aside(self.path / "latest") as pointer:
+            with naming(self.path / "latest"), written_aside(self.path / "latest") as pointer:
                 pointer.write(tag.encode())
         shutil.rmtree(replaced, ignore_errors=True)
         if keep_last:
@@ -165,6 +170,7 @@ class CheckpointFolder:
         older = [tag for tag in list_tags(self.path) if tag != newest and _TAG.fullmatch(tag)]
         for tag in older[: max(0, len(older) + 1 - keep)]:
             try:
-                shutil.rmtree(self.path / tag)
+                os.rename(self.path / tag, self.aside(tag))  # if this dies halfway, nobody takes what is left for whole
+                shutil.rmtree(self.aside(tag))
             except OSError as error:  # the job is fine without the space
                 logger.warning("could not delete the old checkpoint %s: %s", self.path / tag, error)

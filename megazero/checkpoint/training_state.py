@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megazero import __version__, comm
 from megazero.checkpoint.plain import decode, encode
 from megazero.checkpoint.ranges import Cut
-from megazero.checkpoint.reader import CheckpointError, Reader, latest_tag
+from megazero.checkpoint.reader import CheckpointError, Reader, is_count, latest_tag
 from megazero.checkpoint.rng import rng_states, set_rng_states
 from megazero.checkpoint.saver import Piece, Saver, Snapshot, tensor_entry
 from megazero.checkpoint.store import list_tags, tag_of
@@ -220,6 +220,7 @@ class TrainingState:
         Raises:
             FileNotFoundError: there is no such checkpoint.
             CheckpointError: it is damaged. Some of this rank's state may have been overwritten.
+            OSError: it cannot be read.
             ValueError: it is of a model of another shape, or of another optimizer.
         """
         self.saver.wait()
@@ -230,12 +231,14 @@ class TrainingState:
             if prepare is not None:
                 prepare(reader)
             self._read(reader, with_optimizer, strict)
+            if not load_module_only:
+                self._continue(reader, with_optimizer, load_lr_scheduler_states, load_rng)
+            client_state(reader)  # here already, where damage that only some rank meets is told to the others
+            reader.close()
 
         reader = _first_intact(readers, read)
         for bucket in self.buckets:
             bucket.adopt_parts()
-        if not load_module_only:
-            self._continue(reader, with_optimizer, load_lr_scheduler_states, load_rng)
         return reader
 
     def _read(self, reader: Reader, with_optimizer: bool, strict: bool) -> None:
@@ -253,7 +256,6 @@ class TrainingState:
         for name, buffer in self._buffers().items():
             if name in reader.tensors:
                 reader.read_part(name, {CONSTANT: buffer.view(-1) if buffer.is_contiguous() else buffer.reshape(-1)})
-        reader.close()
 
     def _read_segment(
         self, reader: Reader, bucket: Bucket, segment: Segment, weights: Tensor, start: int, kinds: list[str]
@@ -274,21 +276,30 @@ class TrainingState:
             reader.read_part(segment.name, outs, cut=cut, rank=rank, size=size, start=first)
 
     def _continue(self, reader: Reader, with_optimizer: bool, continue_schedule: bool, load_rng: bool) -> None:
-        """Counters, loss scale, schedule and random generators."""
+        """Counters, loss scale, schedule and random generators. Communicates nothing."""
         index = reader.index
-        if not with_optimizer or index["optimizer"] is None:
+        with reader.well_formed("its counters"):
+            counters = {**index.get("counters", {}), **{key: index[key] for key in ("global_steps", "skipped_steps")}}
+            if not all(map(is_count, counters.values())):
+                raise ValueError(f"{counters}")
+        if not with_optimizer or index.get("optimizer") is None:
             with_optimizer = False
             logger.warning("the optimizer starts with empty moments: its state was not loaded from %s", reader.path)
-        self.global_steps, self.skipped_steps = index["global_steps"], index["skipped_steps"]
-        self.counters.update(index.get("counters", {}))
-        self.optimizer.loss_scaler.load_state_dict(index["loss_scaler"])
-        continues = continue_schedule and index["lr_scheduler"] is not None
-        if with_optimizer and (continues or self.lr_scheduler is None):
-            self._load_learning_rates(reader)  # first: a scheduler may set its own
-        if self.lr_scheduler is not None and continues:
-            self.lr_scheduler.load_state_dict(decode(index["lr_scheduler"], {}))
+        self.global_steps, self.skipped_steps = counters.pop("global_steps"), counters.pop("skipped_steps")
+        self.counters.update(counters)
+        with reader.well_formed("loss_scaler"):
+            if index["loss_scaler"] is not None:
+                self.optimizer.loss_scaler.load_state_dict(_numbers(index["loss_scaler"]))
+        with reader.well_formed("lr_scheduler"):
+            schedule = decode(index["lr_scheduler"], {}) if continue_schedule else None
+        if with_optimizer and (schedule is not None or self.lr_scheduler is None):
+            with reader.well_formed("optimizer"):
+                self._load_learning_rates(reader)  # first: a scheduler may set its own
+        if self.lr_scheduler is not None and schedule is not None:
+            _continue_schedule(self.lr_scheduler, schedule, reader.path)
         if load_rng:
-            self._load_rng(reader)
+            with reader.well_formed("its random generators"):
+                self._load_rng(reader)
 
     def _load_learning_rates(self, reader: Reader) -> None:
         saved, groups = reader.index["optimizer"].get("groups"), self.optimizer.param_groups
@@ -300,6 +311,7 @@ class TrainingState:
             )
             return
         for group, settings in zip(groups, saved, strict=True):
+            _numbers({key: settings[key] for key in ("lr", "initial_lr") if settings.get(key) is not None})
             for key in ("lr", "initial_lr"):
                 if key in group and key in settings and isinstance(group[key], Tensor):
                     group[key].fill_(settings[key])
@@ -353,7 +365,8 @@ class TrainingState:
             )
 
     def _check_optimizer(self, reader: Reader) -> None:
-        saved, wanted = reader.index["optimizer"]["type"], type(self.optimizer.torch_optimizer).__name__
+        with reader.well_formed("optimizer"):
+            saved, wanted = reader.index["optimizer"]["type"], type(self.optimizer.torch_optimizer).__name__
         if saved != wanted:
             raise ValueError(
                 f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
@@ -374,11 +387,13 @@ def client_state(reader: Reader) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged.
     """
-    blobs = reader.index["blobs"][0]
-    tensors = {key: reader.blob(at) for key, at in blobs.items() if not key.startswith(_RNG)}
+    with reader.well_formed("blobs"):
+        blobs = reader.index["blobs"][0]
+        tensors = {key: reader.blob(at) for key, at in blobs.items() if not key.startswith(_RNG)}
+        encoded = reader.index["client_state"]
     try:
-        return decode(reader.index["client_state"], tensors)
-    except ValueError as error:
+        return decode(encoded, tensors)
+    except (ValueError, RecursionError, SyntaxError) as error:
         raise CheckpointError(f"{reader.path}: {error}") from error
 
 
@@ -391,7 +406,7 @@ def _first_intact(readers: Sequence[Callable[[], Reader]], read: Callable[[Reade
             read(reader)
         except Exception as caught:  # told to the others first, who would wait for this rank
             error = caught
-        mine = None if error is None else (isinstance(error, CheckpointError), str(error))
+        mine = None if error is None else (isinstance(error, (CheckpointError, OSError)), str(error))
         found = [(rank, *each) for rank, each in enumerate(comm.all_gather_object(mine)) if each is not None]
         if not found and reader is not None:
             return reader
@@ -422,9 +437,36 @@ def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[
 
 def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
     """The optimizer's scalar state of every parameter that was saved with state."""
-    common, others = reader.index["optimizer"]["counters"], reader.index["optimizer"].get("counters_of") or {}
-    names = [name for name, entry in reader.tensors.items() if entry["kind"] == "trained"]
-    return {name: others.get(name, common) for name in names if others.get(name, common) is not None}
+    with reader.well_formed("optimizer"):
+        common, others = reader.index["optimizer"]["counters"], reader.index["optimizer"].get("counters_of") or {}
+        for values in (common, *(value for value in others.values() if value is not None)):
+            _numbers(values)
+        names = [name for name, entry in reader.tensors.items() if entry["kind"] == "trained"]
+        return {name: others.get(name, common) for name in names if others.get(name, common) is not None}
+
+
+def _continue_schedule(lr_scheduler: Any, state: dict[str, Any], path: Path) -> None:
+    """Its class may be the user's, and raise anything."""
+    try:
+        lr_scheduler.load_state_dict(state)
+    except Exception as error:
+        raise ValueError(
+            f"The learning-rate schedule of {path} cannot be continued by this run's {type(lr_scheduler).__name__}: "
+            f"{type(error).__name__}: {error}. Use the one that it was trained with, or start it anew with "
+            "load_lr_scheduler_states=False."
+        ) from error
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, if they are numbers.
+
+    Raises:
+        ValueError: one is not.
+    """
+    wrong = {key: value for key, value in values.items() if type(value) not in (int, float)}
+    if wrong:
+        raise ValueError(f"{wrong} should be a number")
+    return values
 
 
 def _most_frequent(values: Iterable[dict[str, float]]) -> dict[str, float]:

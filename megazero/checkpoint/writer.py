@@ -11,6 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,7 @@ from megazero.checkpoint.reader import DTYPES, bytes_of
 BLOCK_BYTES = 1 << 20  # of a checksum
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 1 << 24  # of a copy from a device
+_WRITE_OUT_BYTES = 1 << 24  # written at a time by the disk, while the next are on their way into memory
 _ALIGNMENT = 64  # bytes, of the first tensor
 
 
@@ -59,28 +61,43 @@ class Written:
     offsets: dict[str, int]
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Tells with the error of a write inside what was written: "No space left on device" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
+
+
 class ChecksummedStream:
-    """Writes to a file and keeps the CRC-32 of every BLOCK_BYTES."""
+    """Writes to a file, keeps the CRC-32 of every BLOCK_BYTES, and sets the disk to work meanwhile.
+
+    Left alone, the kernel keeps what is written in memory for seconds, and fsync at the end would have to wait for all of it.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.nbytes = file, 0
         self.crc32: list[int] = []
+        self._begun = 0  # bytes that are on the way to the disk
 
     def write(self, data: memoryview) -> None:
         """Appends `data`, which is bytes."""
-        written = 0
-        while written < len(data):
-            written += self.file.write(data[written:]) or 0
-        done = 0
-        while done < len(data):
-            room = -self.nbytes % BLOCK_BYTES
-            if not room:
+        while len(data):
+            if self.nbytes == len(self.crc32) * BLOCK_BYTES:
                 self.crc32.append(0)
-                room = BLOCK_BYTES
-            part = data[done : done + room]
-            self.crc32[-1] = zlib.crc32(part, self.crc32[-1])
-            self.nbytes += len(part)
-            done += len(part)
+            room = len(self.crc32) * BLOCK_BYTES - self.nbytes
+            # No more than a block at a time, so that its checksum finds it in the cache.
+            count = self.file.write(data[:room]) or 0
+            self.crc32[-1] = zlib.crc32(data[:count], self.crc32[-1])
+            self.nbytes += count
+            data = data[count:]
+            if self.nbytes - self._begun >= _WRITE_OUT_BYTES and hasattr(os, "posix_fadvise"):
+                # Begins to write the range's pages, which is all that matters here: as they are dirty, they stay in memory.
+                os.posix_fadvise(self.file.fileno(), self._begun, self.nbytes - self._begun, os.POSIX_FADV_DONTNEED)
+                self._begun = self.nbytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
@@ -103,7 +120,7 @@ def stream_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Calla
     """
     header, offsets = _header(specs)
     try:
-        with open(path, "wb", buffering=0) as file:
+        with naming(path), open(path, "wb", buffering=0) as file:
             stream = ChecksummedStream(file)
             stream.write(memoryview(header))
             for name, spec in specs.items():
@@ -113,11 +130,8 @@ def stream_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Calla
                 for part in _on_cpu(tensor):
                     stream.write(bytes_of(part).data)
             os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink(missing_ok=True)  # a full disk needs the room
-        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
     except BaseException:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a full disk needs the room
         raise
     return Written(stream.nbytes, stream.crc32, offsets)
 
