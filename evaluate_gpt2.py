@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from megazero.arguments import load_components
+from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import client_state
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import (

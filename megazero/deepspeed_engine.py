@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero import comm
-from megazero.checkpoint.reader import latest_tag
+from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig
@@ -193,7 +193,7 @@ class DeepSpeedEngine(Engine):
                 "that from megazero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, change it, and give it to "
                 "engine.load_module_state_dict."
             )
-        if tag is None and comm.all_gather_object(latest_tag(load_dir))[0] is None:
+        if tag is None and comm.all_gather_object(comm.together(lambda: latest_tag(load_dir)))[0] is None:
             logger.warning("nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir)
             return None, None
         path, client = super().load_checkpoint(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
+from megazero.checkpoint import loading, saving
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import TrainingState, client_state
+from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
 from megazero.optim.adam import OptimizerFactory
@@ -334,11 +335,12 @@ class Engine:
 
         Raises:
             TypeError: the client state holds something else; the message says where.
-            OSError: a file could not be written, on whichever rank; the checkpoint before stays the latest.
+            OSError: a file could not be written; OtherRankError on the ranks that could. The checkpoint before stays the latest.
             DirectoryInUseError: another job saves there.
         """
         self.channel.meet("save_checkpoint")
-        return self._checkpointed.save(
+        return saving.save(
+            self._checkpointed,
             save_dir,
             tag,
             client_state or {},
@@ -398,7 +400,8 @@ class Engine:
             ValueError: it is of a model of another shape, or holds the state of another optimizer.
         """
         self.channel.meet("load_checkpoint")
-        reader = self._checkpointed.load(
+        reader = loading.load(
+            self._checkpointed,
             load_dir,
             tag,
             load_optimizer_states=load_optimizer_states,
@@ -412,7 +415,7 @@ class Engine:
         self.zero_grad()  # of the run before
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
-        return reader.path, client_state(reader)
+        return reader.path, loading.client_state(reader)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.

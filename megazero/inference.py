@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
+from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import client_state, cut_of
+from megazero.checkpoint.training_state import cut_of
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.model.config import GPT2Config

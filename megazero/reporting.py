@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megazero.checkpoint.reader import latest_tag
+from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from megazero.job import Job
 from megazero.metrics import MetricsWriter, StepReport, plot_losses, table

@@ -52,10 +52,15 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     content = bytearray(damaged.read_bytes())
     content[-1000] ^= 16
     damaged.write_bytes(content)
+    (tmp_path / "latest").write_text("../global_step12")
+    done = job(corpus, tmp_path, ranks=1)
+    assert done.returncode != 0 and "latest should hold the name" in done.stdout and "Traceback" not in done.stdout
+    (tmp_path / "latest").write_text("global_step12")
     done = job(corpus, tmp_path)
     errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and "Traceback" not in done.stdout
     assert any("rank_00001.safetensors is damaged" in line and "(read for" in line for line in errors), done.stdout
+    (tmp_path / "latest").unlink()
     done = job(corpus, tmp_path, "--load-fallback")
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
     assert files(tmp_path) == files(whole), "steps 9 to 12 again, bit for bit"
@@ -66,7 +71,9 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
     folder.claim()
     done = job(corpus, tmp_path, ranks=1)
     folder.release()
-    assert done.returncode != 0 and "another job (process" in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert done.returncode != 0 and "another job (process" in done.stdout and "Traceback" not in done.stdout, (
+        done.stdout
+    )
     assert not (tmp_path / "latest").exists()
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.listing import columns
 from megazero.checkpoint.plain import MARK
-from megazero.checkpoint.reader import Reader, bytes_of
+from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import CONSTANT
 from megazero.zero.access import MASTER
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.importers.huggingface import write_huggingface
+from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import client_state
 from megazero.data.gpt2_bpe import find_gpt2_files
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
 from megazero.model.config import GPT2Config

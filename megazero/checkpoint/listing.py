@@ -10,8 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megazero.checkpoint.format import CheckpointError, latest_tag, replaced_path
 from megazero.checkpoint.plain import MARK
-from megazero.checkpoint.reader import CheckpointError, Reader, latest_tag, replaced_path
+from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
 from megazero.metrics import table
 from megazero.zero.memory import size

@@ -41,8 +41,8 @@ _STORED = {
 _STORED_IN_NUMPY = {str(dtype).removeprefix("torch.") for dtype in _STORED}
 
 
-def encode(value: Any, path: str = "client_state") -> tuple[Any, dict[str, Tensor]]:
-    """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names "client/0", "client/1", ...
+def encode(value: Any, path: str = "client_state", prefix: str = "client") -> tuple[Any, dict[str, Tensor]]:
+    """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names `prefix`/0, `prefix`/1, ...
 
     Supported are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter (keys may
     be anything hashable of this list), tensors, and numpy arrays and scalars of numbers or bools. A torch.Size comes back as a
@@ -55,7 +55,7 @@ def encode(value: Any, path: str = "client_state") -> tuple[Any, dict[str, Tenso
         TypeError: something else is in it; the message says where.
         ValueError: a container holds itself.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(prefix)
     return encoder.encode(value, path), encoder.tensors
 
 
@@ -78,7 +78,8 @@ def decode(encoded: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
         self.tensors: dict[str, Tensor] = {}
         self._open: set[int] = set()  # ids of the containers that are being encoded
 
@@ -155,7 +156,7 @@ class _Encoder:
         return self._store(torch.from_numpy(array if is_stored else array.reshape(-1).view(np.uint8)))
 
     def _store(self, tensor: Tensor) -> str:
-        name = f"client/{len(self.tensors)}"
+        name = f"{self.prefix}/{len(self.tensors)}"
         self.tensors[name] = tensor
         return name
 

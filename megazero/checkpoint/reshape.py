@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megazero import __version__
+from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.plain import encode
 from megazero.checkpoint.ranges import Cut
-from megazero.checkpoint.reader import DTYPES, Reader
+from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.rewrite import RankPiece, write_checkpoint
 from megazero.checkpoint.store import tag_of
-from megazero.checkpoint.training_state import CONSTANT
+from megazero.checkpoint.training_state import CONSTANT, RNG
 from megazero.checkpoint.writer import dtype_code
 from megazero.zero.access import MASTER
 
@@ -57,7 +58,7 @@ def reshape(
 
     sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}
     head = {**index, "megazero_version": __version__, "torch_version": torch.__version__, **sizes}
-    blobs = {key: reader.blob(at) for key, at in index["blobs"][0].items() if key.startswith("client/")}
+    blobs = {key: reader.blob(at) for key, at in index["blobs"][0].items() if not key.startswith(RNG)}
     tag = reader.path.name.removeprefix(".").removesuffix(".replaced")
     return write_checkpoint(directory, tag, {**head, "tensors": entries}, blobs, read, show_progress)
 

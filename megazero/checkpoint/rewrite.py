@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION
 from megazero.checkpoint.ranges import Cut, shard_shape
-from megazero.checkpoint.reader import DTYPES, FORMAT, FORMAT_VERSION
 from megazero.checkpoint.store import CheckpointFolder
 from megazero.checkpoint.writer import BLOCK_BYTES, TensorSpec, Written, dtype_code, stream_tensors
 from megazero.zero.access import MASTER

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero import comm
 from megazero.checkpoint import writer
-from megazero.checkpoint.reader import DTYPES, FORMAT, FORMAT_VERSION
+from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION
 from megazero.checkpoint.store import CheckpointFolder
 from megazero.checkpoint.writer import dtype_code, naming, write_tensors
 
@@ -202,6 +202,7 @@ def _rank_file(rank: int) -> str:
 
 def _write_rank(aside: Path, rank: int, snapshot: Snapshot) -> None:
     """Writes one rank's file, and beside it what the index has to know of it."""
+    aside.mkdir(exist_ok=True)  # the first rank has made it; some network file systems show that late
     written = write_tensors(aside / _rank_file(rank), snapshot.tensors())
     at = written.offsets
     part = {
@@ -227,6 +228,10 @@ def _whole_index(aside: Path, world_size: int, index: dict[str, Any]) -> dict[st
     tensors = {name: {**entry, "pieces": []} for name, entry in index["tensors"].items()}
     for rank in range(world_size):
         note = aside / f"rank_{rank:05d}.json"
+        if not note.is_file():
+            raise OSError(
+                f"rank {rank} has written its part of the checkpoint, but {note} is not there: every node must see --save."
+            )
         part = json.loads(note.read_text())
         note.unlink()
         files[_rank_file(rank)] = part["file"]

@@ -1,4 +1,4 @@
-"""The script that lies beside every checkpoint: `ranges`, `reader` and `zero_to_fp32` in one file, which needs torch alone."""
+"""The script that lies beside every checkpoint: `ranges`, `format`, `reader` and `zero_to_fp32` in one file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from megazero.files import written_aside
 
 SCRIPT = "zero_to_fp32.py"
-_PARTS = ("ranges.py", "reader.py", SCRIPT)
+_PARTS = ("ranges.py", "format.py", "reader.py", SCRIPT)
 _FUTURE = "from __future__ import annotations\n"
-_OWN_IMPORT = re.compile(r"^from megazero\.checkpoint\.(?:ranges|reader) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE)
+_OWN_IMPORT = re.compile(
+    r"^from megazero\.checkpoint\.(?:ranges|format|reader) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE
+)
 
 
 @cache

@@ -18,11 +18,12 @@ import os
 import re
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.reader import check_tag, index_bytes, replaced_path
+from megazero.checkpoint.format import check_tag, index_bytes, replaced_path
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.writer import naming
 from megazero.files import sync_folder, written_aside
@@ -87,9 +88,12 @@ class CheckpointFolder:
             DirectoryInUseError: another job saves here.
             OSError: it cannot be created or written.
         """
-        if self._lock is not None:
-            return
         self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is not None:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self._lock)):
+                    return
+            self.release()  # somebody has deleted the directory
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.lockf(

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION, CheckedFile, CheckpointError
+from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
-from megazero.checkpoint.reader import DTYPES, FORMAT, FORMAT_VERSION, CheckedFile, CheckpointError, Reader
-from megazero.checkpoint.training_state import client_state
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.training_state import RNG
 
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -85,7 +87,11 @@ def _extents(index: dict[str, Any]) -> list[list[_Extent]]:
                 extents[file].append(_Extent(low, low + (stop - start) * DTYPES[code].itemsize, f"{state} of {name}"))
     for rank, blobs in enumerate(index["blobs"]):
         for key, (file, low, code, shape) in blobs.items():
-            what = "the client state" if key.startswith("client/") else f"the random generators of rank {rank}"
+            what = (
+                f"the random generators of rank {rank}"
+                if key.startswith(RNG)
+                else f"the state of {key.partition('/')[0]}"
+            )
             extents[file].append(_Extent(low, low + math.prod(shape) * DTYPES[code].itemsize, what))
     return [sorted(each) for each in extents]
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.reader import DTYPES, bytes_of
+from megazero.checkpoint.format import DTYPES, bytes_of
 
 BLOCK_BYTES = 1 << 20  # of a checksum
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.reader import DTYPES, CheckpointError, Reader, bytes_of
+from megazero.checkpoint.format import DTYPES, CheckpointError, bytes_of
+from megazero.checkpoint.reader import Reader
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.checkpoint import writer
+from megazero.checkpoint import loading, writer
 from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
@@ -190,8 +190,8 @@ def save_wide(directory: str) -> None:
 def count_case(directory: str) -> tuple[int, int, int]:
     engine = wide_engine(1)
     state = engine._checkpointed
-    whole = state.load(directory, None)
-    weights = state.load(directory, None, load_module_only=True)
+    whole = loading.load(state, directory, None)
+    weights = loading.load(state, directory, None, load_module_only=True)
     owned = sum(bucket.master.numel() for bucket in engine.buckets)
     return owned, whole.bytes_read, weights.bytes_read
 

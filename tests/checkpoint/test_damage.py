@@ -21,7 +21,8 @@ from torch import nn
 
 from megazero import comm, mpu
 from megazero.checkpoint import writer
-from megazero.checkpoint.reader import CheckpointError, Reader, index_bytes, latest_tag
+from megazero.checkpoint.format import CheckpointError, index_bytes, latest_tag
+from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.__main__ import main
-from megazero.checkpoint.reader import index_bytes
+from megazero.checkpoint.format import index_bytes
 from megazero.checkpoint.verify import verify
 from tests.checkpoint.checkpoints import TAG, make
 

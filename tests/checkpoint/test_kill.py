@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megazero import comm, mpu
-from megazero.checkpoint.reader import latest_tag
+from megazero.checkpoint.format import latest_tag
 from megazero.checkpoint.store import list_tags
 from megazero.checkpoint.verify import verify
 from megazero.checkpoint.writer import ChecksummedStream

@@ -11,10 +11,11 @@ from safetensors import safe_open
 
 from megazero.checkpoint import reshape as reshape_module
 from megazero.checkpoint.__main__ import main
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.reader import CheckpointError, Reader
+from megazero.checkpoint.loading import client_state
+from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape, write_foreign
-from megazero.checkpoint.training_state import client_state
 from megazero.checkpoint.verify import verify
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config

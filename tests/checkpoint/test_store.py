@@ -17,7 +17,7 @@ from torch import nn
 
 from megazero import comm, mpu
 from megazero.checkpoint import saver, store
-from megazero.checkpoint.reader import CheckpointError, latest_tag
+from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from tests.ranks import run_ranks
 
@@ -365,6 +365,54 @@ def test_index_is_plain_json_and_safetensors_opens_the_files(world, tmp_path):
     (bucket,) = [bucket for bucket in engine.buckets if "up.weight" in bucket.parameters]
     segment = bucket.segment_of(engine.module.up.weight)
     assert torch.equal(moments, torch.cat([v for v, _ in engine.optimizer.parts_of_state(bucket, "exp_avg", segment)]))
+
+
+def test_a_directory_that_was_deleted_between_two_saves_is_made_again(world, tmp_path):
+    engine = write_one(tmp_path / "save")
+    shutil.rmtree(tmp_path / "save")
+    engine.save_checkpoint(str(tmp_path / "save"))
+    assert latest_tag(tmp_path / "save") == "global_step1" and (tmp_path / "save" / ".lock").exists()
+
+
+class Scheduler:
+    """A schedule whose state holds a tensor, a tuple and an infinity."""
+
+    def __init__(self, optimizer):
+        self.value = torch.zeros(2, dtype=torch.float64)
+
+    def step(self):
+        self.value += 1
+
+    def state_dict(self):
+        return {"value": self.value, "range": (0, float("inf"))}
+
+    def load_state_dict(self, state):
+        assert state["range"] == (0, float("inf"))
+        self.value = state["value"]
+
+
+def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a_dimension(world, tmp_path):
+    def build() -> Engine:
+        if mpu.model_parallel_is_initialized():
+            mpu.destroy_model_parallel()
+        groups = mpu.initialize_model_parallel(1)
+        model = nn.Linear(3, 3)
+        model.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+        model.register_buffer("number", torch.tensor(0))
+        model.register_buffer("empty", torch.empty(0, 2))
+        settings = weight_decay_groups(model, 0.0)
+        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=Scheduler)
+
+    engine = build()
+    engine.module.turned.mul_(2)
+    engine.module.number.fill_(7)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    engine.save_checkpoint(str(tmp_path), client_state={"tensor": torch.ones(1)})
+    other = build()
+    _, client = other.load_checkpoint(str(tmp_path))
+    assert torch.equal(other.module.turned, torch.arange(6.0).view(2, 3).t() * 2) and int(other.module.number) == 7
+    assert other.lr_scheduler.value.tolist() == [1.0, 1.0] and client["tensor"].tolist() == [1.0]
 
 
 def visible(directory) -> list[str]:

@@ -1,0 +1,203 @@
+"""The checkpoint format's foundations: names, checksums, and files that are checked block by block as they are read.
+
+Like `ranges` and `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMAT, FORMAT_VERSION = "megazero", 2
+# As in safetensors.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or of another format."""
+
+
+def check_tag(tag: str) -> str:
+    """The tag, if it can name a directory inside of another.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not tag or len(tag) > _MAX_TAG or tag.startswith(".") or re.search(r"[/\\\x00-\x1f]", tag):
+        raise ValueError(
+            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters "
+            f"and a dot in front, and take at most {_MAX_TAG} characters."
+        )
+    return tag
+
+
+def latest_tag(directory: str | Path) -> str | None:
+    """The tag of the newest whole checkpoint in `directory`; None where there is none.
+
+    Raises:
+        CheckpointError: the file `latest` holds something else.
+    """
+    pointer = Path(directory) / "latest"
+    if not pointer.is_file():
+        return None
+    with open(pointer, "rb") as file:
+        content = file.read(4096)
+    try:
+        return check_tag(content.decode().strip())
+    except ValueError as error:  # UnicodeDecodeError too
+        raise CheckpointError(
+            f"{pointer} should hold the name of a checkpoint directory and holds {content[:60]!r}. Write the name of an intact "
+            "one beside it into the file."
+        ) from error
+
+
+def replaced_path(directory: str | Path, tag: str) -> Path:
+    """Where a checkpoint rests while a save of the same tag takes its place."""
+    return Path(directory) / f".{tag}.replaced"
+
+
+def index_bytes(index: dict[str, Any]) -> bytes:
+    """The content of index.json: before all else "crc32", the checksum of the bytes behind the first comma and space."""
+    rest = json.dumps({key: index[key] for key in index if key != "crc32"}, allow_nan=False).encode()[1:]
+    return b'{"crc32": %d, ' % zlib.crc32(rest) + rest
+
+
+def has_own_checksum(content: bytes) -> bool:
+    """Whether `content` is what `index_bytes` gave."""
+    head, _, rest = content.partition(b", ")
+    return head == b'{"crc32": %d' % zlib.crc32(rest)
+
+
+def no_number(text: str) -> None:
+    """For json.loads: refuses NaN and Infinity."""
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer from 0 on that fits into 64 bits: no bool, no 2.0."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def integers(values: Sequence[Any]) -> np.ndarray:
+    """The values as int64, and no others: "1", 1.0 and what is too large are not what was written."""
+    array = np.array(values)
+    if len(values) and array.dtype.kind != "i":
+        raise ValueError(f"{str(values)[:60]} are not all integers")
+    return array.astype(np.int64)
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor, as [bytes] uint8."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+class CheckedFile:
+    """A file whose blocks are checked against their CRC-32 as they are read.
+
+    Args:
+        checksums: of every `block_bytes` of the file.
+
+    Attributes:
+        bytes_read: from the file, in all.
+
+    Raises:
+        CheckpointError: the file is missing, or its size is not the expected one.
+        ValueError: the number of checksums does not suit the size.
+    """
+
+    def __init__(self, path: Path, nbytes: int, checksums: Sequence[int], block_bytes: int) -> None:
+        self._descriptor: int | None = None
+        found = path.stat().st_size if path.is_file() else None
+        if found != nbytes:
+            raise CheckpointError(
+                f"Checkpoint file {path} has {'no' if found is None else found} bytes where the index says {nbytes}: it is "
+                "damaged. Copy the checkpoint again, or load another one: --load-fallback takes the newest whole one."
+            )
+        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, (list, tuple))
+        if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
+            raise ValueError(
+                f"{path.name} of {nbytes} bytes cannot have the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
+            )
+        self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
+        self.bytes_read = 0
+        self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
+
+    def read_into(self, out: np.ndarray, start: int) -> None:
+        """Fills `out`, [bytes] uint8, from the file's bytes at `start` on.
+
+        Raises:
+            CheckpointError: a block is not what was written.
+        """
+        stop, size = start + len(out), self.block_bytes
+        if not 0 <= start <= stop <= self.nbytes:
+            raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and its index points to {start}..{stop}")
+        for block in range(start // size, -(-stop // size)):
+            low, high = block * size, min((block + 1) * size, self.nbytes)
+            if start <= low and high <= stop:
+                self._read_block(block, out[low - start : high - start])
+                continue
+            if block != self._block:
+                content = np.empty(high - low, dtype=np.uint8)
+                self._read_block(block, content)
+                self._block, self._content = block, content
+            first, last = max(low, start), min(high, stop)
+            out[first - start : last - start] = self._content[first - low : last - low]
+
+    def verify(self) -> Iterator[tuple[int, CheckpointError | None]]:
+        """Reads the whole file: for every block its bytes, and what is wrong with it."""
+        for block in range(len(self.checksums)):
+            content = np.empty(min(self.block_bytes, self.nbytes - block * self.block_bytes), dtype=np.uint8)
+            try:
+                self._read_block(block, content)
+                yield len(content), None
+            except CheckpointError as error:
+                yield len(content), error
+
+    def close(self) -> None:
+        """Gives the descriptor back; a later read opens the file again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read_block(self, block: int, out: np.ndarray) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        low, done = block * self.block_bytes, 0
+        while done < len(out):
+            count = os.preadv(self._descriptor, [out[done:].data], low + done)
+            if count == 0:
+                break
+            done += count
+        self.bytes_read += done
+        if done < len(out) or zlib.crc32(out.data) != self.checksums[block]:
+            raise CheckpointError(
+                f"Checkpoint file {self.path} is damaged: bytes {low} to {low + len(out)} are not what was written"
+            )
