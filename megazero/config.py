@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from megazero.activation_checkpointing.options import ActivationsConfig, CheckpointSettings
 from megazero.checkpoint.store import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.model.config import GPT2Config
@@ -106,6 +107,7 @@ class Config:
     parallel: ParallelConfig
     zero: ZeroConfig
     deepspeed: DeepSpeedFlags
+    activations: ActivationsConfig
 
     def __post_init__(self) -> None:
         if self.data.seq_length > self.model.max_position_embeddings:
@@ -114,6 +116,22 @@ class Config:
                 f"{self.model.max_position_embeddings}: there is no embedding for the last positions. "
                 f"Use --max-position-embeddings {self.data.seq_length}."
             )
+        self.checkpoint_settings()  # refuses what does not go together
+
+    def checkpoint_settings(self) -> CheckpointSettings:
+        """How activation checkpoints are kept; contiguous ones have room for one micro-batch, by default."""
+        activations, model = self.activations, self.model
+        count = activations.num_checkpoints
+        if count is None and activations.contiguous_checkpointing:
+            count = -(-model.num_layers // model.checkpoint_num_layers)
+        return CheckpointSettings(
+            partition_activations=self.parallel.partition_activations,
+            contiguous_checkpointing=activations.contiguous_checkpointing,
+            num_checkpoints=count,
+            checkpoint_in_cpu=activations.checkpoint_in_cpu,
+            synchronize=activations.synchronize,
+            profile=activations.profile,
+        )
 
     def check_world(self, world_size: int) -> None:
         """Checks what depends on the number of ranks.

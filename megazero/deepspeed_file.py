@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from megazero.activation_checkpointing.options import FIELD_OF_KEY
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.schema import ALWAYS, AUTO, every_key, show
 from megazero.json_config.sections import OptimizerSection
@@ -190,8 +191,8 @@ def _said(config: JsonConfig) -> list[tuple[str, str, Any]]:
             ("fp16.consecutive_hysteresis", "consecutive_hysteresis", fp16.consecutive_hysteresis),
             ("fp16.min_loss_scale", "min_scale", fp16.min_loss_scale),
         ]
-    partition = "activation_checkpointing.partition_activations"
-    every.append((partition, "partition_activations", config.activation_checkpointing.partition_activations))
+    kept = config.activation_checkpointing
+    every += [(f"activation_checkpointing.{key}", field, getattr(kept, key)) for key, field in FIELD_OF_KEY.items()]
     said = [entry for entry in every if entry[0] in config.given and entry[2] is not None]
     return said + (_said_of_adam(config.optimizer) if config.optimizer else [])
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megazero import comm, mpu
-from megazero.checkpoint.reader import Reader, latest_tag
-from megazero.checkpoint.training_state import client_state
+from megazero import activation_checkpointing, comm, mpu
+from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.loading import client_state
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.store import list_tags
 from megazero.config import Config
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
@@ -111,7 +113,8 @@ def build_job(
 ) -> Job:
     """The model, its engine and what else the loop needs, before anything is loaded."""
     device, dtype = comm.local_device(), config.precision.dtype
-    mpu.partition_activations_in_checkpoint(config.parallel.partition_activations)
+    timers = Timers(device)
+    activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
     with Init(data_parallel_group=groups.data, dtype=dtype, enabled=config.zero.stage == 3):  # the model is never whole
         model = model_provider(config.model, groups, device, dtype)
@@ -132,7 +135,7 @@ def build_job(
         (config.training.peak_tflops, "--peak-tflops") if config.training.peak_tflops else peak_tflops(device, dtype)
     )
     logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
-    job = Job(config, groups, device, tokenizer, engine, forward_step, Timers(device), peak)
+    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak)
     seed_dropout(job)
     return job
 
@@ -162,7 +165,7 @@ def load(job: Job) -> None:
     flags, directory = job.config.checkpoint, job.config.checkpoint.load
     if not directory:
         return
-    tags = comm.all_gather_object(comm.together(lambda: latest_tag(directory)))
+    tags = comm.all_gather_object(comm.together(lambda: _newest_tag(directory, flags.load_fallback)))
     if len(set(tags)) > 1:
         raise ValueError(
             f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
@@ -188,6 +191,18 @@ def load(job: Job) -> None:
             client["train_samples"],
         )
     logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def _newest_tag(directory: str, fallback: bool) -> str | None:
+    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there."""
+    try:
+        tag = latest_tag(directory)
+    except CheckpointError:
+        if not fallback:
+            raise
+        tag = None
+    tags = list_tags(directory) if fallback else []
+    return tag or (tags[-1] if tags else None)
 
 
 def _prepare_to_continue(job: Job, reader: Reader) -> None:

@@ -401,7 +401,6 @@ def test_offload_that_cannot_be(section, message):
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param.device"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "offload_optimizer.device"),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "cpu_checkpointing"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(document, name):

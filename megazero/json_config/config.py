@@ -234,7 +234,6 @@ def refuse_unbuilt(config: JsonConfig) -> None:
         and zero.offload_optimizer.device != "none",
         "gradient_allreduce_op sum": config.gradient_allreduce_op == "sum",
         "fp16.auto_cast": config.fp16.enabled and config.fp16.auto_cast,
-        "activation_checkpointing.cpu_checkpointing": config.activation_checkpointing.cpu_checkpointing,
     }
     for path, is_asked in asked.items():
         if is_asked:

@@ -87,11 +87,15 @@ class ActivationCheckpointingSection:
     """How activations are kept where the model checkpoints them."""
 
     partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
-    number_checkpoints: int | None = key(None, LATER, "layers, for contiguous_memory_optimization", at_least=1)
-    contiguous_memory_optimization: bool = key(False, LATER, "kept activations lie in one buffer")
-    cpu_checkpointing: bool = key(False, LATER, "kept activations rest in host memory; true is refused")
-    profile: bool = key(False, LATER, "times forward and recomputation")
-    synchronize_checkpoint_boundary: bool = key(False, LATER, "waits for the device at each boundary")
+    number_checkpoints: int | None = key(
+        None, OBEYED, "checkpointed calls that contiguous_memory_optimization has room for", at_least=1
+    )
+    contiguous_memory_optimization: bool = key(
+        False, OBEYED, "what is kept lies in one storage; needs partition_activations"
+    )
+    cpu_checkpointing: bool = key(False, OBEYED, "what is kept rests in pinned host memory; beside a CUDA device")
+    profile: bool = key(False, OBEYED, "times checkpointed calls in forward and backward")
+    synchronize_checkpoint_boundary: bool = key(False, OBEYED, "waits for the device before and after each call")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,185 @@
+"""One checkpointed call: what it needs to be repeated, from the arguments in any nesting to the random streams."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megazero import comm
+from megazero.activation_checkpointing.storage import Kept, Storage
+from megazero.comm import Channel
+from megazero.mpu.random import RngState
+from megazero.nested import tensors_in
+
+_LOOK_BACK = 64  # nodes of the graph between two checkpointed calls; behind more of them nothing is fetched ahead
+
+
+class Owner(Protocol):
+    """What a call needs of its checkpointer."""
+
+    @property
+    def storage(self) -> Storage:
+        """Where inputs are kept."""
+
+    def channel(self) -> Channel | None:
+        """Connects the ranks that inputs are cut over."""
+
+    def measured(self, name: str) -> Any:
+        """A context that times what is inside."""
+
+
+class Call:
+    """A function and its arguments. Its tensors are put away at once, and handed out for the first run.
+
+    Attributes:
+        kept: the tensors of which a copy is kept, None if there are none.
+        before: what the checkpointed call kept whose output this one takes: the next one that the backward will need. It follows
+            from the graph, which is equal on all ranks, so they start their collectives in one order.
+        needs_grad: of each tensor among the arguments.
+    """
+
+    def __init__(self, owner: Owner, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self.owner, self.function = owner, function
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self._others = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._is_tensor = [isinstance(x, Tensor) for x in leaves]
+        self.needs_grad = [x.requires_grad for x in tensors]
+        self._tensors: list[Tensor] = tensors
+        self._outputs: tuple[list[Any], pytree.TreeSpec] | None = None
+        self._rng = RngState.capture()
+        kinds = sorted({"cpu", comm.local_device().type})
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.kept: Kept | None = None
+        self.before: Kept | None = None
+        self._is_copied = [False] * len(tensors)
+        channel = owner.channel()
+        if owner.storage.copies(channel):
+            self._is_copied = _copied(tensors, args, owner.storage.device)
+            copied = [x for x, is_copied in zip(tensors, self._is_copied, strict=True) if is_copied]
+            if copied:
+                self.kept = owner.storage.keep(copied, channel)
+                self.before = _kept_before(copied)
+
+    def refuse_hidden(self) -> None:
+        """Refuses arguments that are no container and hold tensors with a graph, which would lose their gradients.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for x in self._others:
+            if any(tensor.grad_fn is not None for tensor in tensors_in(x)):
+                self.drop()
+                raise ValueError(
+                    f"checkpoint: an argument is a {type(x).__name__} that holds a tensor which needs a gradient. Pass that "
+                    "tensor by itself, in a list, tuple or dict, or use non_reentrant_checkpoint."
+                )
+
+    def take_tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, with their graphs; the call does not hold on to them any longer."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def held(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the call's tensors that are kept as they are, by whoever runs it."""
+        return [x for x, is_copied in zip(tensors, self._is_copied, strict=True) if not is_copied]
+
+    def tensors_again(self, held: Iterable[Tensor]) -> list[Tensor]:
+        """All tensors, outside of the graph of the first run, in which they need gradients as before."""
+        copies, held = iter(self.kept.fetch() if self.kept else ()), iter(held)
+        tensors = [next(copies if is_copied else held) for is_copied in self._is_copied]
+        return [x.detach().requires_grad_(needs) for x, needs in zip(tensors, self.needs_grad, strict=True)]
+
+    def run(self, tensors: Iterable[Tensor]) -> Any:
+        """What the function returns, under the autocast of the first run, without autocast's cache of weights.
+
+        A cast that the first run made has no graph, so no later use of the weight may find it: torch 2.8 would hand it out and
+        the weight would lose that gradient (later versions keep a cache for each grad mode).
+        """
+        rest = iter(tensors)
+        leaves = [next(rest) if is_tensor else x for x, is_tensor in zip(self._others, self._is_tensor, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        del leaves, rest, tensors
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            return self.function(*args, **kwargs)
+
+    def run_again(self, tensors: Iterable[Tensor]) -> Any:
+        """`run` with the random streams of the first run; they go back to where they are now."""
+        now = RngState.capture()
+        self._rng.restore()
+        try:
+            return self.run(tensors)
+        finally:
+            now.restore()
+
+    def take_outputs(self, output: Any) -> tuple[Tensor, ...] | None:
+        """The tensors in what the function returned, None if there are none; the rest waits for `with_outputs`.
+
+        Raises:
+            ValueError: a returned object that is no container holds tensors.
+        """
+        leaves, spec = pytree.tree_flatten(output)
+        for x in leaves:
+            if not isinstance(x, Tensor) and any(True for _ in tensors_in(x)):
+                raise ValueError(
+                    f"checkpoint: the function returned a {type(x).__name__} that holds tensors, which would lose their "
+                    "gradients. Let it return tensors in lists, tuples and dicts, or use non_reentrant_checkpoint."
+                )
+        self._outputs = leaves, spec
+        return tuple(x for x in leaves if isinstance(x, Tensor)) or None
+
+    def with_outputs(self, tensors: tuple[Tensor, ...] | None) -> Any:
+        """What the function returned, with these in place of its tensors."""
+        assert self._outputs is not None
+        (leaves, spec), self._outputs = self._outputs, None
+        rest = iter(tensors or ())
+        return pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+    def drop(self) -> None:
+        """Gives up what is kept."""
+        if self.kept is not None:
+            self.kept.release()
+
+
+def _copied(tensors: Sequence[Tensor], args: tuple, device: torch.device) -> list[bool]:
+    """Which tensors are copied; the others are kept as they are.
+
+    Not masks, which all layers share, so that a copy per layer would cost memory: the last of several arguments, and those by
+    keyword, where they need no gradient. Nor what is not floating-point, or empty, or elsewhere.
+    """
+    positional = sum(isinstance(x, Tensor) for x in pytree.tree_leaves(args))
+    last = positional - 1 if len(args) > 1 and isinstance(args[-1], Tensor) else -1
+    return [
+        (x.requires_grad or (i < positional and i != last))
+        and x.is_floating_point()
+        and x.numel() > 0
+        and x.device.type == device.type
+        and type(x) in (Tensor, nn.Parameter)
+        for i, x in enumerate(tensors)
+    ]
+
+
+def _kept_before(tensors: Iterable[Tensor]) -> Kept | None:
+    """What the nearest checkpointed call kept that these tensors come from."""
+    nodes = deque(x.grad_fn for x in tensors)
+    seen = set()
+    for _ in range(_LOOK_BACK):
+        if not nodes:
+            return None
+        node = nodes.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        call = getattr(node, "call", None)
+        if isinstance(call, Call):
+            return call.kept
+        nodes.extend(next_node for next_node, _ in node.next_functions)
+    return None

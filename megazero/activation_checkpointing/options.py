@@ -1,0 +1,113 @@
+"""How activations are kept: what a checkpointer is told, the flags of the job, and DeepSpeed's JSON section."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.json_source import DeepSpeedConfigError, read_source
+from megazero.optim.by_name import did_you_mean
+from megazero.option import option
+
+SECTION = "activation_checkpointing"
+FIELD_OF_KEY = {
+    "partition_activations": "partition_activations",
+    "number_checkpoints": "num_checkpoints",
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "profile": "profile",
+    "synchronize_checkpoint_boundary": "synchronize",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """How the inputs of checkpointed calls are kept, and what is watched.
+
+    Attributes:
+        partition_activations: keep 1/t of each floating-point input on each of the t model-parallel ranks.
+        contiguous_checkpointing: lay what is kept into one storage, which the first call allocates.
+        num_checkpoints: calls that this storage has room for: those between a forward and its backward.
+        checkpoint_in_cpu: keep it in pinned host memory, beside a CUDA device; without one nothing is copied.
+        synchronize: wait for the device before and after each call, in forward and in backward.
+        profile: add up the time of the calls in the checkpointer's `timers`.
+    """
+
+    partition_activations: bool = False
+    contiguous_checkpointing: bool = False
+    num_checkpoints: int | None = None
+    checkpoint_in_cpu: bool = False
+    synchronize: bool = False
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_checkpoints is not None and self.num_checkpoints < 1:
+            raise DeepSpeedConfigError(f"num_checkpoints must be at least 1, got {self.num_checkpoints}.")
+        if self.contiguous_checkpointing and not self.partition_activations:
+            raise DeepSpeedConfigError(
+                "contiguous_checkpointing lays out the parts that partition_activations makes, which is off. Turn that on too "
+                "(--partition-activations, or activation_checkpointing.partition_activations); one rank may be all there is."
+            )
+        if self.contiguous_checkpointing and self.num_checkpoints is None:
+            raise DeepSpeedConfigError(
+                "contiguous_checkpointing allocates its storage once and must know for how many checkpointed calls. Give "
+                "num_checkpoints (activation_checkpointing.number_checkpoints): the calls between a forward and its backward."
+            )
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """How the GPT-2 job keeps its activation checkpoints, beside `--checkpoint-activations` and `--partition-activations`."""
+
+    contiguous_checkpointing: bool = option(
+        False,
+        "with --partition-activations: the kept parts lie in one storage, allocated once a forward",
+        aliases=("--contigious-checkpointing",),  # the first examples' spelling
+    )
+    num_checkpoints: int | None = option(
+        None, "kept parts that this storage has room for (default: layers / --checkpoint-num-layers)"
+    )
+    checkpoint_in_cpu: bool = option(False, "activation checkpoints rest in pinned host memory, beside a CUDA device")
+    synchronize: bool = option(
+        False, "wait for the device before and after each checkpointed call", flag="--synchronize-each-layer"
+    )
+    profile: bool = option(
+        False, "time checkpointed calls in forward and backward, for the log's time line", flag="--profile-backward"
+    )
+
+
+def settings_from(source: Any, given: Mapping[str, Any]) -> CheckpointSettings:
+    """The defaults, then the JSON's `activation_checkpointing` section, then what of `given` is not None.
+
+    Args:
+        source: a dict, the path of a JSON file, URL-safe base64 of JSON, or None.
+        given: by field name of `CheckpointSettings`.
+
+    Raises:
+        DeepSpeedConfigError: a key or a value is wrong, or two of them contradict each other.
+    """
+    values: dict[str, Any] = {} if source is None else _section_values(source)
+    values.update({name: value for name, value in given.items() if value is not None})
+    return CheckpointSettings(**values)
+
+
+def _section_values(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
+    section = read_source(source).get(SECTION) or {}
+    if not isinstance(section, Mapping):
+        raise DeepSpeedConfigError(f"{SECTION} must be an object, got {section!r}.")
+    values = {}
+    for key, value in section.items():
+        if key not in FIELD_OF_KEY:
+            raise DeepSpeedConfigError(f"Unknown key {SECTION}.{key}. {did_you_mean(key, FIELD_OF_KEY)}")
+        if value == "auto":
+            continue
+        if key == "number_checkpoints":
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1):
+                raise DeepSpeedConfigError(f"{SECTION}.{key} must be an integer, got {value!r}.")
+            value = None if value is None else int(value)
+        elif not isinstance(value, bool):
+            raise DeepSpeedConfigError(f"{SECTION}.{key} must be true or false, got {value!r}.")
+        values[FIELD_OF_KEY[key]] = value
+    return values

@@ -1,0 +1,170 @@
+"""Calls that keep their inputs instead of their activations, and run again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megazero import comm
+from megazero.activation_checkpointing.call import Call
+from megazero.activation_checkpointing.options import CheckpointSettings
+from megazero.activation_checkpointing.storage import Storage
+from megazero.comm import Channel
+from megazero.mpu.groups import get_groups, model_parallel_is_initialized
+from megazero.timers import Timers
+
+
+class ActivationCheckpointer:
+    """Checkpoints calls in one way, and has all the state that this takes: a model can have one of its own.
+
+    Attributes:
+        mpu: whose `get_model_parallel_group()` names the ranks that inputs are cut over; None asks `megazero.mpu`.
+        timers: with `profile`, sums the time of "checkpoint forward" and of "checkpoint backward", which has the recomputation in
+            it. Read and reset them now and then: on CUDA each call adds events.
+        is_configured: whether `configure` has been called for it.
+    """
+
+    def __init__(
+        self, settings: CheckpointSettings | None = None, *, mpu: Any = None, timers: Timers | None = None
+    ) -> None:
+        self.mpu, self.timers = mpu, timers
+        self.is_configured = False
+        self._channel: Channel | None = None
+        self.settings = settings or CheckpointSettings()
+
+    @property
+    def settings(self) -> CheckpointSettings:
+        """How calls are checkpointed. May be set at any time, and holds from the next call on."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: CheckpointSettings) -> None:
+        self._settings = settings
+        self._storage: Storage | None = None
+
+    @property
+    def storage(self) -> Storage:
+        """Where inputs are kept, with its counters. It is made when first asked for."""
+        if self._storage is None:
+            self._storage = Storage(self.settings)
+        return self._storage
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `megazero.activation_checkpointing.checkpoint`, in this checkpointer's way."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        call = Call(self, function, args, kwargs)
+        call.refuse_hidden()
+        # Inputs may all be without gradient (token ids) while parameters are not: then an anchor makes autograd record the call.
+        anchor = None if any(call.needs_grad) else torch.empty(0, requires_grad=True)
+        try:
+            return call.with_outputs(_Checkpoint.apply(call, anchor, *call.take_tensors()))
+        except BaseException:
+            call.drop()  # the error's traceback may hold on to the call
+            raise
+
+    def non_reentrant_checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `megazero.activation_checkpointing.non_reentrant_checkpoint`, in this checkpointer's way."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        call = Call(self, function, args, kwargs)
+        originals = [call.take_tensors()]
+        held = [(x.detach(), x._version) for x in call.held(originals[0])]
+
+        def run() -> Any:
+            if originals:
+                with self.measured("checkpoint forward"):
+                    return call.run(originals.pop())
+            if any(x._version != version for x, version in held):
+                raise RuntimeError(
+                    "checkpoint: an argument has been modified by an inplace operation since, so its values are gone."
+                )
+            with self.measured("checkpoint backward"):
+                return call.run_again(call.tensors_again([x for x, _ in held]))
+
+        try:
+            # Random streams and autocast are the call's own business, as the tracker's streams are none of torch's.
+            return torch.utils.checkpoint.checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        except BaseException:
+            call.drop()
+            raise
+
+    def reset(self) -> None:
+        """Gives up the storage of contiguous checkpoints, once what lies in it is gone; the next call takes a new one."""
+        if self._storage is not None:
+            self._storage.reset()
+
+    def channel(self) -> Channel | None:
+        """Connects the ranks that inputs are cut over, None where they are not. Collective in the first call for a group.
+
+        The group is looked up in every call: groups may have been made again with another size.
+        """
+        if not self.settings.partition_activations or (self.mpu is None and not model_parallel_is_initialized()):
+            return None
+        group = get_groups().model if self.mpu is None else self.mpu.get_model_parallel_group()
+        if group.size() == 1:
+            return None
+        if self._channel is None or self._channel.group is not group:
+            self._channel = Channel(group)
+        return self._channel
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Times what is inside, also if it raises, and waits for the device around it: as far as the settings ask for it."""
+        if self.settings.profile and self.timers is None:
+            self.timers = Timers(comm.local_device())
+        timing = self.timers(name) if self.settings.profile and self.timers else nullcontext()
+        self._synchronize()
+        timing.__enter__()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            timing.__exit__(None, None, None)
+
+    def _synchronize(self) -> None:
+        if self.settings.synchronize and comm.local_device().type == "cuda":
+            torch.cuda.synchronize()
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*call.held(tensors))
+        with call.owner.measured("checkpoint forward"):
+            return call.take_outputs(call.run(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "checkpoint: torch.autograd.grad (or backward(inputs=...)) cannot go through a checkpointed function, because "
+                "the gradients of its parameters would be lost. Use backward(), non_reentrant_checkpoint, or turn off "
+                "--checkpoint-activations."
+            )
+        call: Call = ctx.call
+        with call.owner.measured("checkpoint backward"):
+            tensors = call.tensors_again(ctx.saved_tensors)
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                call.drop()  # as autograd does with what it saved, unless there is a retain_graph
+            if call.before is not None:
+                call.before.start()  # travels during what follows
+            with torch.enable_grad():
+                outputs = [x for x in pytree.tree_leaves(call.run_again(tensors)) if isinstance(x, Tensor)]
+            if len(outputs) != len(grads):
+                raise RuntimeError(
+                    f"checkpoint: the function returned {len(grads)} tensors in the forward, and {len(outputs)} when it ran "
+                    "again. It must do the same each time."
+                )
+            pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and x.requires_grad]
+            if pairs:
+                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        return None, None, *(x.grad for x in tensors)

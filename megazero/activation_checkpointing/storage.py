@@ -1,0 +1,209 @@
+"""Where the inputs of checkpointed calls rest until the backward, if not simply where they are.
+
+What is kept of one call lies in one flat buffer of bytes, whichever way it is kept: whole or this rank's 1/t of each tensor
+(ZeRO, arXiv:1910.02054, sec. 6.1), in memory of its own or in a slot of an `_Arena`, on the device or in pinned host memory. So
+a call costs one copy to put away, and one copy and one all-gather to get back, which can be started ahead of their use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megazero import comm
+from megazero.activation_checkpointing.options import CheckpointSettings
+from megazero.comm import Channel, Work
+
+# Bytes. cuBLAS chooses its algorithm by the alignment of its operands up to this, and another one may round differently.
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor lies in a buffer, or its parts in the buffers of all ranks."""
+
+    shape: torch.Size  # of the tensor with its dimensions in `order`
+    order: tuple[int, ...]  # its dimensions as they lie in memory, outermost first
+    dtype: torch.dtype
+    part_numel: int  # on every rank; what the last parts have beyond the tensor is never read
+    start: int  # bytes
+    stop: int
+
+    @classmethod
+    def of(cls, x: Tensor, parts: int, start: int) -> _Place:
+        """The place for `x`, cut into `parts`, behind `start` bytes."""
+        order = tuple(sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True))
+        if not x.permute(order).is_contiguous():  # it has gaps or overlaps: it comes back contiguous
+            order = tuple(range(x.dim()))
+        part_numel = -(-x.numel() // parts)
+        stop = start + part_numel * x.element_size()
+        return cls(x.permute(order).shape, order, x.dtype, part_numel, start, stop)
+
+    def write(self, x: Tensor, buffer: Tensor, part: int) -> None:
+        """Copies the part of `x` into `buffer`."""
+        own = x.detach().permute(self.order).reshape(-1)[part * self.part_numel : (part + 1) * self.part_numel]
+        buffer[self.start : self.stop].view(self.dtype)[: own.numel()].copy_(own)
+
+    def read(self, buffers: Tensor) -> Tensor:
+        """The tensor again, from the buffers of all ranks [parts, bytes]; a view of them where it is not cut by others."""
+        flat = buffers[:, self.start : self.stop].reshape(-1).view(self.dtype)
+        x = flat[: self.shape.numel()].view(self.shape)
+        return x.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+class _Arena:
+    """One storage with a slot for each of `count` calls that keep `nbytes` each. It lives as long as what lies in it."""
+
+    def __init__(self, count: int, nbytes: int, device: torch.device, is_pinned: bool) -> None:
+        self.nbytes, self.count = nbytes, count
+        self.memory = torch.empty(count * nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        self.free = list(range(count))[::-1]
+
+    def take(self) -> tuple[int, Tensor]:
+        """A free slot: its number and its bytes.
+
+        Raises:
+            RuntimeError: all slots are in use.
+        """
+        if not self.free:
+            raise RuntimeError(
+                f"contiguous checkpointing has room for num_checkpoints={self.count} calls that keep {self.nbytes} bytes each, "
+                "and this is one more before their backward. Raise num_checkpoints (number_checkpoints); after forwards "
+                "without a backward call reset(); a second model can have an ActivationCheckpointer of its own."
+            )
+        index = self.free.pop()
+        return index, self.memory[index * self.nbytes : (index + 1) * self.nbytes]
+
+
+class Kept:
+    """What is kept of one call, on its way out, at rest, or on its way back."""
+
+    def __init__(self, storage: Storage, tensors: Sequence[Tensor], channel: Channel | None) -> None:
+        """Puts the tensors away: all floating-point, on this process's device, and equal on all ranks of the channel."""
+        self._storage, self._channel = storage, channel
+        self._parts, self._part = (channel.size, channel.rank) if channel else (1, 0)
+        self._places: list[_Place] = []
+        end = 0
+        for x in tensors:
+            place = _Place.of(x, self._parts, -(-end // _ALIGNMENT) * _ALIGNMENT)
+            self._places.append(place)
+            end = place.stop
+        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._back: tuple[Tensor, Work | None] | None = None
+        self._buffer: Tensor | None = None  # stays None if there is no room: then nothing is to be given back either
+        self._arena, self._slot, home = storage.room(self.nbytes)
+        self._buffer = home
+        storage.kept_bytes += self.nbytes
+        side = storage.side_stream
+        here = home if side is None else torch.empty(self.nbytes, dtype=torch.uint8, device=storage.device)
+        for place, x in zip(self._places, tensors, strict=True):
+            place.write(x, here, self._part)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                home.copy_(here, non_blocking=True)
+            here.record_stream(side)
+
+    def start(self) -> None:
+        """Starts the way back, unless that has been done: copies, and asks the other ranks for their parts."""
+        if self._back is not None or self._buffer is None:
+            return
+        with self._storage.on_side_stream():
+            whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
+            whole.view(self._parts, -1)[self._part].copy_(self._buffer, non_blocking=True)
+            work = None
+            if self._channel is not None:
+                work = self._channel.all_gather_(whole, "activation checkpoint")
+                self._storage.gathers += 1
+        self._back = whole, work
+
+    def fetch(self) -> list[Tensor]:
+        """New tensors with the values that were kept.
+
+        Raises:
+            RuntimeError: they were released.
+        """
+        if self._buffer is None:
+            raise RuntimeError(
+                "checkpoint: the backward runs a second time through a checkpointed function whose inputs were given up after "
+                "the first time. Use backward(retain_graph=True) the first time."
+            )
+        self.start()
+        assert self._back is not None
+        (whole, work), self._back = self._back, None
+        if work is not None:
+            work.wait()
+        if self._storage.side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._storage.side_stream)
+            whole.record_stream(torch.cuda.current_stream())
+        return [place.read(whole.view(self._parts, -1)) for place in self._places]
+
+    def release(self) -> None:
+        """Gives up what is kept, and its slot."""
+        if self._buffer is None:
+            return
+        self._buffer = self._back = None
+        self._storage.kept_bytes -= self.nbytes
+        if self._arena is not None:
+            self._arena.free.append(self._slot)
+            self._arena = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_buffer"):
+            self.release()
+
+
+class Storage:
+    """Makes `Kept`s, as the settings say.
+
+    Attributes:
+        kept_bytes: that this rank keeps now, in copies. What is held by reference is not counted.
+        gathers: all-gathers that were started.
+    """
+
+    def __init__(self, settings: CheckpointSettings) -> None:
+        self.settings = settings
+        self.device = comm.local_device()
+        self.kept_bytes = self.gathers = 0
+        # Calls that keep equally much share an arena; nothing but the calls themselves holds on to it.
+        self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
+        is_offloaded = settings.checkpoint_in_cpu and self.device.type == "cuda"
+        # Copies to and from the host go through it, in order.
+        self.side_stream = torch.cuda.Stream() if is_offloaded else None
+
+    def copies(self, channel: Channel | None) -> bool:
+        """Whether `keep` would keep other memory than the tensors themselves."""
+        return channel is not None or self.settings.contiguous_checkpointing or self.side_stream is not None
+
+    def keep(self, tensors: Sequence[Tensor], channel: Channel | None) -> Kept:
+        """Puts tensors away, cut over the ranks of `channel`.
+
+        Raises:
+            RuntimeError: there are more than `num_checkpoints` at a time.
+        """
+        return Kept(self, tensors, channel)
+
+    def room(self, nbytes: int) -> tuple[_Arena | None, int, Tensor]:
+        """Memory for what a call keeps, and the arena and the number of the slot that it is in, if it is in one."""
+        is_pinned = self.side_stream is not None
+        device = torch.device("cpu") if is_pinned else self.device
+        if not self.settings.contiguous_checkpointing:
+            return None, 0, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        arena = self._arenas.get(nbytes)
+        if arena is None:
+            assert self.settings.num_checkpoints is not None  # the settings were checked
+            arena = self._arenas[nbytes] = _Arena(self.settings.num_checkpoints, nbytes, device, is_pinned)
+        return arena, *arena.take()
+
+    def reset(self) -> None:
+        """Forgets the arenas: new calls take new ones. What lies in the old ones stays valid."""
+        self._arenas.clear()
+
+    def on_side_stream(self) -> AbstractContextManager:
+        """Where transfers to and from the host are issued; nothing without a side stream."""
+        return nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream)
