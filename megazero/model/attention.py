@@ -64,6 +64,7 @@ class ParallelSelfAttention(nn.Module):
         h = config.hidden_size
         self.head_size = config.head_size
         self.dropout = config.attention_dropout
+        self.copies_bias = config.memory_centric_tiled_linear
         self.query_key_value = mpu.ColumnParallelLinear(
             h, 3 * h, gather_output=False, init_method=init_method, stride=3, group=group, device=device, dtype=dtype
         )
@@ -97,4 +98,6 @@ class ParallelSelfAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             model_parallel_size=self.query_key_value.group.size(),
         )
-        return self.dense(merge_heads(context))
+        out, bias = self.dense(merge_heads(context))
+        # Beside tiles attention is a ZeRO unit of its own: its parameters are released before the block adds the bias.
+        return out, bias.clone() if self.copies_bias else bias

@@ -17,6 +17,7 @@ _SIZES = (
     "vocab_size",
     "make_vocab_size_divisible_by",
     "checkpoint_num_layers",
+    "tile_factor",
 )
 
 
@@ -39,6 +40,11 @@ class GPT2Config:
     make_vocab_size_divisible_by: int = option(
         128, "the vocabulary is padded to a multiple of this x model-parallel size"
     )
+    vocab_chunk_size: int = option(
+        0,
+        "vocabulary ids whose logits the loss computes at a time, and again in backward, instead of storing the logits of all "
+        "(0: all at once, faster)",
+    )
     attention_dropout: float = option(0.1, "dropout probability of attention weights")
     hidden_dropout: float = option(
         0.1, "dropout probability of embeddings and of what each sub-block adds to the residual"
@@ -53,12 +59,21 @@ class GPT2Config:
         choices=("torch", "apex"),
     )
     compile: bool = option(False, "torch.compile each transformer block")
+    memory_centric_tiled_linear: bool = option(
+        False, "cut the MLP's two layers into tiles, which --zero-stage 3 gathers one at a time"
+    )
+    tile_factor: int = option(1, "with --memory-centric-tiled-linear: N x 4N tiles per layer, N along the hidden size")
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} is {value}, and a size must be at least 1.")
+        if self.vocab_chunk_size < 0:
+            raise ValueError(
+                f"--vocab-chunk-size is {self.vocab_chunk_size}: it is how many vocabulary ids the loss works off at a time, "
+                "e.g. 4096, or 0 for all at once."
+            )
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
@@ -68,6 +83,19 @@ class GPT2Config:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
                 "every head has the same size. Change one of them."
+            )
+        self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        if self.tile_factor > 1 and not self.memory_centric_tiled_linear:
+            raise ValueError(
+                f"--tile-factor {self.tile_factor} is the number of tiles of --memory-centric-tiled-linear, which is not given. "
+                "Give both, or none."
+            )
+        if self.memory_centric_tiled_linear and not self.tile_factor <= min(self.hidden_size, self.mlp_size // 4):
+            raise ValueError(
+                f"--tile-factor {self.tile_factor} asks for more tiles than --hidden-size {self.hidden_size} or a quarter of "
+                f"the MLP's width {self.mlp_size} has features. Choose a smaller one."
             )
 
     @property
@@ -111,6 +139,13 @@ class GPT2Config:
                     f"{_flag(name)} {value} is not divisible by --model-parallel-size {model_parallel_size}: every rank holds "
                     f"an equal share. Change {_flag(name)}, or use a --model-parallel-size that divides {value}."
                 )
+        tiles = 4 * self.tile_factor if self.memory_centric_tiled_linear else 1
+        if model_parallel_size > 1 and self.mlp_size % (tiles * model_parallel_size):
+            raise ValueError(
+                f"the MLP's width {self.mlp_size} does not make {tiles} tiles (4 x --tile-factor) that can each be cut over "
+                f"--model-parallel-size {model_parallel_size}: it must be a multiple of {tiles * model_parallel_size}. Choose "
+                "another --tile-factor."
+            )
 
     def check_sequence(self, seq_length: int) -> None:
         """Checks that there is a position for every token of a sequence.
@@ -126,7 +161,19 @@ class GPT2Config:
             )
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and full shape (unsharded, vocabulary without padding) of every parameter of a `GPT2Model`, in its order."""
+        """Name and full shape (unsharded, vocabulary without padding) of every parameter of a `GPT2Model`, in its order.
+
+        Raises:
+            ValueError: the model's MLPs are tiled, which no other framework's files know.
+        """
+        if self.memory_centric_tiled_linear:
+            raise ValueError(
+                "the model was trained with --memory-centric-tiled-linear: its MLPs have a weight for each tile, which cannot "
+                "be matched with whole layers here. Use a checkpoint that was trained without the flag."
+            )
+        return self._whole_shapes()
+
+    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
         h, f = self.hidden_size, self.mlp_size
         block: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (h,),
@@ -154,7 +201,7 @@ class GPT2Config:
 
     def num_parameters(self) -> int:
         """Logical parameters: the vocabulary without padding, the tied head counted once."""
-        return sum(math.prod(shape) for shape in self.full_shapes().values())
+        return sum(math.prod(shape) for shape in self._whole_shapes().values())
 
     def flops_per_token(self, seq_length: int) -> int:
         """Model FLOPs per token of a forward and a backward pass, without recomputation.

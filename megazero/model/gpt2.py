@@ -15,6 +15,7 @@ from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
 from megazero.model.init import normal_init, scaled_normal_init
+from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
 from megazero.mpu.init import init_weight_
 from megazero.mpu.linear_overlap import column_linear
 
@@ -104,14 +105,19 @@ class GPT2Model(nn.Module):
         x = self._transform(x, position_ids, document_ids, cache)
         if logit_index is not None:
             x = x[logit_index, torch.arange(tokens.size(0), device=tokens.device)][None]  # [1, b, h]
-        # The tied head: a column-parallel product with the vocabulary's rows as outputs, [s, b, v_padded/t].
-        logits = column_linear(x, self.word_embeddings.weight, None, self.group, overlap=x.is_cuda)
-        if targets is None:
-            return logits.transpose(0, 1)
-        loss = mpu.vocab_parallel_cross_entropy(
-            logits, targets.t(), group=self.group, vocab_size=self.config.vocab_size
-        )
-        return loss.t()
+        return self._logits(x).transpose(0, 1) if targets is None else self._loss(x, targets.t()).t()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The tied head, a column-parallel product with the vocabulary's rows as outputs: [s, b, h] -> [s, b, v_padded/t]."""
+        return column_linear(x, self.word_embeddings.weight, None, self.group, overlap=x.is_cuda)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each token [s, b] in fp32, from the last hidden states [s, b, h] and the next tokens [s, b]."""
+        weight, chunk = self.word_embeddings.weight, self.config.vocab_chunk_size
+        where: dict[str, Any] = {"group": self.group, "vocab_size": self.config.vocab_size}
+        if 0 < chunk < weight.size(0):
+            return chunked_vocab_parallel_loss(x, weight, targets, chunk_size=chunk, **where)
+        return mpu.vocab_parallel_cross_entropy(self._logits(x), targets, **where)
 
     def _transform(
         self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None, cache: KeyValueCache | None

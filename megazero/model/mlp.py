@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from megazero import mpu
 from megazero.comm import ProcessGroup
 from megazero.model.config import GPT2Config
 from megazero.mpu.init import InitMethod
+from megazero.zero import TiledLinear, TiledLinearReturnBias
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -18,7 +21,10 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 class ParallelMLP(nn.Module):
-    """h -> 4h -> h with GELU between: a column-parallel and a row-parallel layer, one all-reduce (arXiv:1909.08053, fig. 3a)."""
+    """h -> 4h -> h with GELU between: a column-parallel and a row-parallel layer, one all-reduce (arXiv:1909.08053, fig. 3a).
+
+    With `memory_centric_tiled_linear` both are tiled, and there is an all-reduce per tile.
+    """
 
     def __init__(
         self,
@@ -34,26 +40,22 @@ class ParallelMLP(nn.Module):
         # Compiled, the bias is added in GELU's kernel. Eager, the matrix product adds it for nothing and an addition of its own
         # would cost a pass over [s, b, 4h].
         self.fuse_bias_gelu = config.compile
-        self.dense_h_to_4h = mpu.ColumnParallelLinear(
-            config.hidden_size,
-            config.mlp_size,
-            gather_output=False,
-            init_method=init_method,
-            skip_bias_add=self.fuse_bias_gelu,
-            group=group,
-            device=device,
-            dtype=dtype,
-        )
-        self.dense_4h_to_h = mpu.RowParallelLinear(
-            config.mlp_size,
-            config.hidden_size,
-            input_is_parallel=True,
-            init_method=output_init_method,
-            skip_bias_add=True,
-            group=group,
-            device=device,
-            dtype=dtype,
-        )
+        h, wide, factor = config.hidden_size, config.mlp_size, config.tile_factor
+        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
+        up = {"gather_output": False, "init_method": init_method, "skip_bias_add": self.fuse_bias_gelu, **where}
+        down = {"input_is_parallel": True, "init_method": output_init_method, "skip_bias_add": True, **where}
+        self.dense_h_to_4h: nn.Module
+        self.dense_4h_to_h: nn.Module
+        if config.memory_centric_tiled_linear:
+            # As many tiles on both sides of the GELU: a rank's part of the 4h features is its part of each tile.
+            tiled = TiledLinearReturnBias if self.fuse_bias_gelu else TiledLinear
+            up |= {"linear_cls": mpu.ColumnParallelLinear, "in_splits": factor, "out_splits": 4 * factor}
+            down |= {"linear_cls": mpu.RowParallelLinear, "in_splits": 4 * factor, "out_splits": factor}
+            self.dense_h_to_4h = tiled(h, wide, **up)
+            self.dense_4h_to_h = TiledLinearReturnBias(wide, h, **down)
+        else:
+            self.dense_h_to_4h = mpu.ColumnParallelLinear(h, wide, **up)
+            self.dense_4h_to_h = mpu.RowParallelLinear(wide, h, **down)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, h] -> ([s, b, h] without its bias, that bias [h]): the caller fuses the bias with dropout and residual."""

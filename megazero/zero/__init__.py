@@ -5,11 +5,14 @@ from megazero.zero.external import register_external_parameter, unregister_exter
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.init import Init
 from megazero.zero.parameter import ReleasedParameter, ZeroParamStatus
+from megazero.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "ReleasedParameter",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroConfig",
     "ZeroParamStatus",
     "register_external_parameter",

@@ -23,7 +23,7 @@ from megazero.zero.external import external_parameters, register_schedule
 from megazero.zero.gradient import Gradient
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
-from megazero.zero.units import ROOT, BucketPlan
+from megazero.zero.units import ROOT, BucketPlan, tiles_in
 
 MAX_REDUCTIONS = 1  # on their way at the same time
 
@@ -55,6 +55,8 @@ class Schedule:
             self._of_unit[number].append(bucket)
         self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
         self._inputs_left: dict[int, int] = {}  # per unit: inputs whose gradient has not come yet
+        tiles = tiles_in(model)
+        self._tiles = {index for index, unit in enumerate(units) if unit in tiles}
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
         self._handles: list[Any] = []
         self._watched: set[str] = set()
@@ -70,7 +72,7 @@ class Schedule:
                 if module is not model and root.intersection(module.parameters(recurse=False)):
                     self._handles.append(module.register_forward_pre_hook(self._before_root_module, prepend=True))
             for index, unit in enumerate(units):
-                self._register(unit, self._of_unit[index], partial(self._prefetch, index))
+                self._register(unit, self._of_unit[index], partial(self._prefetch, index), index in self._tiles)
             for module in model.modules():
                 for parameter in external_parameters(module):
                     self.add_external(module, parameter)
@@ -180,21 +182,28 @@ class Schedule:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
         if bucket is not None and bucket in self._unit_of:
-            self._register(module, [bucket], lambda: None)
+            self._register(module, [bucket], lambda _: None)
 
-    def _register(self, module: nn.Module, buckets: list[Bucket], prefetch: Callable[[], None]) -> None:
+    def _register(
+        self, module: nn.Module, buckets: list[Bucket], prefetch: Callable[[bool], None], is_tile: bool = False
+    ) -> None:
         def before_backward(_: Tensor) -> None:
-            self._gather(buckets, prefetch)
+            self._gather(buckets, partial(prefetch, False))
 
         inputs: list[tuple[Tensor, Any]] = []  # and what made them, before the module ran
+        was_wanted = False  # before the module ran
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal was_wanted
+            was_wanted = any(bucket.is_gathered or bucket.is_gathering for bucket in buckets)
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
-            self._gather(buckets, prefetch)
+            self._gather(buckets, partial(prefetch, True))
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> None:
             _refuse_views(output, buckets)
-            if not _in_backward():  # there activation checkpointing runs it again, and its backward follows at once
+            # In a backward activation checkpointing runs it again, and its backward follows at once; a tile's only after those
+            # of all later tiles, unless the backward of this very one has asked for the recomputation.
+            if not _in_backward() or (is_tile and not was_wanted):
                 for bucket in buckets:
                     bucket.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
@@ -223,12 +232,15 @@ class Schedule:
         for bucket in buckets:
             self._wait(bucket.wait_gathered, bucket, "its parameters")
 
-    def _prefetch(self, index: int) -> None:
-        for bucket in self._of_unit.get(index - 1 if _in_backward() else index + 1, []) if self.overlap else []:
-            bucket.gather()
+    def _prefetch(self, index: int, in_forward: bool) -> None:
+        """Starts to gather the next unit; not a tile where units are recomputed, as its turn comes after the others' backward."""
+        ahead = index - 1 if _in_backward() else index + 1
+        if self.overlap and not (in_forward and _in_backward() and ahead in self._tiles):
+            for bucket in self._of_unit.get(ahead, []):
+                bucket.gather()
 
     def _before_model(self, _: nn.Module, __: Any) -> None:
-        self._gather(self._of_unit[ROOT], lambda: self._prefetch(ROOT))
+        self._gather(self._of_unit[ROOT], lambda: self._prefetch(ROOT, True))
 
     def _before_root_module(self, _: nn.Module, __: Any) -> None:
         self._gather(self._of_unit[ROOT])

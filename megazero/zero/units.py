@@ -21,6 +21,8 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     The entries of every outermost ModuleList and Sequential (transformer blocks), and modules without children that are large by
     themselves. An entry of a Sequential that holds such a list itself is looked into instead, and so is an entry of a ModuleList
     that is never called, being a ModuleList or ModuleDict. A parametrized module (weight_norm) counts as one without children.
+    An entry that holds a module with `parts_are_units = True` (a TiledLinear) is divided: that module's parts are units, and so
+    are the children, of the modules on the way to it, that do not hold one; parameters of those modules themselves stay outside.
     Embeddings stay outside: their weights are commonly read by the output layer as well. So do modules whose weights another
     module shares.
     """
@@ -46,7 +48,7 @@ def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = Fals
 def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[nn.Module]:
     units: list[nn.Module] = []
     for entry in container.children():  # names one that appears twice once
-        if _is_never_called(entry):
+        if _is_never_called(entry) or _is_divided(entry):
             found = _units_of_entries(entry, shared)
         elif isinstance(container, nn.Sequential) and _has_list(entry):
             found = _units_in(entry, shared)
@@ -58,6 +60,16 @@ def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[n
 
 def _is_never_called(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def tiles_in(model: nn.Module) -> set[nn.Module]:
+    """The modules inside of those that say `parts_are_units`: as units, at most one of them at a time is to be whole."""
+    divided = [module for module in model.modules() if getattr(module, "parts_are_units", False)]
+    return {part for module in divided for part in module.modules() if part is not module}
+
+
+def _is_divided(module: nn.Module) -> bool:
+    return any(getattr(part, "parts_are_units", False) for part in module.modules())
 
 
 def _has_list(module: nn.Module) -> bool:

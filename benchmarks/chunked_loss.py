@@ -1,0 +1,200 @@
+"""Head and loss of one micro-batch, forward and backward: with the logits as a whole, and in chunks, in three ways.
+
+    python benchmarks/chunked_loss.py                                     # 512 tokens, hidden 384 and 768, fp32
+    python benchmarks/chunked_loss.py --tokens 2048 --hidden 768 --dtype bfloat16 --vocab-chunks 2048 8192
+
+    whole                the logits are stored; their gradient takes their place
+    vocabulary N         N ids at a time, logits computed again in backward: `--vocab-chunk-size N`
+    tokens N again       N tokens at a time, logits computed again in backward
+    tokens N at once     N tokens at a time, gradients computed in forward, which must know each token's share of the loss
+
+The ways take turns. The peak is the most memory of one step beyond the inputs, in MB (10^6); the two gradients, which every way
+leaves behind, are in it. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megazero import comm, mpu
+from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
+from megazero.throughput import keep_freed_memory
+
+VOCAB, PADDED = 50257, 50304
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x [tokens, h], weight [v, h], targets, share of each token
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+    """The logits of all tokens and ids at once."""
+    return (mpu.vocab_parallel_cross_entropy(F.linear(x, weight), targets, vocab_size=VOCAB) * share).sum()
+
+
+def by_vocabulary(size: int, x: Tensor, weight: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+    """The library's chunks."""
+    return (chunked_vocab_parallel_loss(x, weight, targets, chunk_size=size, vocab_size=VOCAB) * share).sum()
+
+
+def by_tokens(size: int, at_once: bool, x: Tensor, weight: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+    """Chunks of tokens; the weight's gradient adds up in fp32."""
+    return _ByTokens.apply(x, weight, targets, share, size, at_once)
+
+
+class _ByTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, share: Tensor, size: int, at_once: bool
+    ) -> Tensor:
+        ctx.size, ctx.at_once = size, at_once
+        if at_once:
+            loss, *kept = _loss_and_gradients(x, weight, targets, share, size)
+        else:
+            kept = [x, weight, targets, share]
+            chunks = zip(*(part.split(size) for part in (x, targets, share)), strict=True)
+            loss = torch.stack([whole(part, weight, ids, s) for part, ids, s in chunks]).sum()
+        ctx.save_for_backward(*kept)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        if ctx.at_once:
+            grad_x, grad_weight = (gradient.mul_(grad.to(gradient.dtype)) for gradient in kept)
+        else:
+            x, weight, targets, share = kept
+            _, grad_x, grad_weight = _loss_and_gradients(x, weight, targets, share * grad, ctx.size)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor, share: Tensor, size: int) -> tuple[Tensor, ...]:
+    grad_x, total = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    losses = []
+    chunks = zip(*(part.split(size) for part in (x, targets, share, grad_x)), strict=True)
+    for part, ids, of_loss, result in chunks:
+        with torch.enable_grad():
+            logits = F.linear(part, weight).detach().requires_grad_()
+            loss = (mpu.vocab_parallel_cross_entropy(logits, ids, vocab_size=VOCAB) * of_loss).sum()
+        (d,) = torch.autograd.grad(loss, logits)
+        losses.append(loss.detach())
+        del logits, loss
+        torch.mm(d, weight, out=result)
+        if total.dtype == d.dtype:
+            total.addmm_(d.t(), part)
+        else:
+            total += d.t().mm(part)
+        del d  # before the next chunk's logits are made
+    return torch.stack(losses).sum(), grad_x, total.to(weight.dtype)
+
+
+def ways(args: argparse.Namespace) -> dict[str, Loss]:
+    """What is compared, by name."""
+    found: dict[str, Loss] = {"whole": whole}
+    found.update({f"vocabulary {n}": partial(by_vocabulary, n) for n in args.vocab_chunks})
+    for n in args.token_chunks:
+        found[f"tokens {n} again"] = partial(by_tokens, n, False)
+        found[f"tokens {n} at once"] = partial(by_tokens, n, True)
+    return found
+
+
+def make_inputs(hidden: int, args: argparse.Namespace) -> list[Tensor]:
+    """Hidden states and weight, which get gradients, targets, and shares with some masked tokens."""
+    torch.manual_seed(0)
+    dtype, device = getattr(torch, args.dtype), comm.local_device()
+    x = torch.randn(args.tokens, hidden, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(PADDED, hidden, device=device) * 0.02).to(dtype).requires_grad_()
+    targets = torch.randint(VOCAB, (args.tokens,), device=device)
+    counts = (targets % 10 != 0).float()
+    return [x, weight, targets, counts / counts.sum()]
+
+
+def step(loss_of: Loss, inputs: list[Tensor]) -> float:
+    """The loss, with the gradients of the first two inputs made anew."""
+    for leaf in inputs[:2]:
+        leaf.grad = None
+    loss = loss_of(*inputs)
+    loss.backward()
+    return loss.item()  # also waits for a GPU
+
+
+def peak_mb(loss_of: Loss, inputs: list[Tensor]) -> float:
+    """The most memory that torch's allocator has out for one step, beyond what it had before, in MB (10^6)."""
+    for leaf in inputs[:2]:
+        leaf.grad = None
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(loss_of, inputs)
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(loss_of, inputs)
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in changes)) / 1e6
+
+
+def measure(hidden: int, args: argparse.Namespace) -> dict[str, dict]:
+    """Times and peak of every way; each must agree with the first one in loss and gradients."""
+    inputs, found = make_inputs(hidden, args), ways(args)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    want: list = []
+    for turn in range(args.warmup + args.rounds):
+        names = list(found)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            loss = step(found[name], inputs)
+            if turn >= args.warmup:
+                times[name].append(time.perf_counter() - start)
+            if turn == 0:
+                got = [torch.tensor(loss), *(leaf.grad.detach() for leaf in inputs[:2])]
+                want = want or got
+                for a, b in zip(got, want, strict=True):
+                    error, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
+                    if error > (1e-5 if args.dtype == "float32" else 1e-2) * size:
+                        raise RuntimeError(f"{name} differs from {names[0]} by {error:.3g} of {size:.3g}")
+    return {
+        name: {
+            "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(seconds, n=4)],
+            "peak_mb": round(peak_mb(found[name], inputs), 1),
+        }
+        for name, seconds in times.items()
+    }
+
+
+def main() -> None:
+    """Parses the sizes, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512, help="of the micro-batch: batch x sequence")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[384, 768], help="widths")
+    parser.add_argument("--dtype", default="float32", help="of hidden states and weight")
+    parser.add_argument("--vocab-chunks", type=int, nargs="+", default=[2048, 4096, 8192], help="ids at a time")
+    parser.add_argument("--token-chunks", type=int, nargs="+", default=[128], help="tokens at a time")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    comm.init_distributed()
+    mpu.initialize_model_parallel(1)
+    keep_freed_memory()
+    result = {f"hidden {hidden}": measure(hidden, args) for hidden in args.hidden}
+    question = "head and loss, forward and backward: time and memory of the whole logits, and of chunks"
+    about = {"vocabulary": VOCAB, "tokens": args.tokens, "dtype": args.dtype, "rounds": args.rounds}
+    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread", "torch": torch.__version__}
+    print(json.dumps({"question": question, **about, **machine, **result}))
+
+
+if __name__ == "__main__":
+    main()

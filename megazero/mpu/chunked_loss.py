@@ -1,0 +1,158 @@
+"""Head and cross-entropy in one, a piece of the vocabulary at a time: the logits [tokens, v/t] never exist as a whole.
+
+With x a token's hidden state and W the head's weight, whose rows are cut into chunks C,
+
+    l_C = x W_C^T      m = max_C max l_C      z = sum_C sum exp(l_C - m)      loss = log z - (l_target - m)
+    d_C = g (exp(l_C - m) / z - [target])     grad_W_C = d_C^T x              grad_x = sum_C d_C W_C
+
+where g is the gradient of the token's loss. Only m and z, two numbers per token, are kept for backward, which computes every l_C
+again: one matrix product more, for never storing logits nor their gradient (Wijmans et al., arXiv:2411.09009).
+
+Chunks of the vocabulary, not of the tokens, because then each row of grad_W is finished by one product. Over chunks of tokens
+all of grad_W would have to be added up, [v/t, h] in fp32, which is more than the logits of a small batch; and tensor-parallel
+ranks would have to meet for every chunk. What is added up here is grad_x, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero import comm
+from megazero.comm import ProcessGroup
+from megazero.mpu.cross_entropy import _max_and_sum
+from megazero.mpu.groups import group_or_default
+from megazero.mpu.mappings import copy_to_model_parallel_region
+from megazero.mpu.utils import VocabUtility, check_token_ids
+
+
+def chunked_vocab_parallel_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_size: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Cross-entropy of each token, from hidden states and this rank's rows of the head: `vocab_parallel_cross_entropy` of
+    `x W^T` in less memory.
+
+    At most tokens x `chunk_size` logits exist at a time. Loss and gradients are those of the two calls to round-off, and to
+    the last bit where one chunk holds a vocabulary without padding. Under autocast, `x` and `weight` are cast as for a linear
+    layer. With several ranks the gradient of `x` is summed over `group`.
+
+    Args:
+        x: [..., h], the same on every rank of `group`.
+        weight: [v/t, h].
+        targets: [...] integer ids in the full vocabulary, the same on every rank.
+        chunk_size: rows of `weight` that are worked off at a time, at least 1.
+        group: the ranks that hold the vocabulary, in order; the model-parallel group by default.
+        vocab_size: ids in the vocabulary without its padding; rows from there on take no part and get a zero gradient. All
+            rows count by default.
+
+    Returns:
+        [...] fp32 loss in nats (fp64 for fp64 `x`), the same on every rank. Not averaged: mask it first. Its backward may run
+        several times (`retain_graph=True`), but cannot be differentiated again.
+
+    Raises:
+        ValueError: `chunk_size` is less than 1, shapes do not fit, there are fewer rows than `vocab_size`, or a target is outside
+            of the vocabulary (checked on the CPU only, as in `vocab_parallel_cross_entropy`).
+    """
+    group = group_or_default(group)
+    if chunk_size < 1:
+        raise ValueError(f"chunked_vocab_parallel_loss: chunk_size={chunk_size} must be at least 1 row of the weight.")
+    if x.shape[:-1] != targets.shape or weight.dim() != 2 or x.size(-1) != weight.size(1):
+        raise ValueError(
+            f"chunked_vocab_parallel_loss: x {list(x.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)} do "
+            "not fit. They are [..., h], [vocabulary rows of this rank, h] and [...]."
+        )
+    rows = weight.size(0) * group.size()
+    if vocab_size is None:
+        vocab_size = rows
+    if vocab_size > rows:
+        raise ValueError(
+            f"chunked_vocab_parallel_loss: vocab_size={vocab_size} but {group.size()} ranks x {weight.size(0)} rows make {rows}. "
+            "Pad the vocabulary of the output layer upwards."
+        )
+    check_token_ids(targets, vocab_size)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    x = copy_to_model_parallel_region(x, group)
+    return _ChunkedLoss.apply(x, weight, targets, group, vocab_size, chunk_size)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int, chunk_size: int
+    ) -> Tensor:
+        first, last = VocabUtility.vocab_range_from_per_partition_vocab_size(weight.size(0), group.rank(), group.size())
+        ctx.columns, ctx.chunk_size = max(min(last, vocab_size) - first, 0), chunk_size  # columns without padding
+        rows = x.reshape(-1, x.size(-1))  # [tokens, h]
+        ids = targets.reshape(-1) - first  # [tokens] column of the target; outside of [0, columns) on another rank
+
+        none = rows[:, :0]  # a rank with nothing but padding has no chunk
+        maxima, sums = ([part] for part in _max_and_sum(none))  # [tokens] per chunk
+        target_logit = torch.zeros_like(sums[0])
+        for part, column, is_here in _chunks(ids, ctx.columns, chunk_size):
+            logits = rows.mm(weight[part].t())  # [tokens, chunk]
+            chunk_max, chunk_sum = _max_and_sum(logits)
+            maxima.append(chunk_max)
+            sums.append(chunk_sum)
+            target_logit += logits.gather(1, column)[:, 0].to(target_logit.dtype).masked_fill(~is_here, 0.0)
+            del logits  # before the next ones are made
+
+        own_max = torch.stack(maxima)  # [chunks, tokens]
+        largest = comm.all_reduce(own_max.amax(0), group, dist.ReduceOp.MAX)
+        own_sum = (torch.stack(sums) * (own_max - largest).exp()).sum(0)
+        is_own = (ids >= 0) & (ids < ctx.columns)
+        both = torch.stack((own_sum, (target_logit - largest).masked_fill(~is_own, 0.0)))
+        z, target_logit = comm.all_reduce(both, group).unbind()  # of [2, tokens]: one message
+        ctx.save_for_backward(rows, weight, ids, largest, z)
+        ctx.shape = x.shape
+        return (z.log() - target_logit).view(targets.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        rows, weight, ids, largest, z = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = torch.zeros_like(rows, dtype=z.dtype) if needs_x else None  # this rank's part of the sum
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        if grad_weight is not None:
+            grad_weight[ctx.columns :] = 0.0
+        scale = grad.reshape(-1).to(z.dtype)  # [tokens], with the loss scale: 16-bit d is as large as without chunks
+        over_z = (scale / z)[:, None]
+        for part, column, is_here in _chunks(ids, ctx.columns, ctx.chunk_size):
+            own = weight[part]
+            d = rows.mm(own.t()).to(z.dtype).sub_(largest[:, None]).exp_().mul_(over_z)  # [tokens, chunk]
+            d.scatter_add_(1, column, -scale.masked_fill(~is_here, 0.0)[:, None])
+            d = d.to(rows.dtype)
+            if grad_x is not None:
+                grad_x += d.mm(own)
+            if grad_weight is not None:
+                torch.mm(d.t(), rows, out=grad_weight[part])
+            del d
+        return (
+            None if grad_x is None else grad_x.to(rows.dtype).view(ctx.shape),
+            grad_weight,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _chunks(ids: Tensor, columns: int, chunk_size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of each chunk: its columns; the column in it of each token's target [tokens, 1], 0 where it is not in it; whether it is."""
+    for start in range(0, columns, chunk_size):
+        stop = min(start + chunk_size, columns)
+        is_here = (ids >= start) & (ids < stop)
+        yield slice(start, stop), (ids - start).masked_fill(~is_here, 0)[:, None], is_here

@@ -1,0 +1,279 @@
+"""Linear layers cut into tiles, each gathered, used and released by itself (ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.3).
+
+    y_o = sum_i x_i W_oi^T + b_o        W [out, in] in out_splits x in_splits tiles W_oi
+
+A layer is the smallest thing that ZeRO's stage 3 makes whole. Tiled, a layer's working memory is that of one tile, and no
+allocation is larger than one. Every tile is a layer of its own, with Megatron's parallel layers too: then each tile is cut over
+the model-parallel ranks, and W_oi is the same part of the full W at every model-parallel size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero import comm
+from megazero.mpu.parallel_module import ParallelModule
+from megazero.zero.gathered import GatheredParameters
+
+Values = dict[str, Tensor | None]  # full "weight" [out, in] and "bias" [out]; None is not there
+
+
+class SplitInputError(ValueError, AssertionError):
+    """The input does not come in the pieces that the layer takes."""
+
+
+class TiledLinear(nn.Module):
+    """`linear_cls(in_features, out_features, bias, **kwargs)` in `out_splits` x `in_splits` tiles, `linears[out_id][in_id]`.
+
+    Input [..., in_features] and output [..., out_features] are those of the whole layer, gradients too, to round-off: a product
+    over `in_splits` tiles is rounded once more per tile. Only the last tile of each row of tiles has a bias.
+
+    Initial values are those of the whole layer, for the same seed, and so is the random generator's position afterwards: one
+    whole layer is built for a moment (its weight on the CPU, where the layer is one of `mpu`'s) and its values are cut.
+
+    With parallel layers whose output stays cut (`gather_output=False`) a rank's output is its columns of the first tile, then of
+    the second, and so on. A row-parallel layer reads them in this order if its `in_splits` are these `out_splits`.
+
+    Args:
+        in_features, out_features: of the whole layer, over all model-parallel ranks.
+        in_splits, out_splits: number of tiles; sizes differ by one at most, the larger ones first.
+        input_is_already_split: the input is a sequence of `in_splits` tensors.
+        combine_out_splits: return one tensor; else the list of `out_splits` outputs.
+        linear_cls: makes a layer with a `weight` [out, in] and a `bias` from (in_features, out_features, bias=..., **kwargs).
+        init_linear: the layer whose values the tiles start with; it is not kept.
+        kwargs: for `linear_cls`.
+
+    Attributes:
+        in_parts, out_parts: where tiles begin, with the number of features as the last entry.
+
+    Raises:
+        RuntimeError: a number of splits is below 1 or above the number of features.
+    """
+
+    parts_are_units = True  # for ZeRO: the tiles are gathered one by one, wherever this layer lies in a model
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.in_parts = _boundaries("in", in_features, in_splits)
+        self.out_parts = _boundaries("out", out_features, out_splits)
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        self.linears = nn.ModuleList()
+        source = init_linear
+        if source is None:
+            source = _whole_layer(linear_cls, in_features, out_features, bias=bias, **kwargs)
+        with GatheredParameters(source.parameters()):
+            values = _drawn_values(source) if init_linear is None else self._values(source)
+            devices = {p.device for p in source.parameters() if p.is_cuda}
+            with torch.random.fork_rng(devices=list(devices)):  # what the tiles draw is not used
+                for out_id in range(out_splits):
+                    row = nn.ModuleList()
+                    for in_id in range(in_splits):
+                        height, width = _size(self.out_parts, out_id), _size(self.in_parts, in_id)
+                        tile = linear_cls(width, height, bias=bias and in_id == in_splits - 1, **kwargs)
+                        self._fill(tile, out_id, in_id, values)
+                        self._prepare(tile)
+                        row.append(tile)
+                    self.linears.append(row)  # zero.Init shards the row's tiles now, before it sees the next ones
+
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Any:
+        """[..., in_features], or a sequence of pieces of it, -> [..., out_features], or the list of its pieces.
+
+        Raises:
+            SplitInputError: `x` has another last dimension, or another number of pieces.
+            TypeError: a tile returns something else than a tensor.
+        """
+        pieces = self._pieces(x)
+        outputs = [self._sum(row, pieces) for row in self._rows()]
+        return self._combine(outputs) if self.combine_out_splits else outputs
+
+    @torch.no_grad()
+    def copy_params_from(self, linear: nn.Module) -> None:
+        """Gives the tiles the values of `linear`, the whole layer.
+
+        Collective over the data-parallel ranks where one of the two is sharded by ZeRO (`linear` is whole meanwhile, one tile at
+        a time), and over the model-parallel ranks where `linear` is cut over them.
+
+        Raises:
+            ValueError: `linear` has other sizes, or one of the two has a bias and the other has not.
+        """
+        with GatheredParameters(linear.parameters()):
+            values = self._values(linear)
+            for out_id, row in enumerate(self._rows()):
+                for in_id, tile in enumerate(row):
+                    self._fill(tile, out_id, in_id, values)
+
+    def extra_repr(self) -> str:
+        """The sizes of the whole layer and the numbers of tiles."""
+        splits = f"in_splits={self.in_splits}, out_splits={self.out_splits}"
+        return f"{self.in_features}, {self.out_features}, bias={self.use_bias}, {splits}"
+
+    # ---- one row of tiles: what TiledLinearReturnBias does in another way
+
+    def _prepare(self, tile: nn.Module) -> None:
+        """Called once for every tile."""
+
+    def _sum(self, row: list[nn.Module], pieces: Sequence[Tensor]) -> Any:
+        total = None
+        for tile, piece in zip(row, pieces, strict=True):
+            # A view of its own for each tile: when its gradient comes, the tile's backward is over, and frozen tiles go as well.
+            part = self._checked(tile(piece.view_as(piece)))
+            total = part if total is None else self._add(total, part)
+        return total
+
+    def _checked(self, part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"TiledLinear: a tile returned a {type(part).__name__}, not a tensor. Use TiledLinearReturnBias for layers "
+                "that return (output, bias), or drop skip_bias_add."
+            )
+        return part
+
+    def _add(self, total: Any, part: Any) -> Any:
+        return total + part
+
+    def _combine(self, outputs: list[Any]) -> Any:
+        return torch.cat(outputs, dim=-1)
+
+    # ---- pieces and values
+
+    def _rows(self) -> list[list[nn.Module]]:
+        return [list(row.children()) for row in self.linears]
+
+    def _pieces(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        if self.input_is_already_split:
+            if isinstance(x, Tensor) or len(x) != self.in_splits:
+                found = "one tensor" if isinstance(x, Tensor) else f"{len(x)} pieces"
+                raise SplitInputError(
+                    f"TiledLinear(input_is_already_split=True) takes a list of in_splits={self.in_splits} tensors, got {found}."
+                )
+            return x
+        if not isinstance(x, Tensor):
+            raise SplitInputError(
+                f"TiledLinear takes one tensor, got a {type(x).__name__}; input_is_already_split=True takes a list of pieces."
+            )
+        width = x.size(-1)
+        ranks = self.in_features // width if width else 0  # a row-parallel layer's input may be this rank's part
+        sizes = [_size(self.in_parts, i) // max(ranks, 1) for i in range(self.in_splits)]
+        if sum(sizes) != width:
+            raise SplitInputError(
+                f"TiledLinear: the input's last dimension is {width}, in_features is {self.in_features} (in {self.in_splits} "
+                "tiles). It must be that, or an equal share of it on each model-parallel rank."
+            )
+        return x.split(sizes, dim=-1)
+
+    def _values(self, linear: nn.Module) -> Values:
+        """The full values of a layer that may take this one's place. Collective over the ranks that it is cut over."""
+        values = {name: _merged(linear, name) for name in ("weight", "bias")}
+        weight, bias = values["weight"], values["bias"]
+        shape = None if weight is None else tuple(weight.shape)
+        if shape != (self.out_features, self.in_features) or (bias is not None) != self.use_bias:
+            raise ValueError(
+                f"TiledLinear of weight {(self.out_features, self.in_features)}, {'with' if self.use_bias else 'without'} bias, "
+                f"cannot take the values of a {type(linear).__name__} of weight {shape}, {'without' if bias is None else 'with'} "
+                "bias. Both must agree."
+            )
+        return values
+
+    def _fill(self, tile: nn.Module, out_id: int, in_id: int, values: Values) -> None:
+        rows, columns = slice(*self.out_parts[out_id : out_id + 2]), slice(*self.in_parts[in_id : in_id + 2])
+        weight, bias = values["weight"], values["bias"]
+        with torch.no_grad(), GatheredParameters(tile.parameters(), modifier_rank=0):
+            if weight is not None:
+                _write(tile, "weight", weight[rows, columns])
+            if bias is not None and tile.bias is not None:
+                _write(tile, "bias", bias[rows])
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """A `TiledLinear` of tiles that return `(output, bias)`: returns `(output, bias)` of the whole layer, the bias not added.
+
+    Outputs are summed over a row of tiles; the rows' biases are concatenated, in their order, and None if no tile has one. A tile
+    that returns a tensor alone counts as one without bias. With `combine_out_splits=False` it is a list of such pairs.
+    """
+
+    def _prepare(self, tile: nn.Module) -> None:
+        tile.register_forward_hook(_copy_bias)  # before ZeRO's own, which frees the parameter
+
+    def _checked(self, part: Any) -> tuple[Tensor, Tensor | None]:
+        return (part, None) if isinstance(part, Tensor) else part
+
+    def _add(self, total: Any, part: Any) -> Any:
+        return total[0] + part[0], part[1]  # of the last tile, as it is the only one that has a bias
+
+    def _combine(self, outputs: list[Any]) -> tuple[Tensor, Tensor | None]:
+        biases = [bias for _, bias in outputs if bias is not None]
+        return torch.cat([out for out, _ in outputs], dim=-1), torch.cat(biases) if biases else None
+
+
+def _copy_bias(_: nn.Module, __: Any, output: Any) -> Any:
+    """The bias as a copy: the parameter itself is released when its tile has run, and it is added later."""
+    if isinstance(output, tuple) and isinstance(output[1], Tensor):
+        return output[0], output[1].clone()
+    return output
+
+
+def _boundaries(side: str, features: int, splits: int) -> list[int]:
+    """Where `splits` parts of `features` begin, and `features` itself; the larger parts come first."""
+    if not 1 <= splits <= features:
+        raise RuntimeError(
+            f"TiledLinear: {side}_splits={splits} for {side}_features={features}; it must lie in [1, {side}_features]."
+        )
+    size, rest = divmod(features, splits)
+    return [part * size + min(part, rest) for part in range(splits + 1)]
+
+
+def _size(parts: list[int], index: int) -> int:
+    return parts[index + 1] - parts[index]
+
+
+def _whole_layer(linear_cls: Callable[..., nn.Module], *sizes: int, **kwargs: Any) -> nn.Module:
+    """The layer that is tiled, as it would be without tiles: for the values that it draws."""
+    if isinstance(linear_cls, type) and issubclass(linear_cls, ParallelModule):
+        # It draws the full weight on the CPU and can keep that; nothing of it need lie on an accelerator.
+        kwargs["keep_master_weight_for_test"] = True
+        if torch.device(kwargs.get("device") or "cpu").type != "meta":
+            kwargs["device"] = "cpu"
+    return linear_cls(*sizes, **kwargs)
+
+
+def _drawn_values(layer: nn.Module) -> Values:
+    """The full values of a layer that has just been made; None is what the tiles need not be given."""
+    if isinstance(layer, ParallelModule) and (layer.master_weight is not None or layer.weight.is_meta):
+        return {"weight": layer.master_weight, "bias": None}  # biases start at zero
+    return {name: _merged(layer, name) for name in ("weight", "bias")}
+
+
+def _merged(layer: nn.Module, name: str) -> Tensor | None:
+    """A parameter's full value, from all ranks that it is cut over."""
+    value = getattr(layer, name, None)
+    cut = getattr(layer, "partitions", {}).get(name)
+    if value is None or cut is None:
+        return None if value is None else value.detach()
+    return cut.merge(comm.all_gather(value.detach(), layer.group))  # type: ignore[arg-type]
+
+
+def _write(tile: nn.Module, name: str, value: Tensor) -> None:
+    """Fills a tile's parameter with its rank's part of the full `value`."""
+    parameter = getattr(tile, name)
+    cut = getattr(tile, "partitions", {}).get(name)
+    if cut is not None:
+        value = cut.slice_like(parameter.shape, value, tile.group.rank(), tile.group.size())  # type: ignore[operator,union-attr]
+    parameter.copy_(value)

@@ -1,0 +1,219 @@
+"""Head and loss in chunks of the vocabulary against plain torch on the whole one: losses, gradients, and what is allocated."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero import mpu
+from megazero.model.gpt2 import GPT2Model
+from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
+from megazero.mpu.linear_overlap import column_linear
+from tests.model.test_gpt2 import VOCAB, loss_and_gradients_case, small_config
+from tests.ranks import run_ranks
+from tests.test_parity import engine_case, stages_case
+
+V, H = 11, 5
+EXACT = {"atol": 1e-6, "rtol": 1e-5}
+# 16-bit logits and d are rounded as without chunks; what chunks add is a rounding of each part of the gradient of x.
+TOLERANCES = {
+    torch.float64: {"atol": 1e-12, "rtol": 1e-12},
+    torch.float32: EXACT,
+    torch.bfloat16: {"atol": 3e-2, "rtol": 2e-2},
+    torch.float16: {"atol": 4e-3, "rtol": 3e-3},
+}
+
+
+def make(shape, dtype, padding=0):
+    """Hidden states, the head's weight with padding rows that must not matter, targets, and gradients of the losses."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, H, generator=generator).to(dtype)
+    weight = F.pad(torch.randn(V, H, generator=generator), (0, 0, 0, padding), value=100.0).to(dtype)
+    targets = torch.randint(0, V, shape, generator=generator)
+    upstream = torch.rand(shape, generator=generator) - 0.3
+    return x, weight, targets, upstream * (upstream > -0.2)  # some tokens are masked
+
+
+def gradients(loss_of, x, weight, upstream):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = loss_of(x, weight)
+    (loss * upstream).sum().backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def parity_case():
+    group = dist.group.WORLD
+    t, r = group.size(), group.rank()
+    for shape in ((5, 3), (1,), (0,)):
+        for padding in (-V % t, t * 12 - V):  # of the second, the last ranks hold nothing but padding
+            for dtype, tolerance in TOLERANCES.items():
+                x, weight, targets, upstream = make(shape, dtype, padding)
+
+                def plain(x, weight, targets=targets):
+                    logits = F.linear(x, weight[:V]).to(torch.promote_types(x.dtype, torch.float32))
+                    return F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+
+                want, want_x, want_weight = gradients(plain, x, weight, upstream)
+                for chunk in (1, 3, 4, 100):
+
+                    def chunked(x, weight, targets=targets, chunk=chunk):
+                        return chunked_vocab_parallel_loss(
+                            x, weight, targets, chunk_size=chunk, group=group, vocab_size=V
+                        )
+
+                    loss, grad_x, grad_weight = gradients(chunked, x, weight.chunk(t)[r], upstream)
+                    assert loss.dtype == want.dtype and grad_x.dtype == grad_weight.dtype == dtype
+                    assert_close(loss, want, **tolerance)
+                    assert_close(grad_x, want_x, **tolerance)
+                    assert_close(grad_weight, want_weight.chunk(t)[r], **tolerance)
+
+
+def one_chunk_case():
+    """In one chunk, without padding, all is bit for bit what the two calls give, also under fp16's loss scale."""
+    group = dist.group.WORLD
+    t, r = group.size(), group.rank()
+    for dtype in TOLERANCES:
+        x, weight, targets, upstream = make((7, 3), dtype, padding=-V % t)
+        own, size, upstream = weight.chunk(t)[r], weight.size(0), upstream / 21 * 2.0**12
+
+        def whole(x, weight, targets=targets, size=size):
+            logits = column_linear(x, weight, None, group, overlap=False)
+            return mpu.vocab_parallel_cross_entropy(logits, targets, group, size)
+
+        def chunked(x, weight, targets=targets, size=size):
+            return chunked_vocab_parallel_loss(x, weight, targets, chunk_size=size, group=group)
+
+        want, got = gradients(whole, x, own, upstream), gradients(chunked, x, own, upstream)
+        for name, a, b in zip(("loss", "x", "weight"), got, want, strict=True):
+            assert torch.equal(a, b), f"{dtype}: {name} differs by {(a - b).abs().max()}"
+
+
+def uses_case():
+    """A second backward, a frozen side, no gradients at all, NaN, autocast, and what is refused."""
+    group = dist.group.WORLD
+    t, r = group.size(), group.rank()
+    x, weight, targets, upstream = make((5, 3), torch.float32, padding=-V % t)
+    own = weight.chunk(t)[r]
+
+    def chunked(x, weight, targets=targets, chunk_size=2):
+        return chunked_vocab_parallel_loss(x, weight, targets, chunk_size=chunk_size, group=group, vocab_size=V)
+
+    want, want_x, want_weight = gradients(chunked, x, own, upstream)
+    leaf, head = x.clone().requires_grad_(), own.clone().requires_grad_()
+    loss = (chunked(leaf, head) * upstream).sum()
+    for _ in range(2):
+        grad_x, grad_weight = torch.autograd.grad(loss, (leaf, head), retain_graph=True)
+        assert torch.equal(grad_x, want_x) and torch.equal(grad_weight, want_weight)
+    assert torch.equal(torch.autograd.grad((chunked(leaf, own) * upstream).sum(), leaf)[0], want_x)
+    assert torch.equal(torch.autograd.grad((chunked(x, head) * upstream).sum(), head)[0], want_weight)
+    with torch.no_grad():
+        assert torch.equal(chunked(leaf, head), want)
+    (twice,) = torch.autograd.grad((chunked(leaf, head) ** 2).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        twice.sum().backward()
+    assert chunked(torch.full_like(x, torch.nan), own).isnan().all(), "NaN must not get lost"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, grad_x, grad_weight = gradients(chunked, x, own, upstream)
+    assert grad_x.dtype == grad_weight.dtype == torch.float32
+    low = gradients(chunked, x.bfloat16(), own.bfloat16(), upstream)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip((loss, grad_x, grad_weight), low, strict=True))
+
+    for bad in (0, -3):
+        with pytest.raises(ValueError, match=f"chunk_size={bad} must be at least 1"):
+            chunked(x, own, chunk_size=bad)
+    with pytest.raises(ValueError, match=r"targets \[15\] do not fit"):
+        chunked(x, own, targets.flatten())
+    with pytest.raises(ValueError, match="vocab_size=11 but .* make"):
+        chunked(x, own[:1])
+    with pytest.raises(ValueError, match="token id 11 is outside of the vocabulary"):
+        chunked(x, own, torch.full_like(targets, V))
+
+
+def all_cases():
+    parity_case()
+    one_chunk_case()
+    uses_case()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_chunks_equal_the_whole_vocabulary(world_size):
+    run_ranks(world_size, all_cases)
+
+
+def compile_case():
+    group = dist.group.WORLD
+    x, weight, targets, upstream = make((5, 3), torch.float32, padding=1)
+
+    def chunked(x, weight):
+        return chunked_vocab_parallel_loss(x, weight, targets, chunk_size=2, group=group, vocab_size=V)
+
+    own = weight.chunk(2)[group.rank()]
+    compiled = torch.compile(chunked, backend="aot_eager", fullgraph=True)
+    for a, b in zip(gradients(compiled, x, own, upstream), gradients(chunked, x, own, upstream), strict=True):
+        assert_close(a, b)
+
+
+def test_compiled_chunks_equal_eager_in_one_graph():
+    run_ranks(2, compile_case)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor has that any operation returns, in forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def largest_numel(chunk, tokens):
+    model = GPT2Model(small_config(vocab_chunk_size=chunk, num_layers=1))
+    with LargestTensor() as largest:
+        model(tokens, targets=tokens).mean().backward()
+    return largest.numel
+
+
+def test_no_tensor_of_the_logits_size_exists(one_rank):
+    tokens = torch.zeros(40, 11, dtype=torch.int64)
+    assert largest_numel(0, tokens) == tokens.numel() * 136  # the logits: all columns, with padding
+    assert largest_numel(50, tokens) == tokens.numel() * 96  # the MLP's hidden layer
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"checkpoint_activations": True}], ids=str)
+def test_a_model_with_chunks_equals_plain_gpt2(world_size, options):
+    run_ranks(world_size, loss_and_gradients_case, small_config(vocab_chunk_size=50, **options))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_with_chunks_under_zero_equals_plain_torch(stage):
+    run_ranks(2, engine_case, 1, "sgd", {"vocab_chunk_size": 50}, stage)
+
+
+def test_training_with_chunks_over_model_and_data_ranks_equals_plain_torch():
+    run_ranks(4, engine_case, 2, "adamw", {"vocab_chunk_size": 30, "checkpoint_activations": True}, 3)
+
+
+def test_all_stages_with_chunks_equal_stage_0_bit_for_bit():
+    run_ranks(2, stages_case, 1, {"vocab_chunk_size": 50})
+
+
+def test_more_ids_than_a_rank_holds_is_the_whole_vocabulary(one_rank):
+    torch.manual_seed(0)
+    whole, chunked = GPT2Model(small_config()), GPT2Model(small_config(vocab_chunk_size=1000))
+    chunked.load_state_dict(whole.state_dict())
+    tokens = torch.arange(20).view(2, 10) % VOCAB
+    assert torch.equal(chunked(tokens, targets=tokens), whole(tokens, targets=tokens))
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ValueError, match="--vocab-chunk-size is -1.* 0 for all at once"):
+        small_config(vocab_chunk_size=-1)
