@@ -156,7 +156,8 @@ class DeepSpeedEngine(Engine):
             message = (
                 f"ranks give different checkpoint tags: {', '.join(map(str, tags))}. Give the same one on every rank."
             )
-            assert self.config.checkpoint.tag_validation != "FAIL", message
+            if self.config.checkpoint.tag_validation == "FAIL":
+                raise AssertionError(message)
             logger.warning("%s The first rank's counts.", message)
         return tags[0]
 
@@ -193,6 +194,7 @@ class DeepSpeedEngine(Engine):
                 "that from megazero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, change it, and give it to "
                 "engine.load_module_state_dict."
             )
+        self.wait_for_checkpoint()  # which may be the one to load
         if tag is None and comm.all_gather_object(comm.together(lambda: latest_tag(load_dir)))[0] is None:
             logger.warning("nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir)
             return None, None
@@ -217,7 +219,7 @@ class DeepSpeedEngine(Engine):
         With stage 3 it needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
 
         Raises:
-            OSError: the file could not be written; on every rank.
+            OSError: the file could not be written; OtherRankError on the other ranks.
         """
         if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
             logger.warning(

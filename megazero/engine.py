@@ -400,6 +400,7 @@ class Engine:
             ValueError: it is of a model of another shape, or holds the state of another optimizer.
         """
         self.channel.meet("load_checkpoint")
+        self._follow_requires_grad()  # what has been unfrozen since gets its moments back
         reader = loading.load(
             self._checkpointed,
             load_dir,
@@ -440,7 +441,12 @@ class Engine:
 
         Waits for a save in the background.
         """
-        self._checkpointed.saver.close()
+        try:
+            self._checkpointed.saver.close()
+        finally:
+            self._dissolve()
+
+    def _dissolve(self) -> None:
         self.schedule.close()
         dissolve(self.buckets)
         self.channel.close()

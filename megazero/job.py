@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ def load(job: Job) -> None:
             "Every node must see the same directory."
         )
     if tags[0] is None:
+        _refuse_wrong_directory(directory)
         logger.info("no checkpoint in %s yet: starting from scratch", directory)
         return
     path, client = job.engine.load_checkpoint(
@@ -191,6 +193,20 @@ def load(job: Job) -> None:
             client["train_samples"],
         )
     logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def _refuse_wrong_directory(directory: str) -> None:
+    """Nothing is found where --load points to: a new run, or a mistake that would cost hours."""
+    path = Path(directory)
+    if path.is_file():
+        raise ValueError(f"--load {directory} is a file: name the directory that a job saves in.")
+    if (path / "index.json").is_file():
+        raise ValueError(f"--load {directory} is one checkpoint: name the directory above it, {path.parent}.")
+    if tags := list_tags(path):
+        raise ValueError(
+            f"--load {directory} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
+            "it, or take the newest by --load-fallback."
+        )
 
 
 def _newest_tag(directory: str, fallback: bool) -> str | None:

@@ -77,6 +77,12 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
     assert not (tmp_path / "latest").exists()
 
 
+def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path):
+    for wrong, words in (("global_step12", "is one checkpoint: name the directory above it"), ("latest", "is a file")):
+        done = run_job([*FLAGS, *corpus, "--load", str(whole / wrong)], 1)
+        assert done.returncode != 0 and words in done.stdout and "Traceback" not in done.stdout, done.stdout
+
+
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "pytorch_model.bin")]
     done = subprocess.run(command, cwd=whole, capture_output=True, text=True, check=True)

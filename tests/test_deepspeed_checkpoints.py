@@ -113,6 +113,15 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
     assert "nothing is loaded" in caplog.text
 
 
+def test_a_load_waits_for_the_save_that_is_under_way(one_rank, tmp_path):
+    engine = make_engine()
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    train(engine, 1)
+    path, _ = engine.load_checkpoint(str(tmp_path))
+    assert path is not None and engine.global_steps == 1 and engine.global_samples == engine.train_batch_size()
+
+
 def test_bad_arguments_are_refused(one_rank, tmp_path):
     engine = make_engine()
     for empty in ("", None):

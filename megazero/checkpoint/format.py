@@ -34,6 +34,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
@@ -48,10 +49,11 @@ def check_tag(tag: str) -> str:
     Raises:
         ValueError: it cannot.
     """
-    if not tag or len(tag) > _MAX_TAG or tag.startswith(".") or re.search(r"[/\\\x00-\x1f]", tag):
+    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f]", tag)
+    if is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN:
         raise ValueError(
-            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters "
-            f"and a dot in front, and take at most {_MAX_TAG} characters."
+            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters, "
+            f"spaces at the ends and a dot in front, take at most {_MAX_TAG} bytes, and none of {', '.join(_TAKEN)}."
         )
     return tag
 
@@ -79,6 +81,12 @@ def latest_tag(directory: str | Path) -> str | None:
 def replaced_path(directory: str | Path, tag: str) -> Path:
     """Where a checkpoint rests while a save of the same tag takes its place."""
     return Path(directory) / f".{tag}.replaced"
+
+
+def checkpoint_path(directory: str | Path, tag: str) -> Path:
+    """Where the checkpoint is: under its tag, unless a save of the same tag died between its two renames."""
+    path, replaced = Path(directory) / tag, replaced_path(directory, tag)
+    return replaced if replaced.exists() and not path.exists() else path
 
 
 def index_bytes(index: dict[str, Any]) -> bytes:

@@ -26,6 +26,9 @@ from megazero.zero.layout import Segment
 
 logger = logging.getLogger(__name__)
 
+RATES = ("lr", "initial_lr")
+CYCLED = (*RATES, "betas", "momentum")  # what schedules may change
+
 
 def load(
     state: TrainingState,
@@ -197,7 +200,9 @@ def _continue(
         schedule = decode(index["lr_scheduler"], _tensors_of(reader, SCHEDULE)) if continue_schedule else None
     if with_optimizer and (schedule is not None or state.lr_scheduler is None):
         with reader.well_formed("optimizer"):
-            _load_learning_rates(state, reader)  # first: a scheduler may set its own
+            _load_settings(
+                state, reader, CYCLED if schedule is not None else RATES
+            )  # first: a scheduler may set its own
     if state.lr_scheduler is not None and schedule is not None:
         _continue_schedule(state.lr_scheduler, schedule, reader.path)
     if load_rng:
@@ -205,7 +210,8 @@ def _continue(
             _load_rng(state, reader)
 
 
-def _load_learning_rates(state: TrainingState, reader: Reader) -> None:
+def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) -> None:
+    """Sets these settings of every parameter group to the saved ones, where both have them."""
     saved, groups = reader.index["optimizer"].get("groups"), state.optimizer.param_groups
     if saved is None or len(saved) != len(groups):
         found = "none" if saved is None else f"those of {len(saved)} parameter groups"
@@ -215,12 +221,15 @@ def _load_learning_rates(state: TrainingState, reader: Reader) -> None:
         )
         return
     for group, settings in zip(groups, saved, strict=True):
-        _numbers({key: settings[key] for key in ("lr", "initial_lr") if settings.get(key) is not None})
-        for key in ("lr", "initial_lr"):
-            if key in group and key in settings and isinstance(group[key], Tensor):
-                group[key].fill_(settings[key])
-            elif key in group and key in settings:
-                group[key] = settings[key]
+        for key in keys:
+            value = settings.get(key)
+            if key not in group or value is None:
+                continue
+            _numbers(dict(enumerate(value if isinstance(value, list) else [value])))
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def _load_rng(state: TrainingState, reader: Reader) -> None:
@@ -249,8 +258,8 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
         raise ValueError(
             f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
             f"{first}: saved {list(saved[first]) if first in saved else 'nothing'}, model "
-            f"{list(wanted[first]) if first in wanted else 'nothing'}. Give the --num-layers, --hidden-size, "
-            "--max-position-embeddings and vocabulary that it was trained with."
+            f"{list(wanted[first]) if first in wanted else 'nothing'}. Give the sizes that it was trained with (--num-layers, "
+            "--hidden-size, --max-position-embeddings, the vocabulary), or load what is there with load_module_strict=False."
         )
 
 
@@ -260,7 +269,7 @@ def _check_optimizer(state: TrainingState, reader: Reader) -> None:
     if saved != wanted:
         raise ValueError(
             f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
-            "or start it anew with --no-load-optim."
+            "or start it anew with --no-load-optim (load_optimizer_states=False)."
         )
 
 
@@ -286,13 +295,13 @@ def _continue_schedule(lr_scheduler: Any, state: dict[str, Any], path: Path) -> 
         ) from error
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+def _numbers(values: dict[Any, Any]) -> dict[Any, Any]:
     """The values, if they are numbers.
 
     Raises:
         ValueError: one is not.
     """
-    wrong = {key: value for key, value in values.items() if type(value) not in (int, float)}
+    wrong = {key: value for key, value in values.items() if type(value) not in (int, float, bool)}
     if wrong:
         raise ValueError(f"{wrong} should be a number")
     return values

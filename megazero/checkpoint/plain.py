@@ -41,6 +41,13 @@ _STORED = {
 _STORED_IN_NUMPY = {str(dtype).removeprefix("torch.") for dtype in _STORED}
 
 
+def is_plain(value: Any) -> bool:
+    """Whether JSON holds it as it is, but for tuples, which become lists."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
 def encode(value: Any, path: str = "client_state", prefix: str = "client") -> tuple[Any, dict[str, Tensor]]:
     """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names `prefix`/0, `prefix`/1, ...
 

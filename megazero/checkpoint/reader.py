@@ -30,12 +30,12 @@ from megazero.checkpoint.format import (
     CheckpointError,
     bytes_of,
     check_tag,
+    checkpoint_path,
     has_own_checksum,
     integers,
     is_count,
     latest_tag,
     no_number,
-    replaced_path,
 )
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
 
@@ -56,9 +56,7 @@ class Reader:
 
     def __init__(self, directory: str | Path, tag: str | None = None) -> None:
         tag = latest_tag(directory) if tag is None else check_tag(tag)
-        self.path = Path(directory) / (tag or "latest")
-        if tag is not None and not self.path.exists() and replaced_path(directory, tag).exists():
-            self.path = replaced_path(directory, tag)  # a save of the same tag died between its two renames
+        self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
         if tag is None or not (self.path / "index.json").is_file():
             raise FileNotFoundError(f"No checkpoint at {self.path}: check --load; `latest` names the tag that is read.")
         content = (self.path / "index.json").read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from megazero import __version__
 from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.plain import encode
+from megazero.checkpoint.plain import encode, is_plain
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.rewrite import RankPiece, write_checkpoint
@@ -129,15 +128,8 @@ def _foreign_optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
         "type": foreign.optimizer_type,
         "counters": foreign.optimizer_counters,
         "counters_of": dict.fromkeys(without),
-        "groups": groups and [{key: value for key, value in group.items() if _is_setting(value)} for group in groups],
+        "groups": groups and [{key: value for key, value in group.items() if is_plain(value)} for group in groups],
     }
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether JSON holds it."""
-    if isinstance(value, (list, tuple)):
-        return all(_is_setting(item) for item in value)
-    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _new_cut(reader: Reader, name: str, size: int) -> Cut | None:

@@ -90,7 +90,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._group: comm.ProcessGroup | None = None
-        self._folder: CheckpointFolder | None = None
+        self._folders: dict[Path, CheckpointFolder] = {}  # all that have been claimed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._what = ""
@@ -117,10 +117,13 @@ class Saver:
             Exception: what went wrong in the background since the last call.
         """
         self.wait()
-        self.claim(directory)
-        arguments = (tag, save_latest, keep_last)
+        folder = self.claim(directory)
+        arguments = (folder, tag, save_latest, keep_last)
         if not in_background:
-            self._write(snapshot, *arguments)
+            try:
+                self._write(snapshot, *arguments)
+            except comm.OtherRankError as error:
+                raise OSError(f"the checkpoint {folder.path / tag} was not saved: {error}") from error
             return Path(directory) / tag
         staged = snapshot.staged()
 
@@ -128,6 +131,7 @@ class Saver:
             try:
                 self._write(staged, *arguments)
             except BaseException as error:
+                logger.error("the checkpoint %s was not saved: %s: %s", self._what, type(error).__name__, error)
                 self._error = error
 
         self._what = str(Path(directory) / tag)
@@ -135,19 +139,21 @@ class Saver:
         self._thread.start()
         return Path(directory) / tag
 
-    def claim(self, directory: str | Path) -> None:
+    def claim(self, directory: str | Path) -> CheckpointFolder:
         """Makes the directory this job's, before hours are spent on what could not be saved.
 
         Raises:
-            DirectoryInUseError, OSError: as `CheckpointFolder.claim`, on all ranks.
+            OSError: it cannot be written, or is another job's (DirectoryInUseError on the first rank).
         """
         if self._group is None:
             self._group = comm.new_object_group()
-        if self._folder is None or self._folder.path != Path(directory):
-            if self._folder is not None:
-                self._folder.release()
-            self._folder = CheckpointFolder(directory)
-        comm.together(self._folder.claim if torch.distributed.get_rank() == 0 else None, self._group)
+        path = Path(directory).absolute()  # a job may change its working directory
+        folder = self._folders.setdefault(path, CheckpointFolder(path))
+        try:
+            comm.together(folder.claim if torch.distributed.get_rank() == 0 else None, self._group)
+        except comm.OtherRankError as error:
+            raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
+        return folder
 
     @property
     def is_writing(self) -> bool:
@@ -173,13 +179,12 @@ class Saver:
         try:
             self.wait()
         finally:
-            if self._folder is not None:
-                self._folder.release()
-                self._folder = None
+            for folder in self._folders.values():
+                folder.release()
+            self._folders.clear()
 
-    def _write(self, snapshot: Snapshot, tag: str, save_latest: bool, keep_last: int) -> None:
-        folder, rank, group = self._folder, torch.distributed.get_rank(), self._group
-        assert folder is not None
+    def _write(self, snapshot: Snapshot, folder: CheckpointFolder, tag: str, save_latest: bool, keep_last: int) -> None:
+        rank, group = torch.distributed.get_rank(), self._group
         aside, is_first = folder.aside(tag), rank == 0
         comm.together((lambda: folder.prepare(tag)) if is_first else None, group)
         try:

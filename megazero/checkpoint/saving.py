@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero import __version__, comm
-from megazero.checkpoint.plain import encode
+from megazero.checkpoint.plain import encode, is_plain
 from megazero.checkpoint.rng import rng_states
 from megazero.checkpoint.saver import Piece, Snapshot, tensor_entry
 from megazero.checkpoint.store import tag_of
@@ -44,6 +44,8 @@ def save(
         TypeError: `client_state` holds what is no plain data; the message has the path to it.
         Exception: as `Saver.save`.
     """
+    for bucket in state.buckets:
+        bucket.adopt_written()
     client, client_tensors = comm.together(
         lambda: encode(client_state, prefix=CLIENT)
     )  # it need not be plain on every rank
@@ -60,7 +62,9 @@ def save(
         blobs.update(client_tensors)
         blobs.update(schedule_tensors)
         buffers = state.buffers().items()
-        pieces += [Piece(name, 0, 0, {CONSTANT: value.reshape(-1)}) for name, value in buffers if value.numel()]
+        pieces += [
+            Piece(name, 0, 0, {CONSTANT: value.contiguous().view(-1)}) for name, value in buffers if value.numel()
+        ]
     return state.saver.save(
         Snapshot(pieces, blobs, index),
         directory,
@@ -99,7 +103,7 @@ def _index(state: TrainingState, keys: list[str] | None, exclude_frozen: bool) -
         "device": comm.local_device().type,
         "global_steps": state.global_steps,
         "skipped_steps": state.skipped_steps,
-        "counters": state.counters,
+        "counters": dict(state.counters),
         "optimizer": None if keys is None else optimizer,
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
         "aliases": state.aliases(),
@@ -154,7 +158,7 @@ def _states(
                 low, high = max(at.start, start), min(at.stop, stop)
                 if low < high:
                     whole[low - start : high - start] = view[low - at.start : high - at.start]
-        states[key] = whole
+        states[key] = whole.float()  # itself, but for optimizers that keep 16 bits
     return states
 
 
@@ -172,15 +176,9 @@ def _group_settings(state: TrainingState) -> list[dict[str, Any]]:
     """What can be written as JSON of the settings of each parameter group."""
     groups = state.optimizer.param_groups
     plain = [{k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in g.items()} for g in groups]
-    return [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in plain]
+    return [{k: v for k, v in group.items() if k != "params" and is_plain(v)} for group in plain]
 
 
 def _most_frequent(values: Iterable[dict[str, float]]) -> dict[str, float]:
     counts = Counter(tuple(sorted(value.items())) for value in values)
     return dict(counts.most_common(1)[0][0]) if counts else {}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))

@@ -18,12 +18,13 @@ import os
 import re
 import shutil
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megazero.checkpoint.format import check_tag, index_bytes, replaced_path
+from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.writer import naming
 from megazero.files import sync_folder, written_aside
@@ -70,12 +71,18 @@ def tag_of(iteration: int) -> str:
 
 def list_tags(directory: str | Path) -> list[str]:
     """Tags of the checkpoints in `directory`, in the order in which they were written."""
-    indices = [path for path in Path(directory).glob("*/index.json") if not path.parent.name.startswith(".")]
-    return [path.parent.name for path in sorted(indices, key=lambda path: path.stat().st_mtime_ns)]
+    whole = {path.parent.name: path for path in Path(directory).glob("*/index.json") if path.parent.name[0] != "."}
+    for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
+        whole.setdefault(path.parent.name[1:].removesuffix(".replaced"), path)
+    return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
 
 
 class CheckpointFolder:
     """One directory of checkpoints, as seen by the process that writes there: the first rank of a job."""
+
+    # Of all engines of this process, whose background saves the lock on the directory does not keep apart.
+    _being_written: ClassVar[set[Path]] = set()
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, directory: str | Path) -> None:
         self.path = Path(directory)
@@ -131,22 +138,32 @@ class CheckpointFolder:
             DirectoryInUseError, OSError: as `claim`.
         """
         check_tag(tag)
+        with self._one_at_a_time:
+            self._prepare(tag)
+
+    def _prepare(self, tag: str) -> None:
         self.claim()
         for partial in self.path.glob(".*.partial"):
-            shutil.rmtree(partial)
+            if partial.resolve() not in self._being_written:
+                _remove(partial)
         for name in ("latest", SCRIPT):
             for aside in self.path.glob(f"{name}.tmp*"):
                 aside.unlink(missing_ok=True)
         for replaced in self.path.glob(".*.replaced"):
             final = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
             if final.exists():
-                shutil.rmtree(replaced)
+                _remove(replaced)
             else:
                 os.rename(replaced, final)
         self.aside(tag).mkdir()
+        self._being_written.add(self.aside(tag).resolve())
 
     def publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
         """Makes the checkpoint aside, whose files are written and synced, the newest."""
+        with self._one_at_a_time:
+            self._publish(tag, index, save_latest, keep_last)
+
+    def _publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
         aside, final, replaced = self.aside(tag), self.path / tag, replaced_path(self.path, tag)
         with naming(aside / "index.json"), open(aside / "index.json", "wb") as file:
             file.write(index_bytes(index))
@@ -162,19 +179,36 @@ class CheckpointFolder:
         if save_latest:
             with naming(self.path / "latest"), written_aside(self.path / "latest") as pointer:
                 pointer.write(tag.encode())
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._being_written.discard(aside.resolve())
+        _remove(replaced)
         if keep_last:
             self._delete_older(tag, keep_last)
 
     def discard(self, tag: str) -> None:
         """Frees the room of a save that has failed."""
-        shutil.rmtree(self.aside(tag), ignore_errors=True)
+        self._being_written.discard(self.aside(tag).resolve())
+        _remove(self.aside(tag))
 
     def _delete_older(self, newest: str, keep: int) -> None:
-        older = [tag for tag in list_tags(self.path) if tag != newest and _TAG.fullmatch(tag)]
-        for tag in older[: max(0, len(older) + 1 - keep)]:
-            try:
-                os.rename(self.path / tag, self.aside(tag))  # if this dies halfway, nobody takes what is left for whole
-                shutil.rmtree(self.aside(tag))
-            except OSError as error:  # the job is fine without the space
-                logger.warning("could not delete the old checkpoint %s: %s", self.path / tag, error)
+        """Of the tags that jobs give. What `latest` names is never deleted, nor what has just been written."""
+        tags = [tag for tag in list_tags(self.path) if _TAG.fullmatch(tag)]
+        kept = {newest}
+        with suppress(CheckpointError):
+            kept.add(latest_tag(self.path) or newest)
+        older = [tag for tag in tags if tag not in kept]
+        for tag in older[: max(0, len(tags) - keep)]:
+            if not (self.path / tag).is_symlink():
+                with suppress(OSError):  # if this dies halfway, nobody takes what is left for whole
+                    os.rename(self.path / tag, self.aside(tag))
+                _remove(self.aside(tag))
+
+
+def _remove(path: Path) -> None:
+    """Deletes what is there, whatever it is. A job is fine without the space, so it goes on where that fails."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("could not delete %s: %s", path, error)

@@ -36,9 +36,17 @@ class TrainingState:
     saver: Saver = field(default_factory=Saver)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers, each once."""
+        """Persistent buffers, each once.
+
+        Raises:
+            TypeError: a module has an extra state.
+        """
         found: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{name}: what a module's get_extra_state() returns is not saved. Hand it to save_checkpoint in client_state."
+                )
             if not isinstance(value, nn.Parameter):
                 found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())

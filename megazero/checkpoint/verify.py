@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION, CheckedFile, CheckpointError
+from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION, CheckedFile, CheckpointError, checkpoint_path
 from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
 from megazero.checkpoint.reader import Reader
@@ -53,7 +53,7 @@ def verify(directory: str | Path, tag: str, *, show_progress: bool = False) -> V
         FileNotFoundError: there is no such checkpoint.
         OSError: a file cannot be read.
     """
-    found = Verification(Path(directory) / tag)
+    found = Verification(checkpoint_path(directory, tag))
     try:
         index = json.loads((found.path / "index.json").read_bytes())
         if (index.get("format"), index.get("format_version")) != (FORMAT, FORMAT_VERSION):

@@ -148,11 +148,16 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        return {"scale": self.scale, "hysteresis_left": self.hysteresis_left, "clean_steps": self.clean_steps}
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "hysteresis_left": self.hysteresis_left,
+            "clean_steps": self.clean_steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`; a static scale keeps its configured value."""
-        if self.dynamic:
+        """Continues from `state`, if both adapt: the 1.0 of an fp32 run is no scale for fp16, and a static one stays as set."""
+        if self.dynamic and state.get("dynamic", True):
             self.scale, self.hysteresis_left, self.clean_steps = (
                 state["scale"],
                 state["hysteresis_left"],

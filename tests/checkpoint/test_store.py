@@ -18,7 +18,9 @@ from torch import nn
 from megazero import comm, mpu
 from megazero.checkpoint import saver, store
 from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks
 
 
@@ -228,7 +230,7 @@ def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
     engine.save_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b"])
+@pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101])
 def test_tag_that_leads_elsewhere_is_refused(world, tmp_path, tag):
     with pytest.raises(ValueError, match="becomes the name of its directory"):
         make_engine(1).save_checkpoint(str(tmp_path / "save"), tag=tag)
@@ -413,6 +415,146 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
     _, client = other.load_checkpoint(str(tmp_path))
     assert torch.equal(other.module.turned, torch.arange(6.0).view(2, 3).t() * 2) and int(other.module.number) == 7
     assert other.lr_scheduler.value.tolist() == [1.0, 1.0] and client["tensor"].tolist() == [1.0]
+
+
+def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_only(world, tmp_path):
+    engine = write_one(tmp_path)
+    engine.save_checkpoint(str(tmp_path), tag="best", save_latest=False, keep_last=1)
+    assert store.list_tags(tmp_path) == ["global_step1", "best"]
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=1)
+    assert store.list_tags(tmp_path) == ["best", "global_step2"]
+
+
+def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
+    engine = write_one(tmp_path / "save")
+    (tmp_path / "save" / "global_step1").rename(tmp_path / "elsewhere")
+    (tmp_path / "save" / "global_step1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "save" / ".a.partial").write_text("")
+    (tmp_path / "save" / ".b.partial").symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path / "save"), keep_last=1)
+    assert (tmp_path / "elsewhere" / "index.json").exists(), "what the user has put elsewhere is the user's"
+    assert latest_tag(tmp_path / "save") == "global_step3"
+
+
+def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, monkeypatch):
+    first, second = make_engine(1), None
+    go_on, write = threading.Event(), saver.write_tensors
+    monkeypatch.setattr(saver, "write_tensors", lambda *a: (go_on.wait(20), write(*a))[1])
+    first.save_checkpoint(str(tmp_path), tag="A", in_background=True)
+    mpu.destroy_model_parallel()
+    second = make_engine(1)
+    go_on.set()
+    monkeypatch.setattr(saver, "write_tensors", write)
+    second.save_checkpoint(str(tmp_path), tag="B")
+    first.wait_for_checkpoint()
+    assert set(store.list_tags(tmp_path)) == {"A", "B"}
+
+
+def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = make_engine(1)
+    engine.save_checkpoint("relative", in_background=True)
+    monkeypatch.chdir("/")
+    engine.wait_for_checkpoint()
+    assert latest_tag(tmp_path / "relative") == "global_step0"
+    engine.destroy()
+
+
+def simple_engine(dtype=None, scaler=None, optimizer=None, frozen: bool = False) -> Engine:
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    groups = mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(not frozen)
+    group_of = {name: 0 for name, _ in model.named_parameters()}
+    factory = optimizer or (lambda g: torch.optim.AdamW(g, lr=0.1))
+    return Engine(
+        model, groups, factory, group_of, [{}], dtype=dtype, loss_scaler=scaler, allow_untested_optimizer=True
+    )
+
+
+def one_step(engine: Engine) -> None:
+    x = torch.ones(1, 3, dtype=next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().sum())
+    engine.step()
+
+
+def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(world, tmp_path):
+    engine = simple_engine()
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    half = simple_engine(torch.float16, LossScaler(scale=65536.0, dynamic=True))
+    half.load_checkpoint(str(tmp_path))
+    assert half.loss_scale() == 65536.0 and half.global_steps == 1
+
+
+def test_what_was_unfrozen_before_the_load_gets_its_moments(world, tmp_path):
+    engine = simple_engine()
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    other = simple_engine(frozen=True)
+    other.module[0].requires_grad_(True)
+    other.load_checkpoint(str(tmp_path))
+    one_step(engine)
+    one_step(other)
+    for name, value in engine.module_state_dict().items():
+        assert torch.equal(other.module_state_dict()[name], value), name
+
+
+def test_weights_that_were_written_in_place_are_saved(world, tmp_path):
+    engine = simple_engine(torch.bfloat16)
+    with torch.no_grad():
+        engine.module[0].weight.fill_(3.0)
+    engine.save_checkpoint(str(tmp_path))
+    assert (Reader(tmp_path).read_weight("0.weight") == 3.0).all()
+
+
+class BrainFloatMomentum(torch.optim.Optimizer):
+    """Keeps its state in 16 bits."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "max_norm": float("inf")})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["momentum"] = p.grad.bfloat16()
+                p.data -= 0.1 * p.grad
+
+
+def test_states_of_16_bits_and_settings_that_json_has_not(world, tmp_path):
+    engine = simple_engine(optimizer=BrainFloatMomentum)
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    (bucket,) = [bucket for bucket in engine.buckets if "0.weight" in bucket.parameters]
+    segment = bucket.segment_of(engine.module[0].weight)
+    (part,) = [view for view, _ in engine.optimizer.parts_of_state(bucket, "momentum", segment)]
+    assert torch.equal(Reader(tmp_path).read("0.weight", "momentum").view(-1), part.float())
+
+
+def test_cycled_momentum_continues(world, tmp_path):
+    def build() -> Engine:
+        engine = simple_engine()
+        engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            engine.optimizer.torch_optimizer, max_lr=0.1, total_steps=10
+        )
+        engine._checkpointed.lr_scheduler = engine.lr_scheduler
+        return engine
+
+    engine = build()
+    for _ in range(3):
+        one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    other = build()
+    other.load_checkpoint(str(tmp_path))
+    assert other.optimizer.param_groups[0]["betas"] == engine.optimizer.param_groups[0]["betas"] != (0.95, 0.999)
+    one_step(engine)
+    one_step(other)
+    assert torch.equal(other.module[0].weight, engine.module[0].weight)
 
 
 def visible(directory) -> list[str]:
