@@ -91,7 +91,7 @@ class ZeroSection:
     )
     gather_16bit_weights_on_model_save: bool = key(
         False,
-        LATER,
+        OBEYED,
         "for save_16bit_model",
         name="stage3_gather_16bit_weights_on_model_save",
         old=("stage3_gather_fp16_weights_on_model_save",),
