@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.format import CheckpointError, latest_tag, replaced_path
+from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
@@ -39,7 +39,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
             raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
         return path.parent, path.name
     wanted, there = latest_tag(path) if tag is None else tag, list_tags(path)
-    if wanted is not None and (wanted in there or replaced_path(path, wanted).is_dir()):
+    if wanted is not None and wanted in there:
         return path, wanted
     if not there:
         raise FileNotFoundError(f"There are no checkpoints in {path}: no directory in it has an index.json.")
@@ -90,8 +90,7 @@ def describe_directory(directory: str | Path) -> list[str]:
     lines = columns(("", "TAG", "STEPS", "SAVED", "MP x DP", "ZERO", "SIZE", ""), rows, right=(2, 5, 6)) if tags else []
     lines += ["", *errors] if errors else []
     if latest is not None:
-        is_there = latest in tags or replaced_path(directory, latest).is_dir()
-        lines += ["", "* latest" if is_there else f"`latest` names {latest}, which is not there"]
+        lines += ["", "* latest" if latest in tags else f"`latest` names {latest}, which is not there"]
     return lines + [f"{path.name} is being written, or its save has died" for path in partial]
 
 

@@ -141,7 +141,7 @@ def _read(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bo
     kinds: list[str] = []
     if with_optimizer and reader.index.get("optimizer") is not None:
         _check_optimizer(state, reader)
-        kinds = sorted({state for name in reader.tensors for state in reader.states(name)} - {MASTER, CONSTANT})
+        kinds = sorted({key for name in reader.tensors for key in reader.states(name)} - {MASTER, CONSTANT})
         state.optimizer.allocate_state(kinds, _saved_counters(reader))
     for bucket in state.buckets:
         for segment, part, start in bucket.weight_parts():

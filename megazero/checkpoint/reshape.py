@@ -52,7 +52,9 @@ def reshape(
     def read(piece: RankPiece, state: str) -> Tensor:
         out = torch.empty(piece.stop - piece.start, dtype=reader.states(piece.name)[state])
         cut, size = cuts[piece.name], model_parallel_size
-        reader.read_part(piece.name, {state: out}, cut=cut, rank=piece.rank, size=size, start=piece.start)
+        reader.read_part(
+            piece.name, {state: out}, cut=cut, rank=piece.model_parallel_rank, size=size, start=piece.start
+        )
         return out
 
     sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION
+from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.ranges import Cut, shard_shape
+from megazero.checkpoint.saver import in_file_order, rank_file, rank_part, whole_index
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.writer import BLOCK_BYTES, TensorSpec, Written, dtype_code, stream_tensors
-from megazero.zero.access import MASTER
+from megazero.checkpoint.writer import TensorSpec, Written, stream_tensors
 
 
 class RankPiece(NamedTuple):
     """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
 
     name: str
-    rank: int
+    model_parallel_rank: int
     start: int
     stop: int
 
@@ -61,22 +61,13 @@ def write_checkpoint(
         bar.update(value.nbytes)
         return value
 
-    files: dict[str, Any] = {}
-    places: list[dict[str, Any]] = [{} for _ in plan]
-    tensors: dict[str, Any] = {name: {**entry, "pieces": []} for name, entry in entries.items()}
+    parts = []
     with bar, _new_checkpoint(directory, tag) as folder:
         for number, pieces in enumerate(plan):
             own = blobs if number == 0 else {}
-            name = f"rank_{number:05d}.safetensors"
-            written = _write_rank(folder.aside(tag) / name, pieces, entries, own, counted)
-            files[name] = {"bytes": written.nbytes, "crc32": written.crc32}
-            for piece in pieces:
-                at = [written.offsets[f"{state}/{piece.name}"] for state in entries[piece.name]["states"]]
-                tensors[piece.name]["pieces"].append([piece.rank, piece.start, piece.stop, number, at])
-            for key, blob in own.items():
-                places[number][key] = [number, written.offsets[key], dtype_code(blob.dtype), list(blob.shape)]
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": BLOCK_BYTES}
-        folder.publish(tag, {**index, **head, "files": files, "blobs": places, "tensors": tensors}, True, 0)
+            written = _write_rank(folder.aside(tag) / rank_file(number), pieces, entries, own, counted)
+            parts.append(rank_part(number, written, [(*p, entries[p.name]["states"]) for p in pieces], own))
+        folder.publish(tag, whole_index(parts, index), True, 0)
     return folder.path / tag
 
 
@@ -109,7 +100,7 @@ def _write_rank(
     read: Callable[[RankPiece, str], Tensor],
 ) -> Written:
     """Writes one rank's file: weights first, as jobs write it, so that reading them alone reads on."""
-    order = sorted({state for entry in entries.values() for state in entry["states"]}, key=lambda s: (s != MASTER, s))
+    order = in_file_order({state for entry in entries.values() for state in entry["states"]})
     keys = {f"{s}/{p.name}": (p, s) for s in order for p in pieces if s in entries[p.name]["states"]}
     specs = {
         key: TensorSpec(DTYPES[entries[piece.name]["states"][state]], (piece.stop - piece.start,))

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megazero import comm
 from megazero.checkpoint import writer
 from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.writer import dtype_code, naming, write_tensors
+from megazero.checkpoint.writer import Written, dtype_code, naming, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by its key in the rank's file: weights first, so that reading them alone reads on."""
-        states = sorted({state for piece in self.pieces for state in piece.states}, key=lambda s: (s != "master", s))
+        states = in_file_order({state for piece in self.pieces for state in piece.states})
         found = {f"{s}/{piece.name}": piece.states[s] for s in states for piece in self.pieces if s in piece.states}
         return {**found, **self.blobs}
 
@@ -80,6 +80,11 @@ class Snapshot:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return Snapshot(pieces, blobs, self.index)
+
+
+def in_file_order(states: Iterable[str]) -> list[str]:
+    """The order in which states lie in a file: weights first."""
+    return sorted(states, key=lambda state: (state != "master", state))
 
 
 class Saver:
@@ -191,7 +196,7 @@ class Saver:
             comm.together(lambda: _write_rank(aside, rank, snapshot), group)
 
             def publish() -> None:
-                index = _whole_index(aside, torch.distributed.get_world_size(), snapshot.index)
+                index = whole_index(_rank_parts(aside, torch.distributed.get_world_size()), snapshot.index)
                 folder.publish(tag, index, save_latest, keep_last)
 
             comm.together(publish if is_first else None, group)
@@ -201,36 +206,24 @@ class Saver:
             raise
 
 
-def _rank_file(rank: int) -> str:
+def rank_file(rank: int) -> str:
+    """The name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def _write_rank(aside: Path, rank: int, snapshot: Snapshot) -> None:
     """Writes one rank's file, and beside it what the index has to know of it."""
     aside.mkdir(exist_ok=True)  # the first rank has made it; some network file systems show that late
-    written = write_tensors(aside / _rank_file(rank), snapshot.tensors())
-    at = written.offsets
-    part = {
-        "file": {"bytes": written.nbytes, "crc32": written.crc32},
-        "pieces": [
-            [p.name, p.model_parallel_rank, p.start, p.stop, {s: at[f"{s}/{p.name}"] for s in p.states}]
-            for p in snapshot.pieces
-        ],
-        "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
-    }
+    written = write_tensors(aside / rank_file(rank), snapshot.tensors())
+    pieces = [(p.name, p.model_parallel_rank, p.start, p.stop, p.states) for p in snapshot.pieces]
+    part = rank_part(rank, written, pieces, snapshot.blobs)
     note = aside / f"rank_{rank:05d}.json"
     with naming(note):
         note.write_text(json.dumps(part))
 
 
-def _whole_index(aside: Path, world_size: int, index: dict[str, Any]) -> dict[str, Any]:
-    """The index, from what every rank has written.
-
-    Raises:
-        RuntimeError: together they have not written every parameter exactly once. It would be a fault of this library.
-    """
-    files, blobs = {}, []
-    tensors = {name: {**entry, "pieces": []} for name, entry in index["tensors"].items()}
+def _rank_parts(aside: Path, world_size: int) -> Iterator[dict[str, Any]]:
+    """What `_write_rank` has noted on every rank."""
     for rank in range(world_size):
         note = aside / f"rank_{rank:05d}.json"
         if not note.is_file():
@@ -239,15 +232,47 @@ def _whole_index(aside: Path, world_size: int, index: dict[str, Any]) -> dict[st
             )
         part = json.loads(note.read_text())
         note.unlink()
-        files[_rank_file(rank)] = part["file"]
+        yield part
+
+
+def rank_part(
+    rank: int, written: Written, pieces: Iterable[tuple[str, int, int, int, Iterable[str]]], blobs: dict[str, Tensor]
+) -> dict[str, Any]:
+    """What the index has to know of the file that a rank has written, as plain JSON.
+
+    Args:
+        pieces: in the file: parameter, tensor-parallel rank, first element and the one behind the last, names of states.
+        blobs: in the file.
+    """
+    at = written.offsets
+    return {
+        "file": {"bytes": written.nbytes, "crc32": written.crc32},
+        "pieces": [
+            [name, model_parallel_rank, start, stop, {state: at[f"{state}/{name}"] for state in states}]
+            for name, model_parallel_rank, start, stop, states in pieces
+        ],
+        "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in blobs.items()},
+    }
+
+
+def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[str, Any]:
+    """The index, from the `rank_part` of every rank and all that does not depend on where things lie.
+
+    Raises:
+        RuntimeError: together they have not written every parameter exactly once. It would be a fault of this library.
+    """
+    files, blobs = {}, []
+    tensors = {name: {**entry, "pieces": []} for name, entry in index["tensors"].items()}
+    for rank, part in enumerate(parts):
+        files[rank_file(rank)] = part["file"]
         blobs.append(part["blobs"])
         for name, model_parallel_rank, start, stop, offsets in part["pieces"]:
             at = [offsets[state] for state in tensors[name]["states"]]
             tensors[name]["pieces"].append([model_parallel_rank, start, stop, rank, at])
     for name, entry in tensors.items():
         _check_whole(name, entry)
-    head = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    return {**head, **index, "block_bytes": writer.BLOCK_BYTES, "files": files, "blobs": blobs, "tensors": tensors}
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": writer.BLOCK_BYTES}
+    return {**index, **head, "files": files, "blobs": blobs, "tensors": tensors}
 
 
 def _check_whole(name: str, entry: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ def make(
     def read(piece: RankPiece, state: str) -> torch.Tensor:
         part = values[piece.name][state]
         if piece.name in cuts:
-            part = cuts[piece.name].slice(part, piece.rank, model_parallel_size, padded[piece.name])
+            part = cuts[piece.name].slice(part, piece.model_parallel_rank, model_parallel_size, padded[piece.name])
         return part.reshape(-1)[piece.start : piece.stop]
 
     client_state, blobs = encode(client)
