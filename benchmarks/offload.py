@@ -288,24 +288,28 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def report_side(found: dict[str, Any]) -> None:
-    """Prints one side's figures, on the first rank."""
-    if torch.distributed.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    torch.distributed.barrier()
+def play(
+    args: argparse.Namespace,
+    run_side: Callable[[argparse.Namespace, str], dict[str, Any]],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+) -> None:
+    """Prints the figures of the one side of which this process is a rank; else all sides', in a folder that goes at the end."""
+    if args.side:
+        found = run_side(args, args.side)
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+        torch.distributed.barrier()
+        return
+    with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
+        args.nvme_path = folder
+        print(json.dumps(measure(args)))
 
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
     parser = make_parser(__doc__)
     parser.add_argument("--stages", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3])
-    args = parser.parse_args()
-    if args.side:
-        report_side(run_side(args, args.side))
-        return
-    with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
-        args.nvme_path = folder
-        print(json.dumps(measure(args)))
+    play(parser.parse_args(), run_side, measure)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,13 @@ that a step updates on the host, `auto_host_share` beside `least_static_host_sha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
-import tempfile
 from typing import Any
 
 import torch
-from offload import Step, launch, make_engine, make_parser, measured, model_config, report_side
+from offload import Step, launch, make_engine, make_parser, measured, model_config, play
 from torch import Tensor
 
 from megazero.engine import Engine
@@ -188,12 +186,7 @@ def main() -> None:
     args.budget = parse_size(args.budget, "--budget") if args.budget else torch.cuda.mem_get_info()[1]
     if args.warmup < 2:
         sys.exit("error: --warmup must be at least 2: the first step is traced, and after it states move.")
-    if args.side:
-        report_side(run_side(args, args.side))
-        return
-    with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
-        args.nvme_path = folder
-        print(json.dumps(measure(args)))
+    play(args, run_side, measure)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,18 @@ written: without it, nothing counts as made.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from data_tools.counts import Counts
 from data_tools.documents import JOURNAL, output_format
 from data_tools.done_marker import check_ours, marker_path, read_marker, write_marker
 from megazero.data.journal import JournaledFiles
-from megazero.files import append_suffix, sync_folder
+from megazero.files import append_suffix, locked, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,14 @@ class PartialShard:
         self.shard, self._key = shard, key
         for path in (shard.record, *shard.outputs):
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(append_suffix(shard.record, ".writing"), shard)
+        self._lock = ExitStack()
+        try:  # runs over different inputs can have some outputs in common, which their own locks do not show
+            self._lock.enter_context(locked(append_suffix(shard.record, ".writing"), wait=False))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--output {shard.record}: another process is writing it, from other inputs or with other settings. Wait for its "
+                "end, or choose another --output."
+            ) from error
         names = [*(f".partial.{number}" for number in range(len(shard.outputs))), ".dropped.partial"]
         paths = [append_suffix(shard.record, name) for name in names]
         self._files = JournaledFiles(append_suffix(shard.record, JOURNAL), paths, journal_key or key)
@@ -108,17 +114,12 @@ class PartialShard:
         content = {"description": description, "counts": asdict(self.counts)}
         write_marker(self.shard.record, self._key, self.shard.outputs, content)
         self._files.remove()
-        self._release()
+        self._lock.close()
 
     def close(self) -> None:
         """Closes the files; what was committed stays."""
         self._files.close()
-        self._release()
-
-    def _release(self) -> None:
-        if not self._lock.closed:
-            Path(self._lock.name).unlink(missing_ok=True)
-            self._lock.close()
+        self._lock.close()
 
 
 def finished(shard: Shard, key: str) -> Counts | None:
@@ -132,24 +133,3 @@ def finished(shard: Shard, key: str) -> Counts | None:
         return Counts(**content["counts"])
     check_ours(shard.record, shard.outputs, "--output", append_suffix(shard.record, JOURNAL))
     return None
-
-
-def _lock(path: Path, shard: Shard) -> BinaryIO:
-    """The locked file `path`. Runs over different inputs can have some outputs in common, which their own locks do not show."""
-    while True:
-        file = open(path, "wb")  # noqa: SIM115 (closed by PartialShard._release)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise ValueError(
-                f"--output {shard.record}: another process is writing it, from other inputs or with other settings. Wait for its "
-                "end, or choose another --output."
-            ) from error
-        except OSError as error:  # no locks on this file system, of which `locked` has warned
-            logger.debug("%s: %s", path, error)
-            return file
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                return file
-        file.close()  # the holder before us removed it just now

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -59,15 +60,21 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Holds the lock file `path`, waiting for another process that does; a killed holder lets go by itself.
 
     On a file system without locks it warns and goes on: then nobody else may write the same output.
+
+    Args:
+        wait: for another process; else it raises.
+
+    Raises:
+        BlockingIOError: another process holds the file, and `wait` is False.
     """
     while True:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
         try:
-            _lock(file, path)
+            _lock(file, path, wait)
             if _is_still(path, file):
                 break
         except BaseException:
@@ -81,16 +88,23 @@ def locked(path: Path) -> Iterator[None]:
         file.close()
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
+def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        if not wait:
+            raise
         logger.info("waiting for another process that holds %s", path)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.warning("%s: this file system has no locks; make sure that no second process writes this output", path)
+        _warn_of_no_locks(path.parent)
+
+
+@cache
+def _warn_of_no_locks(folder: Path) -> None:
+    logger.warning("%s: this file system has no locks; make sure that no second process writes these outputs", folder)
 
 
 def _is_still(path: Path, file: BinaryIO) -> bool:

@@ -48,14 +48,14 @@ class Homes:
             OSError: the swap file cannot be made in `nvme_path`, or the disk has no room for what this rank will write there.
         """
         pin, swap, link = config.pin_memory, None, None
+        kept = kept_on_device(plans, config.offload_optimizer_ratio)
+        away = [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
             link = Link.to(comm.local_device(), pin)
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = SwapFile(config.nvme_path, torch.distributed.get_rank(), config.aio)
-            check_space(config.nvme_path, _disk_bytes(config, plans))
-        kept = kept_on_device(plans, config.offload_optimizer_ratio)
-        away = [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
+            check_space(config.nvme_path, _disk_bytes(config, plans, sum(away)))
         tile = tile_numel(away, config.sub_group_size)
 
         def home(name: str, buffer_nbytes: int, buffers: int) -> Home | None:
@@ -97,13 +97,15 @@ class Homes:
             self.swap.close()
 
 
-def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
-    """What the swap file of this rank will hold at least: master weights, with Adam two moments, and shards of P."""
-    kept = kept_on_device(plans, config.offload_optimizer_ratio)
-    away = [plan for index, plan in enumerate(plans) if plan.is_trainable and index not in kept]
-    states = [plan.layout.shard_numel for plan in away if config.offload_optimizer == "nvme"]
+def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan], away: int) -> int:
+    """What the swap file of this rank will hold at least: master weights, with Adam two moments, and shards of P.
+
+    Args:
+        away: elements of O that leave the device.
+    """
+    states = 3 * FP32_BYTES * away if config.offload_optimizer == "nvme" else 0
     shards = [plan.layout.shard_numel * plan.dtype.itemsize for plan in plans if config.offload_param == "nvme"]
-    return 3 * FP32_BYTES * sum(states) + sum(shards)
+    return states + sum(shards)
 
 
 def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[int]:
