@@ -20,7 +20,6 @@ from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.listing import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape, write_foreign
-from megazero.checkpoint.store import DirectoryInUseError
 from megazero.checkpoint.verify import verify
 from megazero.zero.memory import size
 
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, DirectoryInUseError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -87,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--to", required=True, choices=("huggingface",))
     sub.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of the written weights (default: fp32)")
     files = "the tokenizer's files (default: those of the training job)"
-    sub.add_argument("--tokenizer-files", nargs="+", metavar="FILE", help=files)
+    sub.add_argument("--tokenizer-files", nargs="+", type=Path, metavar="FILE", help=files)
     sub = command("import", _import, "write what another framework has saved as a checkpoint")
     sub.add_argument("path", metavar="PATH", help="what it has saved: its directory of checkpoints, or of the model")
     sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written")
@@ -110,7 +109,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    found = verify(*locate(arguments.path, arguments.tag), show_progress=True)
+    found = verify(*locate(arguments.path, arguments.tag))
     what = f"{found.path}: {found.num_tensors} tensors in {found.num_files} files, {size(found.nbytes)}"
     if not found.problems:
         _show([f"{what}: all is as it was written"])
@@ -123,28 +122,24 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
-    found = compare(a, b, weights_only=arguments.weights_only, show_progress=True)
+    found = compare(a, b, weights_only=arguments.weights_only)
     _show([f"A  {a.path}", f"B  {b.path}", "", *report(found, len(found.values) if arguments.all else 20)])
     return 0 if found.is_equal else 1
 
 
 def _reshape(arguments: argparse.Namespace) -> int:
-    for flag, value in (
-        ("--model-parallel-size", arguments.model_parallel_size),
-        ("--data-parallel-size", arguments.data_parallel_size),
-    ):
-        if value < 1:
-            raise ValueError(f"{flag} must be 1 or more, got {value}.")
-    reader = open_checkpoint(arguments.path, arguments.tag)
     sizes = arguments.model_parallel_size, arguments.data_parallel_size
-    _show_written(reshape(reader, arguments.out, *sizes, show_progress=True))
+    if min(sizes) < 1:
+        found = " and ".join(map(str, sizes))
+        raise ValueError(f"--model-parallel-size and --data-parallel-size must be 1 or more, got {found}.")
+    reader = open_checkpoint(arguments.path, arguments.tag)
+    _show_written(reshape(reader, arguments.out, *sizes))
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    files = None if arguments.tokenizer_files is None else [Path(file) for file in arguments.tokenizer_files]
     reader = open_checkpoint(arguments.path, arguments.tag)
-    export_huggingface(reader, arguments.out, _DTYPES[arguments.dtype], files)
+    export_huggingface(reader, arguments.out, _DTYPES[arguments.dtype], arguments.tokenizer_files)
     _show([f"wrote {arguments.out}"])
     return 0
 
@@ -165,7 +160,7 @@ def _import(arguments: argparse.Namespace) -> int:
         raise ValueError("--tag: a Hugging Face directory holds one model. Drop it.")
     else:
         foreign = read_huggingface(arguments.path)
-    _show_written(write_foreign(foreign, arguments.out, show_progress=True))
+    _show_written(write_foreign(foreign, arguments.out))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +15,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.format import bytes_of
-from megazero.checkpoint.listing import columns
+from megazero.checkpoint.listing import columns, is_nested, shortened
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import CONSTANT
 from megazero.zero.bucket import MASTER
 
 WEIGHTS = "weights"  # trained or not: a parameter may be frozen in one of the two
-_SETTINGS = (
-    *("global_steps", "skipped_steps", "counters", "optimizer", "loss_scaler", "lr_scheduler"),
-    *("client_state", "aliases"),
-)
+_SETTINGS = "global_steps skipped_steps counters optimizer loss_scaler lr_scheduler client_state aliases".split()
 _CHUNK_NUMEL = 1 << 22
 
 
@@ -69,42 +66,34 @@ class Comparison:
         return not (self.only or self.forms or self.values or self.settings)
 
 
-def compare(a: Reader, b: Reader, *, weights_only: bool = False, show_progress: bool = False) -> Comparison:
+def compare(a: Reader, b: Reader, *, weights_only: bool = False) -> Comparison:
     """The differences between two checkpoints; how they are cut over ranks, and the states of random generators, are none.
 
     Args:
         weights_only: leave out the optimizer's states, counters and settings.
-        show_progress: on standard error, if that is a terminal.
 
     Raises:
         CheckpointError: one of them is damaged.
     """
     found = Comparison()
-    common = [name for name in a.tensors if name in b.tensors]
     found.only += [(name, "A") for name in a.tensors if name not in b.tensors]
     found.only += [(name, "B") for name in b.tensors if name not in a.tensors]
-    pairs = list(_pairs(found, a, b, common, weights_only))
-    bar = tqdm(pairs, desc="comparing", unit=" tensors", disable=None if show_progress else True)
-    for name, state, in_a, in_b in bar:
-        difference = _compare_values(f"{state} of {name}", a, b, name, (in_a, in_b))
-        found.num_tensors += 1
-        if difference is not None:
-            found.values.append(difference)
+    pairs = list(_pairs(found, a, b, weights_only))
+    found.num_tensors = len(pairs)
+    for name, state, *states in tqdm(pairs, desc="comparing", unit=" tensors", disable=None):
+        difference = _compare_values(f"{state} of {name}", a, b, name, states)
+        found.values += [difference] if difference is not None else []
     if not weights_only:
-        settings_a, settings_b = dict(_settings(a)), dict(_settings(b))
-        for key in {**settings_a, **settings_b}:
-            pair = settings_a.get(key, ""), settings_b.get(key, "")
-            if pair[0] != pair[1]:
-                found.settings.append((key, *pair))
+        in_a, in_b = dict(_settings(a)), dict(_settings(b))
+        both = [(key, in_a.get(key, ""), in_b.get(key, "")) for key in {**in_a, **in_b}]
+        found.settings = [(key, of_a, of_b) for key, of_a, of_b in both if of_a != of_b]
     return found
 
 
-def _pairs(
-    found: Comparison, a: Reader, b: Reader, names: list[str], weights_only: bool
-) -> Iterator[tuple[str, str, str, str]]:
+def _pairs(found: Comparison, a: Reader, b: Reader, weights_only: bool) -> Iterator[tuple[str, str, str, str]]:
     """(name, state, its name in A, its name in B) of what has values in both; notes the rest."""
     missing: Counter[tuple[str, str]] = Counter()
-    for name in names:
+    for name in (name for name in a.tensors if name in b.tensors):
         states_a, states_b = _states(a, name), _states(b, name)
         for state in dict.fromkeys([*states_a, *states_b]):
             if weights_only and state != WEIGHTS:
@@ -128,7 +117,7 @@ def _form(reader: Reader, name: str, state: str) -> str:
     return f"{reader.tensors[name]['states'][state]} {list(reader.shape(name))}"
 
 
-def _compare_values(what: str, a: Reader, b: Reader, name: str, states: tuple[str, str]) -> ValueDifference | None:
+def _compare_values(what: str, a: Reader, b: Reader, name: str, states: Sequence[str]) -> ValueDifference | None:
     count, max_abs = 0, 0.0
     for x, y in zip(_chunks(a, name, states[0]), _chunks(b, name, states[1]), strict=True):
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
@@ -184,15 +173,11 @@ def _flat(reader: Reader, blobs: dict[str, Any], path: str, value: Any) -> Itera
     elif isinstance(value, dict) and kind is None:
         for key, item in value.items():
             yield from _flat(reader, blobs, f"{path}.{key}", item)
-    elif (items := value if isinstance(value, list) else value.get("items") if kind else None) and _is_nested(items):
+    elif (items := value if isinstance(value, list) else value.get("items") if kind else None) and is_nested(items):
         for number, item in enumerate(items):
             yield from _flat(reader, blobs, f"{path}[{number}]", item)
     else:
         yield path, json.dumps(value, ensure_ascii=False)
-
-
-def _is_nested(items: list[Any]) -> bool:
-    return any(isinstance(item, (dict, list)) for item in items)
 
 
 def report(found: Comparison, most: int = 20) -> list[str]:
@@ -211,8 +196,8 @@ def report(found: Comparison, most: int = 20) -> list[str]:
         if len(worst) > most:
             lines.append(f"... and {len(worst) - most} more, which differ less (--all lists them)")
     if found.settings:
-        rows_of_settings = [(path, _short(a), _short(b)) for path, a, b in found.settings]
-        lines += ["", *columns(("SETTING", "A", "B"), rows_of_settings)]
+        settings = [(path, shortened(a, 50), shortened(b, 50)) for path, a, b in found.settings]
+        lines += ["", *columns(("SETTING", "A", "B"), settings)]
     counts = f"values of {len(found.values)} of {found.num_tensors} tensors"
     differ = [
         *(["not all is in both"] if found.only else []),
@@ -220,12 +205,6 @@ def report(found: Comparison, most: int = 20) -> list[str]:
         *([f"{counts} differ"] if found.values else []),
         *([f"{len(found.settings)} settings differ"] if found.settings else []),
     ]
-    lines += [
-        "",
-        f"different: {'; '.join(differ)}" if differ else f"equal: {found.num_tensors} tensors, value for value",
-    ]
+    equal = f"equal: {found.num_tensors} tensors, value for value"
+    lines += ["", f"different: {'; '.join(differ)}" if differ else equal]
     return lines[1:] if not lines[0] else lines
-
-
-def _short(text: str, width: int = 50) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,22 +1,39 @@
-"""A checkpoint of the GPT-2 job for other frameworks, with its tokenizer's files."""
+"""A checkpoint of the GPT-2 job as a directory of Hugging Face's, which `from_pretrained` opens.
+
+DIR/config.json, generation_config.json
+DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
+DIR/vocab.json, merges.txt, ...           copies of the tokenizer's files
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megazero.checkpoint.importers.huggingface import write_huggingface
 from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.writer import Stored, write_tensors
+from megazero.checkpoint.zero_to_fp32 import sharded
 from megazero.data.gpt2_bpe import find_gpt2_files
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
+from megazero.files import append_suffix, sync_folder, written_aside
 from megazero.model.config import GPT2Config
+from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_names
 
 logger = logging.getLogger(__name__)
+
+_MAX_SHARD_BYTES = 5_000_000_000
+_TOKENIZER_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # OpenAI's names -> transformers'
+_GPT2_VOCABULARY, _GPT2_END_OF_TEXT = 50257, 50256
 
 
 def export_huggingface(
@@ -79,3 +96,98 @@ def _files(
         return [*find_gpt2_files(vocab_file, merge_file, tokenizer_path)]
     path = Path(tokenizer_path or vocab_file or "")
     return [*path.glob("tokenizer.json"), *path.glob("*.model")] if path.is_dir() else [path]
+
+
+def write_huggingface(
+    directory: str | Path,
+    tensors: Callable[[str], Tensor],
+    config: GPT2Config,
+    dtype: torch.dtype,
+    tokenizer_files: Sequence[Path] = (),
+    *,
+    end_of_text: int | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Returns when `directory` holds the model, whole; before that it does not exist. One tensor is in memory at a time.
+
+    Args:
+        tensors: by our name of the parameter, the full and unpadded tensor.
+        dtype: of the written weights.
+        tokenizer_files: copied, under the names that transformers looks for.
+        end_of_text: the token that ends a document, where `generate` stops; GPT-2's own if the vocabulary has GPT-2's size.
+        max_shard_bytes: of tensors in one file; a single larger tensor has a file of its own.
+
+    Raises:
+        FileExistsError: there is something in `directory`.
+        FileNotFoundError: a tokenizer file is missing.
+        ValueError: `dtype` is no floating-point dtype, or a tensor has another shape than `config` says.
+        OSError: the disk is full, or the like.
+    """
+    directory = Path(directory).resolve()
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"weights cannot be written as {dtype}: choose torch.float32, torch.bfloat16 or torch.float16."
+        )
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(
+            f"{directory} exists already: choose another directory for the model, or delete this one."
+        )
+    if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
+        end_of_text = _GPT2_END_OF_TEXT
+    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = append_suffix(directory, f".tmp{os.getpid()}")
+    # What an export that was killed has left: in a container every process has the same id.
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        _write_weights(aside, tensors, config, dtype, max_shard_bytes)
+        dtype_name = str(dtype).removeprefix("torch.")
+        _write_json(aside / "config.json", {**config_to_huggingface(config), **ends, "torch_dtype": dtype_name})
+        _write_json(aside / "generation_config.json", {"_from_model_config": True, **ends})
+        for source in tokenizer_files:
+            _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
+        sync_folder(aside)
+        os.rename(aside, directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_folder(directory.parent)
+
+
+def _write_weights(
+    folder: Path, tensors: Callable[[str], Tensor], config: GPT2Config, dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    """The head is left out: it is tied to the embedding, as config.json says."""
+    shapes = config.full_shapes()
+
+    def read(ours: str, transposed: bool) -> Tensor:
+        full = tensors(ours).detach()
+        if tuple(full.shape) != shapes[ours]:
+            raise ValueError(f"{ours} has shape {list(full.shape)}, and the configuration says {list(shapes[ours])}.")
+        return (full.t() if transposed else full).to(dtype).contiguous()
+
+    to_write = {
+        f"{PREFIX}{theirs}": Stored(dtype, shapes[ours][:: -1 if transposed else 1], partial(read, ours, transposed))
+        for ours, theirs, transposed in matching_names(config)
+    }
+    sizes = {name: tensor.nbytes for name, tensor in to_write.items()}
+    files = sharded("model", ".safetensors", sizes, max_shard_bytes)
+    for file, names in files.items():
+        write_tensors(folder / file, {name: to_write[name] for name in names})
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with written_aside(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def _copy(source: Path, target: Path) -> None:
+    if target.exists():
+        raise ValueError(f"the tokenizer file {source} would take the place of {target.name}: rename or leave it out.")
+    with written_aside(target) as file:
+        file.write(source.read_bytes())

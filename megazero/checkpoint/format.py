@@ -1,6 +1,6 @@
 """The checkpoint format's foundations: names, checksums, and files that are checked block by block as they are read.
 
-Like `ranges` and `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
+Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ DTYPES = {
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+REMEDY = "Copy the checkpoint again, or load another one: --load-fallback takes the newest whole one."
 
 
 class CheckpointError(ValueError):
@@ -134,23 +136,22 @@ class CheckedFile:
     Args:
         checksums: of every `block_bytes` of the file.
 
-    Attributes:
-        bytes_read: from the file, in all.
-
     Raises:
         ValueError: the number of checksums does not suit the size.
     """
 
     def __init__(self, path: Path, nbytes: int, checksums: Sequence[int], block_bytes: int) -> None:
-        self._descriptor: int | None = None
+        self._file: BufferedReader | None = None
         is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, (list, tuple))
         if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
-            raise ValueError(
-                f"{path.name} of {nbytes} bytes cannot have the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
-            )
+            found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
+            raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
         self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
-        self.bytes_read = 0
         self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
+
+    def found_size(self) -> int | None:
+        """The bytes that it has in fact; None if it is missing."""
+        return self.path.stat().st_size if self.path.is_file() else None
 
     def check_size(self) -> None:
         """Returns if the file is there and as large as it should be. Reading asks before it opens the file.
@@ -158,65 +159,65 @@ class CheckedFile:
         Raises:
             CheckpointError: it is not.
         """
-        found = self.path.stat().st_size if self.path.is_file() else None
+        found = self.found_size()
         if found != self.nbytes:
             raise CheckpointError(
                 f"Checkpoint file {self.path} has {'no' if found is None else found} bytes where the index says {self.nbytes}: "
-                "it is damaged. Copy the checkpoint again, or load another one: --load-fallback takes the newest whole one."
+                f"it is damaged. {REMEDY}"
             )
 
-    def read_into(self, out: np.ndarray, start: int) -> None:
-        """Fills `out`, [bytes] uint8, from the file's bytes at `start` on.
+    def read_into(self, out: np.ndarray, start: int, what: str) -> None:
+        """Fills `out`, [bytes] uint8, from the file's bytes at `start` on; `what` is in messages what is read.
 
         Raises:
             CheckpointError: a block is not what was written.
+            OSError: the disk does not give it.
         """
         stop, size = start + len(out), self.block_bytes
         if not 0 <= start <= stop <= self.nbytes:
-            raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and its index points to {start}..{stop}")
+            raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and the index says {start}..{stop} for {what}")
         for block in range(start // size, -(-stop // size)):
             low, high = block * size, min((block + 1) * size, self.nbytes)
             if start <= low and high <= stop:
-                self._read_block(block, out[low - start : high - start])
+                self._read_block(block, out[low - start : high - start], what)
                 continue
             if block != self._block:
                 content = np.empty(high - low, dtype=np.uint8)
-                self._read_block(block, content)
+                self._read_block(block, content, what)
                 self._block, self._content = block, content
             first, last = max(low, start), min(high, stop)
             out[first - start : last - start] = self._content[first - low : last - low]
 
-    def verify(self) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Reads the whole file: for every block its bytes, and what is wrong with it."""
+    def verify(self) -> Iterator[tuple[int, int, bool]]:
+        """Reads the whole file: of every block [low, high) in bytes, and whether it is as it was written."""
         for block in range(len(self.checksums)):
-            content = np.empty(min(self.block_bytes, self.nbytes - block * self.block_bytes), dtype=np.uint8)
+            low, high = block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
             try:
-                self._read_block(block, content)
-                yield len(content), None
-            except CheckpointError as error:
-                yield len(content), error
+                self._read_block(block, np.empty(high - low, dtype=np.uint8), "a check")
+                yield low, high, True
+            except CheckpointError:
+                yield low, high, False
 
     def close(self) -> None:
         """Gives the descriptor back; a later read opens the file again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __del__(self) -> None:
         self.close()
 
-    def _read_block(self, block: int, out: np.ndarray) -> None:
-        if self._descriptor is None:
+    def _read_block(self, block: int, out: np.ndarray, what: str) -> None:
+        if self._file is None:
             self.check_size()
-            self._descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        low, done = block * self.block_bytes, 0
-        while done < len(out):
-            count = os.preadv(self._descriptor, [out[done:].data], low + done)
-            if count == 0:
-                break
-            done += count
-        self.bytes_read += done
-        if done < len(out) or crc32(out.data) != self.checksums[block]:
+            self._file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
+        low = self._file.seek(block * self.block_bytes)
+        try:
+            count = self._file.readinto(out.data)
+        except OSError as error:  # of a disk that fails; it does not say which file it was
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if count < len(out) or crc32(out.data) != self.checksums[block]:
             raise CheckpointError(
-                f"Checkpoint file {self.path} is damaged: bytes {low} to {low + len(out)} are not what was written"
+                f"Checkpoint file {self.path} is damaged: bytes {low} to {low + len(out)} are not what was written (read for "
+                f"{what}). {REMEDY}"
             )

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.format import CheckpointError, checkpoint_path, latest_tag
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
@@ -31,9 +31,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     """
     path = Path(path).resolve()
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is no directory: name one that a job saves in, or one of the checkpoints in it."
-        )
+        raise FileNotFoundError(f"{path} is no directory: name one that a job saves in, or a checkpoint in it.")
     if (path / "index.json").is_file():
         if tag is not None:
             raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
@@ -61,12 +59,11 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequenc
     """Lines with a heading, all columns aligned: to the left, or to the `right` where their number is listed."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return [
-        "  ".join(
-            f"{text:>{width}}" if i in right else f"{text:<{width}}" for i, (text, width) in enumerate(cells)
-        ).rstrip()
-        for cells in (zip(line, widths, strict=True) for line in lines)
-    ]
+
+    def cell(i: int, text: str) -> str:
+        return text.rjust(widths[i]) if i in right else text.ljust(widths[i])
+
+    return ["  ".join(cell(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
 
 
 def describe_directory(directory: str | Path) -> list[str]:
@@ -84,7 +81,7 @@ def describe_directory(directory: str | Path) -> list[str]:
         try:
             summary = _summary(Reader(directory, tag))
         except CheckpointError as error:
-            summary = ("", _saved(directory / tag), "", "", "", "cannot be read")
+            summary = ("", _saved(checkpoint_path(directory, tag)), "", "", "", "cannot be read")
             errors.append(f"{tag}: {error}")
         rows.append(("*" if tag == latest else "", tag, *summary))
     lines = columns(("", "TAG", "STEPS", "SAVED", "MP x DP", "ZERO", "SIZE", ""), rows, right=(2, 5, 6)) if tags else []
@@ -128,52 +125,57 @@ def brief(encoded: Any, width: int = 60) -> str:
         text = f"{'array' if kind == 'numpy' else 'tensor'} {encoded['dtype']} {encoded['shape']}"
     elif kind is not None:
         text = str(encoded["value"]) if "value" in encoded else f"{kind} of {len(encoded.get('items', encoded))}"
-    elif isinstance(encoded, dict) or (isinstance(encoded, list) and any(isinstance(e, (dict, list)) for e in encoded)):
+    elif isinstance(encoded, dict) or (isinstance(encoded, list) and is_nested(encoded)):
         text = f"{type(encoded).__name__} of {len(encoded)}"
     else:
         text = json.dumps(encoded, ensure_ascii=False)
+    return shortened(text, width)
+
+
+def is_nested(items: list[Any]) -> bool:
+    """Whether containers are among the items."""
+    return any(isinstance(item, (dict, list)) for item in items)
+
+
+def shortened(text: str, width: int) -> str:
+    """At most `width` characters of the text."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _summary(reader: Reader) -> tuple[str, str, str, str, str, str]:
+def _summary(reader: Reader) -> tuple[str, ...]:
     """Of the table's row what follows the tag."""
-    index = reader.index
-    steps, stage = str(index.get("global_steps")), str(index.get("zero_stage"))
-    return steps, _saved(reader.path), _ranks(index), stage, size(sum(file.nbytes for file in reader.files)), ""
+    steps, stage = (str(reader.index.get(key)) for key in ("global_steps", "zero_stage"))
+    return steps, _saved(reader.path), _ranks(reader), stage, size(sum(file.nbytes for file in reader.files)), ""
 
 
-def _ranks(index: dict[str, Any]) -> str:
-    return f"{index.get('model_parallel_size')} x {index.get('data_parallel_size')}"
+def _ranks(reader: Reader) -> str:
+    return f"{reader.index.get('model_parallel_size')} x {reader.index.get('data_parallel_size')}"
 
 
 def _facts(reader: Reader) -> list[tuple[str, str]]:
-    index = reader.index
+    said = reader.index.get
+    versions = f"megazero {said('megazero_version')}, torch {said('torch_version')}"
     return [
         ("path", str(reader.path)),
-        (
-            "saved",
-            f"{_saved(reader.path)} by megazero {index.get('megazero_version')}, torch {index.get('torch_version')}",
-        ),
-        (
-            "ranks",
-            f"{_ranks(index)} (model x data parallel), ZeRO stage {index.get('zero_stage')}, {index.get('device')}",
-        ),
+        ("saved", f"{_saved(reader.path)} by {versions}"),
+        ("ranks", f"{_ranks(reader)} (model x data parallel), ZeRO stage {said('zero_stage')}, {said('device')}"),
         ("files", f"{len(reader.files)}, {size(sum(file.nbytes for file in reader.files))}"),
-        ("steps", f"{index.get('global_steps')} ({index.get('skipped_steps')} skipped)"),
-        *((name, brief(value)) for name, value in index.get("counters", {}).items()),
+        ("steps", f"{said('global_steps')} ({said('skipped_steps')} skipped)"),
+        *((name, brief(value)) for name, value in said("counters", {}).items()),
     ]
 
 
 def _optimizer(saved: dict[str, Any] | None) -> list[tuple[str, str]]:
     if saved is None:
         return []
-    groups_that_are_set = [
-        {k: v for k, v in g.items() if v is not None and v is not False} for g in saved.get("groups") or ()
-    ]
-    settings = [", ".join(f"{k} {brief(v)}" for k, v in group.items()) for group in groups_that_are_set]
-    counters = ", ".join(f"{k} {brief(v)}" for k, v in (saved.get("counters") or {}).items())
-    groups = [(f"group {i}", text) for i, text in enumerate(settings)]
-    return [("type", str(saved.get("type"))), *([("counters", counters)] if counters else []), *groups]
+    lines = [("type", str(saved.get("type"))), ("counters", _in_a_line(saved.get("counters") or {}))]
+    for i, group in enumerate(saved.get("groups") or ()):
+        lines.append((f"group {i}", _in_a_line({k: v for k, v in group.items() if v is not None and v is not False})))
+    return lines
+
+
+def _in_a_line(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {brief(value)}" for key, value in settings.items()) or "none"
 
 
 def _entries(encoded: Any) -> list[tuple[str, str]]:

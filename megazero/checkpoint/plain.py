@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 MARK = "$"
 _JSON_INT_BITS = (
-    63  # larger integers are written in hexadecimal: other readers of JSON round them, and Python limits their digits
+    63  # larger ones are written in hexadecimal: other readers of JSON round them, and Python limits digits
 )
-
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -41,10 +40,15 @@ _STORED = {
 _STORED_IN_NUMPY = {str(dtype).removeprefix("torch.") for dtype in _STORED}
 
 
-def is_plain(value: Any) -> bool:
-    """Whether JSON holds it as it is, but for tuples, which become lists."""
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's parameter group the settings that JSON holds as they are, but for tuples, which become lists."""
+    values = {k: v.item() if isinstance(v, Tensor) and v.ndim == 0 else v for k, v in group.items() if k != "params"}
+    return {key: value for key, value in values.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(is_plain(item) for item in value)
+        return all(_is_json(item) for item in value)
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -107,12 +111,8 @@ class _Encoder:
         if kind in (Tensor, nn.Parameter):
             return self._tensor(value, path)
         if kind is np.ndarray and _is_numeric(value.dtype):
-            return {
-                MARK: "numpy",
-                "dtype": value.dtype.str,
-                "shape": list(value.shape),
-                "name": self._store_array(value),
-            }
+            name = self._store_array(value)
+            return {MARK: "numpy", "dtype": value.dtype.str, "shape": list(value.shape), "name": name}
         if isinstance(value, np.generic) and _is_numeric(value.dtype):
             return {MARK: "numpy_scalar", "dtype": value.dtype.str, "value": self.encode(value.item(), path)}
         if kind in (list, torch.Size, *_SEQUENCES.values(), *_DICTS.values()):
@@ -187,14 +187,12 @@ def _decode_marked(encoded: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         dtype, tensor = getattr(torch, encoded["dtype"], None), tensors[encoded["name"]]
         if not isinstance(dtype, torch.dtype):
             raise ValueError(
-                f"the client state holds a tensor of {encoded['dtype']}, which this torch does not have: update it."
+                f"the client state holds a tensor of {encoded['dtype']}, unknown to this torch: update it."
             )
-        return (
-            tensor if dtype in _STORED else tensor.clone().view(dtype).reshape(encoded["shape"])
-        )  # a clone is aligned
-    raise ValueError(
-        f"the client state holds a value of kind {kind!r}, which this version does not know: update megazero."
-    )
+        if dtype in _STORED:
+            return tensor
+        return tensor.clone().view(dtype).reshape(encoded["shape"])  # a clone is aligned
+    raise ValueError(f"the client state holds a value of kind {kind!r}, unknown to this version: update megazero.")
 
 
 def _numpy_dtype(text: str) -> np.dtype:
@@ -218,29 +216,27 @@ def _is_unicode(text: str) -> bool:
 
 
 def _with_article(kind: type) -> str:
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    name = f"{module}{kind.__qualname__}"
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+_ADVICE = (
+    (enum.Enum, "pass its .value"),
+    *((base, f"pass {base.__name__}(...) of it") for base in (int, float, str, bytes, dict, list, set, tuple)),
+    (bytearray, "pass bytes(...) of it"),
+    ((os.PathLike, torch.dtype, torch.device), "pass str(...) of it"),
+    (Tensor, "pass a plain tensor with all of its values"),
+    ((np.ndarray, np.generic), "pass an array of numbers or bools, or a list"),
+)
 
 
 def _advice(value: Any) -> str:
     """What to save instead of `value`."""
-    if isinstance(value, enum.Enum):
-        return "pass its .value"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, enum.Enum)):
         return "pass dataclasses.asdict of it"
-    for base in (int, float, str, bytes, dict, list, set, tuple):
-        if isinstance(value, base):
-            return f"pass {base.__name__}(...) of it"
-    if isinstance(value, bytearray):
-        return "pass bytes(...) of it"
-    if isinstance(value, (os.PathLike, torch.dtype, torch.device)):
-        return "pass str(...) of it"
-    if isinstance(value, Tensor):
-        return "pass a plain tensor with all of its values"
-    if isinstance(value, (np.ndarray, np.generic)):
-        return "pass an array of numbers or bools, or a list"
+    if advice := next((advice for kinds, advice in _ADVICE if isinstance(value, kinds)), None):
+        return advice
     if callable(getattr(value, "state_dict", None)):
         return "pass its state_dict()"
     if callable(value):

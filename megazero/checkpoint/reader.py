@@ -1,11 +1,8 @@
 """Reads a checkpoint: any range of any parameter, checked against checksums, whatever ranks have written it.
 
-    SAVE/latest                           the tag of the newest whole checkpoint
-    SAVE/global_step20/index.json         what is in it and where; docs/checkpoint_format.md
-    SAVE/global_step20/rank_00000.safetensors, ...
-
-Files are data: nothing in them is executed, and no name in them leads out of the directory. This module, `format` and
-`ranges` need nothing but numpy and torch, because they are part of the zero_to_fp32.py that lies beside every checkpoint.
+docs/checkpoint_format.md describes the files. They are data: nothing in them is executed, and no name in them leads out of the
+directory. This module, `format`, `ranges` and `writer` need nothing but numpy and torch, because they are part of the
+zero_to_fp32.py that lies beside every checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from megazero.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
     PLAIN_NAME,
+    REMEDY,
     CheckedFile,
     CheckpointError,
     bytes_of,
@@ -65,9 +63,7 @@ class Reader:
         self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
         if content is None:
             if tag is None or not (self.path / "index.json").is_file():
-                raise FileNotFoundError(
-                    f"No checkpoint at {self.path}: check --load; `latest` names the tag that is read."
-                )
+                raise FileNotFoundError(f"No checkpoint at {self.path}: check --load; `latest` names the one to read.")
             content = (self.path / "index.json").read_bytes()
         with self.well_formed("its top level"):
             self.index: dict[str, Any] = json.loads(content, parse_constant=no_number)
@@ -77,10 +73,8 @@ class Reader:
                 f"{self.path} has format {found[0]}, version {found[1]}; this version reads {FORMAT}, version {FORMAT_VERSION}."
             )
         if not has_own_checksum(content):
-            raise CheckpointError(
-                f"{self.path / 'index.json'} is damaged: its checksum is not that of what it holds. Copy the checkpoint again, "
-                "or load another one: --load-fallback takes the newest whole one."
-            )
+            path = self.path / "index.json"
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of what it holds. {REMEDY}")
         del content, self.index["crc32"]
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
@@ -90,11 +84,6 @@ class Reader:
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
         for file in self.files if is_first else ():
             file.check_size()
-
-    @property
-    def bytes_read(self) -> int:
-        """From all files; a range is rounded to whole blocks."""
-        return sum(file.bytes_read for file in self.files)
 
     def states(self, name: str) -> dict[str, torch.dtype]:
         """What is saved of a parameter or buffer: "master" and the optimizer's, or "constant" alone.
@@ -125,24 +114,26 @@ class Reader:
             shard_shape(shape, cut, self.size)  # raises where it cannot be
             return cut
 
+    def dtype(self, name: str, state: str) -> torch.dtype:
+        """In which a state is saved.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        states = self.states(name)
+        if state not in states:
+            found = ", ".join(states) or "nothing"
+            raise CheckpointError(f"{self.path}: the index has no {state} of {name}, only {found}")
+        return states[state]
+
     def read(self, name: str, state: str) -> Tensor:
         """The full, unpadded tensor, in its saved dtype, on the CPU."""
-        shape, dtype = self.shape(name), self._dtype(name, state)
+        shape, dtype = self.shape(name), self.dtype(name, state)
         if math.prod(shape) * dtype.itemsize > sum(file.nbytes for file in self.files):
-            raise CheckpointError(
-                f"{self.path}: the index gives {name} the shape {shape}, for which its files are too small"
-            )
+            raise CheckpointError(f"{self.path}: {name} has shape {shape}, for which the files are too small")
         out = torch.empty(shape, dtype=dtype)
         self.read_part(name, {state: out.reshape(-1)})
         return out
-
-    def _dtype(self, name: str, state: str) -> torch.dtype:
-        states = self.states(name)
-        if state not in states:
-            raise CheckpointError(
-                f"{self.path}: the index has no {state} of {name}, only {', '.join(states) or 'nothing'}"
-            )
-        return states[state]
 
     def weight_state(self, name: str) -> str:
         """The state that holds a parameter's values: "master", in fp32, or "constant" of what is not trained."""
@@ -182,17 +173,22 @@ class Reader:
         if plan.numel != wanted.numel:
             raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
         for state, out in outs.items():
-            dtype = self._dtype(name, state)
+            dtype = self.dtype(name, state)
             is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
             target = out.detach() if is_direct else torch.empty(length, dtype=dtype)
             if wanted.numel < length:
                 target.zero_()
-            try:
-                pieces.read(state, plan, bytes_of(target))
-            except CheckpointError as error:
-                raise CheckpointError(f"{error} (read for {state} of {name}).") from error
+            pieces.read(state, plan, bytes_of(target))
             if not is_direct:
                 out.copy_(target)
+
+    def missing(self, name: str) -> int:
+        """How many elements of a parameter the index does not list.
+
+        Raises:
+            CheckpointError: it lists others, or some twice.
+        """
+        return math.prod(self.shape(name)) - _Pieces(self, name).full_to_saved.numel
 
     def blob(self, entry: Sequence[Any]) -> Tensor:
         """A tensor of one rank, not of the model, from its [file, offset, dtype, shape] in the index."""
@@ -203,7 +199,7 @@ class Reader:
                 raise ValueError(f"{entry} points beyond its file")
             out = torch.empty(shape, dtype=DTYPES[code])
             if out.numel():
-                self.files[file].read_into(bytes_of(out), offset)
+                self.files[file].read_into(bytes_of(out), offset, "what was saved beside the model")
             return out
 
     def close(self) -> None:
@@ -238,7 +234,7 @@ class _Pieces:
     """Where the elements of one parameter lie in the files. Saved order is that of its list of pieces."""
 
     def __init__(self, reader: Reader, name: str) -> None:
-        self.files = reader.files
+        self.name, self.files = name, reader.files
         shape, cut, size = reader.shape(name), reader.cut(name), reader.size
         self.dtypes = reader.states(name)
         with reader.well_formed(name):
@@ -250,9 +246,12 @@ class _Pieces:
             if numel * (size if cut else 1) > sum(file.nbytes for file in self.files):
                 raise ValueError(f"it would be larger than all files: shape {shape}, {cut}")
             is_wrong = (
-                (ranks < 0) | (ranks >= (size if cut else 1)) | (starts < 0) | (stops > numel) | (starts >= stops)
+                (ranks < 0) | (ranks >= (size if cut else 1)) | (self._file < 0) | (self._file >= len(self.files))
             )
-            is_wrong |= (self._file < 0) | (self._file >= len(self.files)) | (offsets < 0).any(axis=1)
+            is_wrong |= (starts < 0) | (stops > numel) | (starts >= stops) | (offsets < 0).any(axis=1)
+            ends = offsets + (stops - starts)[:, None] * [dtype.itemsize for dtype in self.dtypes.values()]
+            if not is_wrong.any():
+                is_wrong |= (ends > np.array([[file.nbytes] for file in self.files])[self._file]).any(axis=1)
             order = np.lexsort((starts, ranks))
             is_overlap = (ranks[order][1:] == ranks[order][:-1]) & (starts[order][1:] < stops[order][:-1])
             if is_wrong.any() or is_overlap.any():
@@ -280,18 +279,15 @@ class _Pieces:
 
     def _read_piece(self, state: str, piece: int, runs: np.ndarray, out: np.ndarray) -> None:
         """Args: runs: [n, 3], in elements: where to in `out`, where from in the piece, how many; in the order of the piece."""
-        file, offset, itemsize = (
-            self.files[self._file[piece]],
-            int(self._offset[state][piece]),
-            self.dtypes[state].itemsize,
-        )
+        file, offset, itemsize = self.files[self._file[piece]], self._offset[state][piece], self.dtypes[state].itemsize
+        what = f"{state} of {self.name}"
         low, high = int(runs[0, 1]) * itemsize, int(runs[-1, 1] + runs[-1, 2]) * itemsize
         if len(runs) == 1:
             to = int(runs[0, 0]) * itemsize
-            file.read_into(out[to : to + high - low], offset + low)
+            file.read_into(out[to : to + high - low], int(offset) + low, what)
             return
         # Rows of a matrix that is cut across: one read of all that lies between them, then a copy for each.
         content = np.empty(high - low, dtype=np.uint8)
-        file.read_into(content, offset + low)
+        file.read_into(content, int(offset) + low, what)
         for to, start, length in (runs * itemsize).tolist():
             out[to : to + length] = content[start - low : start - low + length]

@@ -1,81 +1,69 @@
-"""Writes a checkpoint again: one of ours for other numbers of ranks, or one that another framework has saved."""
+"""Writes whole checkpoints from one process: one of ours again for other numbers of ranks, or another framework's.
+
+One state of one piece of a parameter is in memory at a time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from megazero import __version__
 from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.plain import encode, is_plain
-from megazero.checkpoint.ranges import Cut
+from megazero.checkpoint.plain import encode, plain_settings
+from megazero.checkpoint.ranges import Cut, shard_shape
+from megazero.checkpoint.rank_files import Piece, Snapshot, tensor_entry, whole_index, write_rank_file
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.rewrite import RankPiece, write_checkpoint
-from megazero.checkpoint.store import tag_of
-from megazero.checkpoint.training_state import CONSTANT, RNG
-from megazero.checkpoint.writer import dtype_code
+from megazero.checkpoint.store import CheckpointFolder, tag_of
+from megazero.checkpoint.training_state import CLIENT, CONSTANT, RNG, SCHEDULE
+from megazero.checkpoint.writer import Stored
 from megazero.zero.bucket import MASTER
 
 
-def reshape(
-    reader: Reader,
-    directory: str | Path,
-    model_parallel_size: int,
-    data_parallel_size: int,
-    *,
-    show_progress: bool = False,
-) -> Path:
+def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, data_parallel_size: int) -> Path:
     """The directory of a checkpoint with the same content and tag, in files as that many ranks would write them.
 
     States of random generators belong to the ranks that saved them and are left out. A job need not have a checkpoint reshaped
     to continue from it; it reads fewer bytes of fewer files where its ranks are those that the files are made for.
 
     Raises:
-        FileExistsError: `directory` has a checkpoint of this tag.
         ValueError: a parameter cannot be cut for `model_parallel_size` ranks.
-        CheckpointError: what is read is damaged. Nothing is left in `directory` then.
-        DirectoryInUseError: a job is saving its checkpoints there.
+        CheckpointError: what is read is damaged.
+        OSError: as `write_checkpoint`.
     """
-    index, cuts = reader.index, {name: _new_cut(reader, name, model_parallel_size) for name in reader.tensors}
-    entries = {}
-    for name, old in reader.tensors.items():
-        new = cuts[name]
-        cut = None if new is None else asdict(new)
-        states = {state: dtype_code(dtype) for state, dtype in reader.states(name).items()}
-        entries[name] = {"kind": old["kind"], "shape": list(reader.shape(name)), "cut": cut, "states": states}
+    cuts = {name: _new_cut(reader, name, model_parallel_size) for name in reader.tensors}
+    entries = {
+        name: tensor_entry(old["kind"], reader.shape(name), cuts[name], reader.states(name))
+        for name, old in reader.tensors.items()
+    }
 
     def read(piece: RankPiece, state: str) -> Tensor:
         out = torch.empty(piece.stop - piece.start, dtype=reader.states(piece.name)[state])
-        cut, size = cuts[piece.name], model_parallel_size
-        reader.read_part(
-            piece.name, {state: out}, cut=cut, rank=piece.model_parallel_rank, size=size, start=piece.start
-        )
+        cut, rank = cuts[piece.name], piece.model_parallel_rank
+        reader.read_part(piece.name, {state: out}, cut=cut, rank=rank, size=model_parallel_size, start=piece.start)
         return out
 
     sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}
-    head = {**index, "megazero_version": __version__, "torch_version": torch.__version__, **sizes}
-    blobs = {key: reader.blob(at) for key, at in index["blobs"][0].items() if not key.startswith(RNG)}
+    blobs = {key: reader.blob(at) for key, at in reader.index["blobs"][0].items() if not key.startswith(RNG)}
     tag = reader.path.name.removeprefix(".").removesuffix(".replaced")
-    return write_checkpoint(directory, tag, {**head, "tensors": entries}, blobs, read, show_progress)
+    index = {**reader.index, **sizes, "tensors": entries}
+    return write_checkpoint(directory, tag, index, blobs, read)
 
 
-def write_foreign(
-    foreign: ForeignCheckpoint, directory: str | Path, tag: str | None = None, *, show_progress: bool = False
-) -> Path:
+def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
 
-    Args:
-        tag: global_step<its steps> by default.
-
     Raises:
-        FileExistsError: `directory` has a checkpoint of this tag.
         ValueError: `foreign` is inconsistent: a tensor is not of the shape that was announced, or has no values at all.
-        DirectoryInUseError: a job is saving its checkpoints there.
+        OSError: as `write_checkpoint`.
     """
     entries = {name: _foreign_entry(name, tensor) for name, tensor in foreign.tensors.items()}
 
@@ -83,42 +71,38 @@ def write_foreign(
         tensor, code = foreign.tensors[piece.name], entries[piece.name]["states"][state]
         value = tensor.states[state]().detach()
         if tuple(value.shape) != tuple(tensor.shape):
-            raise ValueError(
-                f"{state} of {piece.name} has shape {list(value.shape)}, announced as {list(tensor.shape)}."
-            )
+            found, announced = list(value.shape), list(tensor.shape)
+            raise ValueError(f"{state} of {piece.name} has shape {found}, announced as {announced}.")
         return value.to(DTYPES[code]).reshape(-1)[piece.start : piece.stop]
 
-    client_state, blobs = encode(foreign.client_state)
+    client_state, client_tensors = encode(foreign.client_state, prefix=CLIENT)
+    schedule, schedule_tensors = encode(foreign.lr_scheduler, "lr_scheduler", SCHEDULE)
+    blobs = {**client_tensors, **schedule_tensors}
     index = {
-        "megazero_version": __version__,
-        "torch_version": torch.__version__,
-        "model_parallel_size": 1,
-        "data_parallel_size": 1,
-        "zero_stage": 0,
+        **{"model_parallel_size": 1, "data_parallel_size": 1, "zero_stage": 0},
         "device": "cpu",
         "global_steps": foreign.global_steps,
         "skipped_steps": foreign.skipped_steps,
         "counters": {},
         "optimizer": _foreign_optimizer(foreign),
         "loss_scaler": foreign.loss_scaler,
-        "lr_scheduler": None if foreign.lr_scheduler is None else encode(foreign.lr_scheduler, "lr_scheduler")[0],
+        "lr_scheduler": schedule,
         "client_state": client_state,
         "aliases": foreign.aliases,
         "tensors": entries,
     }
-    return write_checkpoint(directory, tag or tag_of(foreign.global_steps), index, blobs, read, show_progress)
+    return write_checkpoint(directory, tag_of(foreign.global_steps), index, blobs, read)
 
 
 def _foreign_entry(name: str, tensor: ForeignTensor) -> dict[str, Any]:
     if tensor.kind == "trained" and MASTER in tensor.states:
-        states = dict.fromkeys(sorted(tensor.states, key=lambda state: (state != MASTER, state)), "F32")
+        states = dict.fromkeys(sorted(tensor.states, key=lambda state: (state != MASTER, state)), torch.float32)
     elif tensor.kind in ("frozen", "buffer") and tensor.states.keys() == {CONSTANT}:
-        states = {CONSTANT: dtype_code(tensor.states[CONSTANT]().dtype)}
+        states = {CONSTANT: tensor.states[CONSTANT]().dtype}
     else:
-        raise ValueError(
-            f"{name} is {tensor.kind!r} with the states {', '.join(tensor.states) or 'none'}: it has no weights."
-        )
-    return {"kind": tensor.kind, "shape": list(tensor.shape), "cut": None, "states": states}
+        found = ", ".join(tensor.states) or "none"
+        raise ValueError(f"{name} is {tensor.kind!r} with the states {found}: it has no weights.")
+    return tensor_entry(tensor.kind, tensor.shape, None, states)
 
 
 def _foreign_optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
@@ -130,7 +114,7 @@ def _foreign_optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
         "type": foreign.optimizer_type,
         "counters": foreign.optimizer_counters,
         "counters_of": dict.fromkeys(without),
-        "groups": groups and [{key: value for key, value in group.items() if is_plain(value)} for group in groups],
+        "groups": groups and [plain_settings(group) for group in groups],
     }
 
 
@@ -147,3 +131,91 @@ def _new_cut(reader: Reader, name: str, size: int) -> Cut | None:
             f"dimension {cut.dim}, which do not divide into {size} equal parts. Choose a size that divides them."
         )
     return Cut(cut.dim, cut.stride, -(-rows[cut.dim] // size) * size)
+
+
+class RankPiece(NamedTuple):
+    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
+
+    name: str
+    model_parallel_rank: int
+    start: int
+    stop: int
+
+
+def write_checkpoint(
+    directory: str | Path,
+    tag: str,
+    index: dict[str, Any],
+    blobs: dict[str, Tensor],
+    read: Callable[[RankPiece, str], Tensor],
+) -> Path:
+    """The directory of a checkpoint that is written, whole, by this process alone; with a bar, where a person watches.
+
+    Args:
+        index: all of it but what `whole_index` adds; the sizes in it say how many files are written.
+        blobs: tensors that are not of the model, for the first rank's file.
+        read: of a piece, one of its states: 1-D, in the dtype that the index says.
+
+    Raises:
+        FileExistsError: `directory` has a checkpoint of this tag.
+        DirectoryInUseError: a job is saving its checkpoints there.
+        OSError: a file could not be written. Then, and when `read` raises, nothing is left.
+    """
+
+    def read_and_count(piece: RankPiece, state: str) -> Tensor:
+        value = read(piece, state)
+        bar.update(value.nbytes)
+        return value
+
+    def to_write(piece: RankPiece) -> Piece:
+        shape, codes = (piece.stop - piece.start,), index["tensors"][piece.name]["states"]
+        states = {s: Stored(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
+        return Piece(piece.name, piece.model_parallel_rank, piece.start, states)
+
+    plan = _plan(index["tensors"], index["model_parallel_size"], index["data_parallel_size"])
+    snapshots = [Snapshot([to_write(p) for p in pieces], {} if rank else blobs) for rank, pieces in enumerate(plan)]
+    total = sum(
+        tensor.nbytes for snapshot in snapshots for piece in snapshot.pieces for tensor in piece.states.values()
+    )
+    bar = tqdm(total=total, desc=f"writing {tag}", unit="B", unit_scale=True, disable=None)
+    with bar, _new_checkpoint(directory, tag) as folder:
+        parts = [write_rank_file(folder.aside(tag), rank, snapshot) for rank, snapshot in enumerate(snapshots)]
+        folder.publish(tag, whole_index(parts, index), True, 0)
+    return folder.path / tag
+
+
+@contextmanager
+def _new_checkpoint(directory: str | Path, tag: str) -> Iterator[CheckpointFolder]:
+    """The directory, for as long as this process may write the checkpoint in it; what is there when it fails is deleted."""
+    folder = CheckpointFolder(directory)
+    if (folder.path / tag).exists():
+        raise FileExistsError(f"{folder.path / tag} exists already: choose another directory, or delete this one.")
+    try:
+        folder.prepare(tag)
+        try:
+            yield folder
+        except BaseException:
+            folder.discard(tag)
+            raise
+    finally:
+        folder.release()
+
+
+def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size: int) -> list[list[RankPiece]]:
+    """By rank, what it holds: the parameters of a tensor-parallel rank lie one behind the other and are cut into equal parts."""
+    ranks: list[list[RankPiece]] = [[] for _ in range(model_parallel_size * data_parallel_size)]
+    for rank in range(model_parallel_size):
+        held = []
+        for name, entry in entries.items():
+            cut = entry["cut"] and Cut(**entry["cut"])
+            if cut is not None or rank == 0:  # what is not cut is the same on all ranks, and the first saves it
+                held.append((name, math.prod(shard_shape(entry["shape"], cut, model_parallel_size))))
+        total, offset = sum(numel for _, numel in held), 0
+        ends = [total * part // data_parallel_size for part in range(data_parallel_size + 1)]
+        for name, numel in held:
+            for part in range(data_parallel_size):
+                start, stop = max(ends[part] - offset, 0), min(ends[part + 1] - offset, numel)
+                if start < stop:
+                    ranks[part * model_parallel_size + rank].append(RankPiece(name, rank, start, stop))
+            offset += numel
+    return ranks

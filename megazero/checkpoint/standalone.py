@@ -1,4 +1,4 @@
-"""The script that lies beside every checkpoint: `ranges`, `format`, `reader` and `zero_to_fp32` in one file."""
+"""The script that lies beside every checkpoint: `ranges`, `format`, `reader`, `writer` and `zero_to_fp32` in one file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from megazero.files import written_aside
 
 SCRIPT = "zero_to_fp32.py"
-_PARTS = ("ranges.py", "format.py", "reader.py", SCRIPT)
+_PARTS = ("ranges.py", "format.py", "reader.py", "writer.py", SCRIPT)
 _FUTURE = "from __future__ import annotations\n"
 _OWN_IMPORT = re.compile(
-    r"^from megazero\.checkpoint\.(?:ranges|format|reader) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE
+    r"^from megazero\.checkpoint\.(?:ranges|format|reader|writer) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE
 )
 
 
@@ -33,5 +33,5 @@ def place_script(directory: Path) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     with written_aside(path) as file:
+        os.fchmod(file.fileno(), 0o755)
         file.write(content)
-    os.chmod(path, 0o755)

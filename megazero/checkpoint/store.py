@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,9 +41,7 @@ class CheckpointConfig:
     """Where and when the job saves, and what it continues from."""
 
     save: str | None = option(None, "directory to save checkpoints in")
-    load: str | None = option(
-        None, "directory to continue from; a missing or empty one starts from scratch with a note"
-    )
+    load: str | None = option(None, "directory to continue from; a missing or empty one starts from scratch")
     save_interval: int = option(5000, "iterations between checkpoints")
     keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all")
     async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")
@@ -55,9 +54,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.save_interval < 1 or self.keep_last < 0:
-            raise ValueError(
-                f"--save-interval must be 1 or more and --keep-last 0 or more, got {self.save_interval} and {self.keep_last}."
-            )
+            found = f"{self.save_interval} and {self.keep_last}"
+            raise ValueError(f"--save-interval must be 1 or more and --keep-last 0 or more, got {found}.")
 
 
 class DirectoryInUseError(OSError):
@@ -80,8 +78,10 @@ def list_tags(directory: str | Path) -> list[str]:
 class CheckpointFolder:
     """One directory of checkpoints, as seen by the process that writes there: the first rank of a job."""
 
-    # Of all engines of this process, whose background saves the lock on the directory does not keep apart.
+    # Of all engines of this process, whose background saves the lock on the directory does not keep apart. They share it, too:
+    # who closes a file gives up all locks that the process has on it.
     _being_written: ClassVar[set[Path]] = set()
+    _users: ClassVar[Counter[int]] = Counter()  # of each lock, by its descriptor
     _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, directory: str | Path) -> None:
@@ -98,26 +98,30 @@ class CheckpointFolder:
             DirectoryInUseError: another job saves here.
             OSError: it cannot be created or written.
         """
-        if self._is_claimed():
+        if self._lock is not None and self._is_ours(self._lock):
             return
         self.release()  # if somebody has deleted the directory
         with self._one_at_a_time:
-            self._take_lock()
+            shared = next(filter(self._is_ours, +self._users), None)
+            self._lock = self._take_lock() if shared is None else shared
+            self._users[self._lock] += 1
+            with naming(self.path / ".lock"):
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._clear()
 
-    def _is_claimed(self) -> bool:
+    def _is_ours(self, lock: int) -> bool:
+        """Whether a lock of this process is that of the directory."""
         with suppress(FileNotFoundError):
-            return self._lock is not None and os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self._lock))
+            return os.path.samestat(os.stat(self.path / ".lock"), os.fstat(lock))
         return False
 
-    def _take_lock(self) -> None:
+    def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.lockf(
-                lock, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # of the process: children do not inherit it, and NFS has it
-        except BlockingIOError:
+        try:  # children do not inherit it, and NFS has it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX leaves it to the system which of the two
             owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
             raise DirectoryInUseError(
@@ -126,17 +130,17 @@ class CheckpointFolder:
             ) from None
         except OSError as error:
             logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
-        self._lock = lock
-        with naming(self.path / ".lock"):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return lock
 
     def release(self) -> None:
         """Lets other jobs save here, when nothing is being deleted any more."""
         self.wait()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with self._one_at_a_time:
+                self._users[lock] -= 1
+                if not self._users[lock]:
+                    os.close(lock)
 
     def wait(self) -> None:
         """Returns when what the last save has made superfluous is deleted."""
@@ -184,27 +188,21 @@ class CheckpointFolder:
         What it replaces, and what is not to be kept, is out of the way then, and deleted in the background: until `wait`, the
         next save, `release` or the process's end. If the process dies before, the next job that claims the directory deletes it.
         """
-        with self._one_at_a_time:
-            self._publish(tag, index, save_latest, keep_last)
-
-    def _publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
         aside, final, replaced = self.aside(tag), self.path / tag, replaced_path(self.path, tag)
-        with naming(aside / "index.json"), open(aside / "index.json", "wb") as file:
-            file.write(index_bytes(index))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(aside)
-        with naming(self.path / SCRIPT):
-            place_script(self.path)
-        if final.exists():  # the same step saved twice: the newer content wins
-            os.rename(final, replaced)
-        os.rename(aside, final)
-        sync_folder(self.path)
-        if save_latest:
-            with naming(self.path / "latest"), written_aside(self.path / "latest") as pointer:
-                pointer.write(tag.encode())
-        self._being_written.discard(aside.resolve())
-        superfluous = [*([replaced] if os.path.lexists(replaced) else []), *self._set_aside_older(tag, keep_last)]
+        with self._one_at_a_time:
+            with naming(aside / "index.json"), written_aside(aside / "index.json") as file:
+                file.write(index_bytes(index))
+            with naming(self.path / SCRIPT):
+                place_script(self.path)
+            if final.exists():  # the same step saved twice: the newer content wins
+                os.rename(final, replaced)
+            os.rename(aside, final)
+            sync_folder(self.path)
+            if save_latest:
+                with naming(self.path / "latest"), written_aside(self.path / "latest") as pointer:
+                    pointer.write(tag.encode())
+            self._being_written.discard(aside.resolve())
+            superfluous = [*([replaced] if os.path.lexists(replaced) else []), *self._set_aside_older(tag, keep_last)]
         if superfluous:  # deleting takes a fifth of the time of writing
             self._deleting = threading.Thread(target=self._delete, args=(superfluous,), name=f"delete before {tag}")
             self._deleting.start()

@@ -11,12 +11,14 @@ from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.saver import Saver
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
+from megazero.mpu.random import RngState
 from megazero.zero.bucket import Bucket
 from megazero.zero.optimizer import BucketOptimizer
 
 CONSTANT = "constant"  # parameters that are not trained, and buffers: they have no optimizer state
 # What the names of tensors begin with that are no part of the model.
 RNG, CLIENT, SCHEDULE = "rng/", "client", "lr_scheduler"
+_TRACKED = "tracker/"  # and what the names of the tracker's streams begin with, behind RNG
 
 
 @dataclass
@@ -44,9 +46,8 @@ class TrainingState:
         found: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{name}: what a module's get_extra_state() returns is not saved. Hand it to save_checkpoint in client_state."
-                )
+                remedy = "Hand it to save_checkpoint in client_state"
+                raise TypeError(f"{name}: what a module's get_extra_state() returns is not saved. {remedy}.")
             if not isinstance(value, nn.Parameter):
                 found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())
@@ -74,3 +75,16 @@ def cut_of(partition: Partition | None, shard_shape: tuple[int, ...], size: int)
     if partition is None:
         return None
     return Cut(partition.dim, partition.stride, shard_shape[partition.dim] * size)
+
+
+def rng_states() -> dict[str, Tensor]:
+    """The states of this rank's generators, of the CPU, of the CUDA device and every stream of the tracker; uint8."""
+    state = RngState.capture()
+    tensors = {"cpu": state.cpu, **{_TRACKED + name: stream for name, stream in state.tracker.items()}}
+    return tensors if state.cuda is None else {**tensors, "cuda": state.cuda}
+
+
+def set_rng_states(states: dict[str, Tensor]) -> None:
+    """Puts every generator back to what `rng_states` returned."""
+    tracker = {name.removeprefix(_TRACKED): stream for name, stream in states.items() if name.startswith(_TRACKED)}
+    RngState(states["cpu"], states.get("cuda"), tracker).restore()

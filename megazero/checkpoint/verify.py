@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION, CheckedFile, CheckpointError, checkpoint_path
+from megazero.checkpoint.format import DTYPES, CheckedFile, CheckpointError, checkpoint_path
 from megazero.checkpoint.loading import client_state
-from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import RNG
-
-_MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class _Extent(NamedTuple):
@@ -43,11 +39,8 @@ class Verification:
     problems: list[str] = field(default_factory=list)
 
 
-def verify(directory: str | Path, tag: str, *, show_progress: bool = False) -> Verification:
+def verify(directory: str | Path, tag: str) -> Verification:
     """What is wrong with a checkpoint: sizes and checksums of its files, and whether they hold every parameter exactly once.
-
-    Args:
-        show_progress: on standard error, if that is a terminal.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -55,83 +48,62 @@ def verify(directory: str | Path, tag: str, *, show_progress: bool = False) -> V
     """
     found = Verification(checkpoint_path(directory, tag))
     try:
-        index = json.loads((found.path / "index.json").read_bytes())
-        if (index.get("format"), index.get("format_version")) != (FORMAT, FORMAT_VERSION):
-            kind = f"{index.get('format')}, version {index.get('format_version')}"
-            found.problems.append(
-                f"index.json: the format is {kind}; this version reads {FORMAT}, version {FORMAT_VERSION}"
-            )
-            return found
-        found.num_files, found.num_tensors = len(index["files"]), len(index["tensors"])
-        found.nbytes = sum(entry["bytes"] for entry in index["files"].values())
-        extents = _extents(index)
-        _check_files(found, index, extents, show_progress)
-        _check_extents(found, index, extents)
-        for name, entry in index["tensors"].items():
-            problem = _coverage(entry, index["model_parallel_size"])
-            if problem:
-                found.problems.append(f"{name}: {problem}")
-    except _MALFORMED as error:
-        found.problems.append(f"index.json is malformed, and not what was written ({type(error).__name__}: {error})")
-    if not found.problems:
-        _open(found, directory, tag)
+        reader = Reader(directory, tag, (found.path / "index.json").read_bytes())
+        found.num_files, found.num_tensors = len(reader.files), len(reader.tensors)
+        found.nbytes = sum(file.nbytes for file in reader.files)
+        with reader.well_formed("what lies in its files"):
+            extents = _extents(reader)
+        _check_files(found, reader, extents)
+        for name in reader.tensors:
+            missing, numel = reader.missing(name), math.prod(reader.shape(name))
+            if missing:
+                found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
+        if not found.problems:
+            client_state(reader)
+    except CheckpointError as error:
+        found.problems.append(str(error))
     return found
 
 
-def _extents(index: dict[str, Any]) -> list[list[_Extent]]:
+def _extents(reader: Reader) -> list[list[_Extent]]:
     """What lies where in each file, in order."""
-    extents: list[list[_Extent]] = [[] for _ in index["files"]]
-    for name, entry in index["tensors"].items():
+    extents: list[list[_Extent]] = [[] for _ in reader.files]
+    for name, entry in reader.tensors.items():
         for _, start, stop, file, offsets in entry["pieces"]:
-            for (state, code), low in zip(entry["states"].items(), offsets, strict=True):
-                extents[file].append(_Extent(low, low + (stop - start) * DTYPES[code].itemsize, f"{state} of {name}"))
-    for rank, blobs in enumerate(index["blobs"]):
+            for (state, dtype), low in zip(reader.states(name).items(), offsets, strict=True):
+                extents[file].append(_Extent(low, low + (stop - start) * dtype.itemsize, f"{state} of {name}"))
+    for rank, blobs in enumerate(reader.index["blobs"]):
         for key, (file, low, code, shape) in blobs.items():
-            what = (
-                f"the random generators of rank {rank}"
-                if key.startswith(RNG)
-                else f"the state of {key.partition('/')[0]}"
-            )
+            what = f"the state of {key.partition('/')[0]}"
+            what = f"the random generators of rank {rank}" if key.startswith(RNG) else what
             extents[file].append(_Extent(low, low + math.prod(shape) * DTYPES[code].itemsize, what))
     return [sorted(each) for each in extents]
 
 
-def _check_files(found: Verification, index: dict[str, Any], extents: list[list[_Extent]], show_progress: bool) -> None:
-    bar = tqdm(total=found.nbytes, desc="verifying", unit="B", unit_scale=True, disable=None if show_progress else True)
-    with bar:
-        for (name, entry), held in zip(index["files"].items(), extents, strict=True):
-            path = found.path / name
-            if path.parent != found.path:
-                found.problems.append(f"index.json: {name!r} is no name of a file in the checkpoint's own directory")
-                continue
-            nbytes = path.stat().st_size if path.is_file() else None
-            if nbytes != entry["bytes"]:
-                state = (
-                    "is missing" if nbytes is None else f"has {nbytes:,} bytes where {entry['bytes']:,} were written"
-                )
+def _check_files(found: Verification, reader: Reader, extents: list[list[_Extent]]) -> None:
+    with tqdm(total=found.nbytes, desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
+        for file, held in zip(reader.files, extents, strict=True):
+            nbytes, name = file.found_size(), file.path.name
+            if nbytes != file.nbytes:
+                state = "is missing" if nbytes is None else f"has {nbytes:,} bytes where {file.nbytes:,} were written"
                 found.problems.append(f"{name} {state}. In it: {_names(held)}")
-                bar.update(entry["bytes"])
+                bar.update(file.nbytes)
                 continue
-            file = CheckedFile(path, entry["bytes"], entry["crc32"], index["block_bytes"])
             for low, high in _damaged(file, bar):
-                inside = [extent for extent in held if extent.low < high and low < extent.high]
-                found.problems.append(
-                    f"{name}: bytes {low:,} to {high:,} are not what was written. In them: {_names(inside)}"
-                )
+                inside = _names(extent for extent in held if extent.low < high and low < extent.high)
+                found.problems.append(f"{name}: bytes {low:,} to {high:,} are not what was written. In them: {inside}")
             file.close()
 
 
 def _damaged(file: CheckedFile, bar: tqdm) -> list[tuple[int, int]]:
     """[low, high) of what is not as it was written, neighbouring blocks together."""
     ranges: list[tuple[int, int]] = []
-    position = 0
-    for nbytes, error in file.verify():
-        if error is not None and ranges and ranges[-1][1] == position:
-            ranges[-1] = (ranges[-1][0], position + nbytes)
-        elif error is not None:
-            ranges.append((position, position + nbytes))
-        position += nbytes
-        bar.update(nbytes)
+    for low, high, is_whole in file.verify():
+        if not is_whole and ranges and ranges[-1][1] == low:
+            ranges[-1] = (ranges[-1][0], high)
+        elif not is_whole:
+            ranges.append((low, high))
+        bar.update(high - low)
     return ranges
 
 
@@ -139,44 +111,3 @@ def _names(extents: Iterable[_Extent], most: int = 4) -> str:
     names = list(dict.fromkeys(extent.what for extent in extents))
     rest = f", and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "no tensor, only the file's header") + rest
-
-
-def _check_extents(found: Verification, index: dict[str, Any], extents: list[list[_Extent]]) -> None:
-    for (name, entry), held in zip(index["files"].items(), extents, strict=True):
-        for extent in held:
-            if extent.low < 0 or extent.high > entry["bytes"]:
-                found.problems.append(f"{extent.what} should lie in {name} at {extent.low:,}, beyond its end")
-        for first, second in zip(held, held[1:], strict=False):
-            if second.low < first.high:
-                found.problems.append(f"{first.what} and {second.what} overlap in {name}")
-
-
-def _coverage(entry: dict[str, Any], size: int) -> str | None:
-    """What is wrong with the pieces of a parameter: together they must be all of it, and nothing twice."""
-    shape, cut = entry["shape"], None if entry["cut"] is None else Cut(**entry["cut"])
-    ranks, numel, held = size if cut else 1, math.prod(shard_shape(shape, cut, size)), 0
-    for rank in range(ranks):
-        pieces = sorted((start, stop) for at, start, stop, *_ in entry["pieces"] if at == rank)
-        if any(start < 0 or start >= stop or stop > numel for start, stop in pieces):
-            return f"a piece lies outside of the {numel:,} elements that rank {rank} has of it"
-        if any(stop > start for (_, stop), (start, _) in zip(pieces, pieces[1:], strict=False)):
-            return "some elements are there twice"
-        starts, lengths = [start for start, _ in pieces], [stop - start for start, stop in pieces]
-        held += RangeMap.of(starts, starts, lengths).then(shard_to_full(shape, cut, rank, size)).numel
-    if any(not 0 <= piece[0] < ranks for piece in entry["pieces"]):
-        return f"a piece belongs to a rank that is none of its {ranks}"
-    total = math.prod(shape)
-    return None if held == total else f"{total - held:,} of its {total:,} elements are in no file"
-
-
-def _open(found: Verification, directory: str | Path, tag: str) -> None:
-    """What only the readers of a checkpoint see."""
-    try:
-        reader = Reader(directory, tag)
-        for name in reader.tensors:
-            reader.states(name)
-        client_state(reader)
-    except CheckpointError as error:
-        found.problems.append(str(error))
-    except _MALFORMED as error:
-        found.problems.append(f"the client state cannot be read ({type(error).__name__}: {error})")

@@ -39,25 +39,17 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """What is known of a tensor before it is there."""
+class Stored:
+    """A tensor that is not in memory, and is read or made when its turn to be written comes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    read: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor that is not in memory, and is read when its turn to be written comes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -114,33 +106,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> Written
     Raises:
         OSError: the disk is full, or the like; what had been written is gone.
         TypeError: a dtype cannot be saved.
+        ValueError: a tensor that was read is not as announced.
     """
-    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-    def tensor_of(name: str) -> Tensor:
-        tensor = tensors[name]
-        return tensor.read() if isinstance(tensor, Stored) else tensor
-
-    return stream_tensors(path, specs, tensor_of)
-
-
-def stream_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Callable[[str], Tensor]) -> Written:
-    """The same for tensors that are made or read one at a time, when it is their turn.
-
-    Raises:
-        OSError, TypeError: as `write_tensors`.
-        ValueError: a tensor is not as announced.
-    """
-    header, offsets = _header(specs)
+    header, offsets = _header(tensors)
     try:
         with naming(path), open(path, "wb", buffering=0) as file:
             stream = ChecksummedStream(file)
             stream.write(memoryview(header))
-            for name, spec in specs.items():
-                tensor = tensor_of(name).detach()
-                if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {spec}")
-                for part in _on_cpu(tensor):
+            for name, tensor in tensors.items():
+                values = tensor.read() if isinstance(tensor, Stored) else tensor
+                if (values.dtype, values.shape) != (tensor.dtype, tensor.shape):
+                    found, announced = (f"{each.dtype} {tuple(each.shape)}" for each in (values, tensor))
+                    raise ValueError(f"{name} is {found}, announced as {announced}")
+                for part in _on_cpu(values.detach()):
                     stream.write(bytes_of(part).data)
             os.fsync(file.fileno())
     except BaseException:
@@ -149,18 +127,18 @@ def stream_tensors(path: Path, specs: Mapping[str, TensorSpec], tensor_of: Calla
     return Written(stream.nbytes, stream.crc32, offsets)
 
 
-def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Mapping[str, Tensor | Stored]) -> tuple[bytes, dict[str, int]]:
     """The file's beginning, and where in the file each tensor comes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    ends, end = {}, 0
-    for name, spec in specs.items():
-        ends[name] = end
-        end += spec.nbytes
-        entries[name] = {"dtype": dtype_code(spec.dtype), "shape": list(spec.shape), "data_offsets": [ends[name], end]}
+    begins, end = {}, 0
+    for name, tensor in tensors.items():
+        begins[name], end = end, end + tensor.nbytes
+        code, shape = dtype_code(tensor.dtype), list(tensor.shape)
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [begins[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: start + offset for name, offset in ends.items()}
+    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
 
 
 def _on_cpu(tensor: Tensor) -> Iterator[Tensor]:

@@ -15,15 +15,16 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.format import DTYPES, CheckpointError, bytes_of
+from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.writer import Stored, write_tensors
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 
@@ -46,7 +47,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         FileNotFoundError: there is no checkpoint of this tag.
     """
     reader = _open(checkpoint_dir, tag)
-    found = {name: _fp32(reader, name) for name in _names(reader, exclude_frozen_parameters)}
+    found = {name: _fp32(reader, name).read() for name in _names(reader, exclude_frozen_parameters)}
     aliases = reader.index.get("aliases", {})
     return {**found, **{alias: found[name] for alias, name in aliases.items() if name in found}}
 
@@ -88,18 +89,34 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     output.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    shards = list(_shards(reader, names, _bytes(max_shard_size)))
-    if len(shards) == 1:
-        _write_file(reader, output / f"{stem}{suffix}", names)
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+    sizes = {name: _fp32(reader, name).nbytes for name in names}
+    files = sharded(stem, suffix, sizes, _bytes(max_shard_size))
+    for file, shard in files.items():
         _write_file(reader, output / file, shard)
-        weight_map.update(dict.fromkeys([*shard, *_aliases_of(reader, shard, suffix)], file))
-    total = sum(_nbytes(reader, name) for name in names)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    _replace(output / f"{stem}{suffix}.index.json", lambda path: path.write_text(text))
+    if len(files) > 1:
+        weight_map = {name: f for f, shard in files.items() for name in (*shard, *_aliases_of(reader, shard, suffix))}
+        text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
+        _replace(output / f"{stem}{suffix}.index.json", lambda path: path.write_text(text))
+
+
+def sharded(stem: str, suffix: str, sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Names of files, as transformers has them, and in each the names of its tensors, in order.
+
+    Args:
+        sizes: of all tensors, in bytes.
+        limit: of the bytes in a file; a single larger tensor has one of its own.
+    """
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and held + nbytes > limit:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += nbytes
+    if len(shards) == 1:
+        return {stem + suffix: shards[0]}
+    return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
 
 
 def _open(directory: str | Path, tag: str | int | None) -> Reader:
@@ -114,22 +131,11 @@ def _names(reader: Reader, exclude_frozen: bool) -> list[str]:
     return [name for name, entry in reader.tensors.items() if not (exclude_frozen and entry["kind"] == "frozen")]
 
 
-def _is_float(reader: Reader, name: str) -> bool:
-    return next(iter(reader.states(name).values())).is_floating_point
-
-
-def _dtype(reader: Reader, name: str) -> torch.dtype:
-    """Parameters become fp32; a buffer keeps its own."""
-    own = reader.states(name).get("master", reader.states(name).get("constant", torch.float32))
-    return torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
-
-
-def _fp32(reader: Reader, name: str) -> Tensor:
-    return reader.read_weight(name).to(_dtype(reader, name))
-
-
-def _nbytes(reader: Reader, name: str) -> int:
-    return torch.Size(reader.shape(name)).numel() * _dtype(reader, name).itemsize
+def _fp32(reader: Reader, name: str) -> Stored:
+    """What to write: of parameters fp32, of a buffer its own dtype."""
+    own = reader.dtype(name, reader.weight_state(name))
+    dtype = torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
+    return Stored(dtype, reader.shape(name), lambda: reader.read_weight(name).to(dtype))
 
 
 def _aliases_of(reader: Reader, names: Iterable[str], suffix: str) -> dict[str, str]:
@@ -159,19 +165,6 @@ def _bytes(size: str | int | None) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
-def _shards(reader: Reader, names: Iterable[str], limit: int) -> Iterator[list[str]]:
-    """Names in files of at most `limit` bytes; a larger parameter has one of its own."""
-    shard: list[str] = []
-    held = 0
-    for name in names:
-        if shard and held + _nbytes(reader, name) > limit:
-            yield shard
-            shard, held = [], 0
-        shard.append(name)
-        held += _nbytes(reader, name)
-    yield shard
-
-
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Has `path` written aside and renames it."""
     aside = path.with_name(f".{path.name}.tmp{os.getpid()}")
@@ -185,24 +178,10 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_file(reader: Reader, path: Path, names: list[str]) -> None:
-    write = _write_safetensors if path.suffix == ".safetensors" else _write_torch
-    _replace(path, lambda aside: write(reader, aside, names))
-
-
-def _write_safetensors(reader: Reader, path: Path, names: list[str]) -> None:
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + _nbytes(reader, name)
-        code, shape = codes[_dtype(reader, name)], list(reader.shape(name))
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(bytes_of(_fp32(reader, name)).data)
+    if path.suffix == ".safetensors":
+        _replace(path, lambda aside: write_tensors(aside, {name: _fp32(reader, name) for name in names}))
+    else:
+        _replace(path, lambda aside: _write_torch(reader, aside, names))
 
 
 def _write_torch(reader: Reader, path: Path, names: list[str]) -> None:
@@ -210,14 +189,14 @@ def _write_torch(reader: Reader, path: Path, names: list[str]) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".zero_to_fp32.") as file:
         state, start = {}, 0
         for name in names:
-            value, nbytes = _fp32(reader, name), _nbytes(reader, name)
-            if nbytes:
-                file.truncate(start + nbytes)
-                mapped = np.memmap(file.name, dtype=np.uint8, mode="r+", offset=start, shape=(nbytes,))
+            value = _fp32(reader, name).read()
+            if value.nbytes:
+                file.truncate(start + value.nbytes)
+                mapped = np.memmap(file.name, dtype=np.uint8, mode="r+", offset=start, shape=(value.nbytes,))
                 mapped[:] = bytes_of(value)
                 value = torch.from_numpy(mapped).view(value.dtype).view(value.shape)
             state[name] = value
-            start += -(-nbytes // 64) * 64
+            start += -(-value.nbytes // 64) * 64
         state.update({alias: state[name] for alias, name in _aliases_of(reader, names, path.suffix).items()})
         torch.save(state, path)
 
@@ -232,18 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-t", "--tag", help="which checkpoint (default: the latest)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    args = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    shows_traceback = options.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            args.checkpoint_dir,
-            args.output,
-            args.max_shard_size,
-            args.safe_serialization,
-            args.tag,
-            args.exclude_frozen_parameters,
-        )
-    except (CheckpointError, ValueError, OSError) as error:
-        if args.debug:
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
+    except (ValueError, OSError) as error:
+        if shows_traceback:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import torch
 
 from megazero.checkpoint.plain import encode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.rewrite import RankPiece, write_checkpoint
+from megazero.checkpoint.reshape import RankPiece, write_checkpoint
 from megazero.checkpoint.writer import dtype_code
 from megazero.mpu.partition import Partition
 
@@ -67,8 +67,6 @@ def make(
 
     client_state, blobs = encode(client)
     whole = {
-        "megazero_version": "0.1.0",
-        "torch_version": "2.13.0",
         "model_parallel_size": model_parallel_size,
         "data_parallel_size": data_parallel_size,
         "zero_stage": 1,
@@ -89,5 +87,5 @@ def make(
         "tensors": entries,
         **index,
     }
-    path = write_checkpoint(directory, tag, whole, blobs, read, show_progress=False)
+    path = write_checkpoint(directory, tag, whole, blobs, read)
     return Reader(path.parent, path.name)

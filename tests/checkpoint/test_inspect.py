@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from megazero import __version__
 from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.format import index_bytes
 from megazero.checkpoint.verify import verify
@@ -68,7 +69,23 @@ def test_ls_shows_what_is_in_a_checkpoint(saved, capsys, arguments):
         "ema  tensor float32 [4]",
     ):
         assert expected in text
-    assert "by megazero 0.1.0, torch 2.13.0" in text
+    assert f"by megazero {__version__}, torch {torch.__version__}" in text
+
+
+def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, capsys):
+    (saved / TAG / "rank_00000.safetensors").unlink()
+    (saved / TAG).rename(saved / f".{TAG}.replaced")
+    status, lines = run(capsys, "ls", saved)
+    assert status == 0 and lines[1].split()[:2] == ["*", TAG] and lines[1].endswith("cannot be read")
+
+
+def test_verify_says_that_the_index_itself_is_damaged(saved):
+    path = saved / TAG / "index.json"
+    content = path.read_text()
+    number = re.search(r'"bytes": (\d+)', content)[1]
+    path.write_text(content.replace(number, str(int(number) + 1), 1))
+    (problem,) = verify(saved, TAG).problems
+    assert problem.startswith(f"{path} is damaged: its checksum")
 
 
 def test_verify_of_what_is_whole(saved, capsys):
@@ -151,13 +168,13 @@ def version_of_the_future(index):
     "change, expected",
     [
         (drop_piece, r"qkv: \d+ of its 252 elements are in no file"),
-        (repeat_piece, "qkv_bias: some elements are there twice"),
-        (shift_piece, "exp_avg of norm should lie in .* beyond its end"),
-        (other_rank, "norm: a piece belongs to a rank that is none of its 1"),
+        (repeat_piece, "malformed at qkv_bias: .* overlaps another"),
+        (shift_piece, "malformed at norm: .* outside of the parameter or its files"),
+        (other_rank, "malformed at norm: .* outside of the parameter"),
         (no_states, "index.json is malformed.*'states'"),
         (other_file, "'../secret' is no name of a file"),
         (client_state_of_the_future, "the client state holds .* 'hologram'"),
-        (version_of_the_future, "format is megazero, version 3"),
+        (version_of_the_future, "has format megazero, version 3; this version reads"),
     ],
 )
 def test_verify_of_an_index_that_is_wrong(saved, change, expected):

@@ -14,8 +14,11 @@ from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.loading import client_state
+from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape, write_foreign
+from megazero.checkpoint.restore import tensors_of
+from megazero.checkpoint.training_state import SCHEDULE
 from megazero.checkpoint.verify import verify
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config
@@ -62,13 +65,13 @@ def test_no_more_than_a_piece_is_in_memory(tmp_path, monkeypatch):
     before, largest = make(tmp_path / "a", 1, 1), []
     real = reshape_module.write_checkpoint
 
-    def recorded(directory, tag, index, blobs, read, show_progress):
+    def recorded(directory, tag, index, blobs, read):
         def read_and_note(piece, state):
             value = read(piece, state)
             largest.append(value.untyped_storage().nbytes())
             return value
 
-        return real(directory, tag, index, blobs, read_and_note, show_progress)
+        return real(directory, tag, index, blobs, read_and_note)
 
     monkeypatch.setattr(reshape_module, "write_checkpoint", recorded)
     reshape(before, tmp_path / "b", 1, 4)
@@ -131,8 +134,8 @@ def foreign() -> ForeignCheckpoint:
         skipped_steps=2,
         optimizer_type="AdamW",
         optimizer_counters={"step": 998.0},
-        optimizer_groups=[{"lr": 0.1, "betas": (0.9, 0.95), "params": [torch.zeros(1)], "hook": print}],
-        lr_scheduler={"last": 1000, "sizes": (1, 2)},
+        optimizer_groups=[{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1], "hook": print}],
+        lr_scheduler={"last": 1000, "sizes": (1, 2), "rates": torch.tensor([0.1])},
         loss_scaler={"scale": 2.0**16},
         client_state={"args": {"lr": 0.1}, "rng": torch.arange(3, dtype=torch.uint8), "history": [float("inf")]},
     )
@@ -154,6 +157,8 @@ def test_a_foreign_checkpoint_becomes_one_of_ours(tmp_path):
         "counters_of": {},
         "groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
     }
+    schedule = decode(index["lr_scheduler"], tensors_of(reader, SCHEDULE))
+    assert schedule["sizes"] == (1, 2) and schedule["rates"].equal(torch.tensor([0.1]))
     client = client_state(reader)
     assert client["history"] == [float("inf")] and client["rng"].equal(torch.arange(3, dtype=torch.uint8))
 
@@ -164,9 +169,9 @@ def test_a_foreign_checkpoint_of_weights_alone_has_no_optimizer(tmp_path):
         for name, tensor in foreign().tensors.items()
         if tensor.kind == "trained"
     }
-    path = write_foreign(ForeignCheckpoint(only), tmp_path, "theirs")
+    path = write_foreign(ForeignCheckpoint(only), tmp_path)
     index = json.loads((path / "index.json").read_text())
-    assert (path.name, index["optimizer"], index["lr_scheduler"]) == ("theirs", None, None)
+    assert (path.name, index["optimizer"], index["lr_scheduler"]) == ("global_step0", None, None)
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,10 @@ def _read_stage_0(
         if is_certain:
             readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if isinstance(v, Tensor) and v.dim()}
         tensors[name] = ForeignTensor(tuple(module[name].shape), "trained", readers)
-    scalars = (
-        {k: float(v) for k, v in states[0].items() if not (isinstance(v, Tensor) and v.dim())} if is_certain else None
-    )
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    return _Rank(tensors, aliases, model, OptimizerFiles({}, scalars, settings) if is_certain else None, state)
+    if not is_certain:
+        return _Rank(tensors, aliases, model, None, state)
+    scalars = {k: float(v) for k, v in states[0].items() if not (isinstance(v, Tensor) and v.dim())}
+    return _Rank(tensors, aliases, model, OptimizerFiles({}, scalars, groups), state)
 
 
 def _shape_of(state: dict[str, Any]) -> Any:

@@ -47,12 +47,7 @@ class DeepSpeedFiles:
             ValueError: it is no model file, or one of a pipeline, whose parameters are elsewhere.
         """
         self._require(self.model, [(rank, 0)], self._model_name)
-        path = self.model[rank, 0]
-        model = load_torch_file(path)
-        if not isinstance(model, dict) or not isinstance(model.get("module"), dict):
-            raise ValueError(
-                f"{path} has no 'module' with the parameters: it is no model file of DeepSpeed, or one of a pipeline."
-            )
+        model = _load(self.model[rank, 0], "module", "model")
         declared = range(int(model.get("mp_world_size") or 1))
         self._require(self.model, [(mp, 0) for mp in declared], self._model_name)
         return model
@@ -72,7 +67,7 @@ class DeepSpeedFiles:
         """
         name = "zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
         self._require(self.optimizer, [(rank, 0)], name)
-        first = self._load_optimizer(rank, 0)
+        first = _load_optimizer(self.optimizer[rank, 0])
         count = first.get("partition_count", 1)  # some stages and versions have one for each group
         world = max(count) if isinstance(count, (list, tuple)) else int(count)
         self._require(self.optimizer, [(rank, dp) for dp in range(world)], name)
@@ -81,14 +76,7 @@ class DeepSpeedFiles:
                 f"{self.folder} has {', '.join(extra)}, but its optimizer was cut into {world} partitions (partition_count): "
                 "the files are of two saves with different numbers of ranks. Move those of one of them away."
             )
-        return [first] + [self._load_optimizer(rank, dp) for dp in range(1, world)]
-
-    def _load_optimizer(self, rank: int, data_rank: int) -> dict[str, Any]:
-        path = self.optimizer[rank, data_rank]
-        content = load_torch_file(path)
-        if not isinstance(content, dict) or not isinstance(content.get("optimizer_state_dict"), dict):
-            raise ValueError(f"{path} has no 'optimizer_state_dict': it is no optimizer file of DeepSpeed.")
-        return content["optimizer_state_dict"]
+        return [first, *(_load_optimizer(self.optimizer[rank, dp]) for dp in range(1, world))]
 
     def _require(self, found: dict[tuple[int, int], Path], keys: Sequence[tuple[int, int]], name: str) -> None:
         missing = [name.format(mp=mp, dp=dp) for mp, dp in keys if (mp, dp) not in found]
@@ -97,6 +85,17 @@ class DeepSpeedFiles:
                 f"{self.folder} is not complete: it has no {', '.join(missing)}. Every node writes its own files: "
                 "copy those of all nodes into one folder."
             )
+
+
+def _load_optimizer(path: Path) -> dict[str, Any]:
+    return _load(path, "optimizer_state_dict", "optimizer")["optimizer_state_dict"]
+
+
+def _load(path: Path, key: str, kind: str) -> dict[str, Any]:
+    content = load_torch_file(path)
+    if not isinstance(content, dict) or not isinstance(content.get(key), dict):
+        raise ValueError(f"{path} has no dict {key!r}: it is no {kind} file of DeepSpeed, or one of a pipeline.")
+    return content
 
 
 def find_deepspeed_files(directory: str | Path, tag: str | None = None) -> DeepSpeedFiles:
@@ -118,13 +117,11 @@ def find_deepspeed_files(directory: str | Path, tag: str | None = None) -> DeepS
             if match := pattern.fullmatch(path.name):
                 key = (int(match[2]), int(match[1] or 0))
                 if key in found:
-                    raise ValueError(
-                        f"{found[key]} and {path.name} are of two saves: move the files of one of them away."
-                    )
+                    raise ValueError(f"{found[key]} and {path.name} are of two saves: move those of one of them away.")
                 found[key] = path
     if not files.model:
         raise FileNotFoundError(
-            f"{folder} has no *mp_rank_00_model_states.pt: it is no DeepSpeed checkpoint, or not complete."
+            f"{folder} has no *mp_rank_00_model_states.pt: no DeepSpeed checkpoint, or not complete."
         )
     return files
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import ForeignTensor
+from megazero.mpu.partition import Partition
 
 _CUT_BY_ROWS = re.compile(
     r"(^|.*\.)((word_embeddings|query_key_value|dense_h_to_4h)\.weight|(query_key_value|dense_h_to_4h)\.bias)"
@@ -36,11 +37,9 @@ def merge_model_parallel(ranks: Sequence[dict[str, ForeignTensor]], version: flo
     merged = {}
     for name, first in ranks[0].items():
         parts = [rank.get(name) for rank in ranks]
-        tensors = [part for part in parts if part is not None and part.kind == first.kind]
+        tensors = [part for part in parts if part is not None and _form(part) == _form(first)]
         dim = _dimension(name, len(ranks))
-        if len(tensors) != len(ranks) or any(
-            t.shape != first.shape or t.states.keys() != first.states.keys() for t in tensors
-        ):
+        if len(tensors) != len(ranks):
             raise ValueError(
                 f"{name!r} is missing, or of another shape or kind, in the files of a model-parallel rank."
             )
@@ -48,11 +47,14 @@ def merge_model_parallel(ranks: Sequence[dict[str, ForeignTensor]], version: flo
             merged[name] = first
             continue
         stack = 3 if version < 1 and _STACKED.fullmatch(name) else 1
-        shape = list(first.shape)
-        shape[dim] *= len(ranks)
-        states = {state: partial(_join, [t.states[state] for t in tensors], dim, stack) for state in first.states}
-        merged[name] = ForeignTensor(tuple(shape), first.kind, states)
+        cut = Partition(dim, stack, full_size=first.shape[dim] * len(ranks))
+        states = {state: partial(_join, [t.states[state] for t in tensors], cut) for state in first.states}
+        merged[name] = ForeignTensor(cut.full_shape(first.shape), first.kind, states)
     return merged
+
+
+def _form(tensor: ForeignTensor) -> tuple[Any, ...]:
+    return tensor.kind, tensor.shape, tensor.states.keys()
 
 
 def _dimension(name: str, ranks: int) -> int | None:
@@ -67,7 +69,5 @@ def _dimension(name: str, ranks: int) -> int | None:
     )
 
 
-def _join(parts: Sequence[Callable[[], Tensor]], dim: int, stack: int) -> Tensor:
-    """The ranks' parts in one tensor; each part is `stack` matrices, one upon another, that were cut by themselves."""
-    pieces = [part().chunk(stack, dim) for part in parts]
-    return torch.cat([piece[index] for index in range(stack) for piece in pieces], dim)
+def _join(parts: Sequence[Callable[[], Tensor]], cut: Partition) -> Tensor:
+    return cut.merge([part() for part in parts])

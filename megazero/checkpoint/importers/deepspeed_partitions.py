@@ -42,7 +42,7 @@ class OptimizerFiles(NamedTuple):
     Attributes:
         readers: by parameter and state ("master", "exp_avg", ...), a function that gives the full fp32 tensor.
         counters: the optimizer's scalar state; None where it has not run yet.
-        groups: settings of the optimizer's groups; None in "elastic" checkpoints, which have none.
+        groups: the optimizer's groups; None in "elastic" checkpoints, which have none.
     """
 
     readers: dict[str, dict[str, Reader]]
@@ -75,17 +75,12 @@ def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where:
     else:
         by_state = {state: _share_readers(flat, shapes, f"{where}: {state}") for state, flat in vectors.items()}
     readers = {name: {state: by_state[state][name] for state in by_state} for name in by_state["master"]}
-    return OptimizerFiles(readers, counters, _group_settings(_base_state(files[0], key)))
+    base = _base_state(files[0], key)
+    return OptimizerFiles(readers, counters, base.get("param_groups", []) if isinstance(base, dict) else None)
 
 
 def _base_state(file: dict[str, Any], key: str) -> Any:
     return file.get("optimizer_state_dict" if key == _SHARES else "base_optimizer_state")
-
-
-def _group_settings(base: Any) -> list[dict[str, Any]] | None:
-    if not isinstance(base, dict):
-        return None
-    return [{key: value for key, value in group.items() if key != "params"} for group in base.get("param_groups", [])]
 
 
 def _vectors(
@@ -106,8 +101,11 @@ def _vectors(
                 )
     for name in sorted(names):
         vectors[name] = [[state[name].flatten() for state in groups] for groups in states]
-    steps = _base_step(files[0], key)
-    return vectors, _counters([state for groups in states for state in groups], names, steps, where)
+    # Where the optimizer counts steps per group (apex), or where an "elastic" checkpoint has them; else None.
+    base = _base_state(files[0], key)
+    first = base["param_groups"][0] if isinstance(base, dict) and base.get("param_groups") else {}
+    step = files[0].get("base_optimizer_state_step", first.get("step"))
+    return vectors, _counters([state for groups in states for state in groups], names, step, where)
 
 
 def _group_states(base: Any, groups: int) -> list[dict[str, Any]]:
@@ -118,13 +116,6 @@ def _group_states(base: Any, groups: int) -> list[dict[str, Any]]:
     return [state.get(group, {}) for group in range(groups)]
 
 
-def _base_step(file: dict[str, Any], key: str) -> Any:
-    """The step where the optimizer counts it per group (apex), or where an "elastic" checkpoint has it; else None."""
-    base = _base_state(file, key)
-    first = base["param_groups"][0] if isinstance(base, dict) and base.get("param_groups") else {}
-    return file.get("base_optimizer_state_step", first.get("step"))
-
-
 def _is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
@@ -133,18 +124,13 @@ def _counters(states: Iterable[dict[str, Any]], vectors: set[str], step: Any, wh
     found: dict[str, set[float]] = {} if step is None else {"step": {float(step)}}
     for state in states:
         for name, value in state.items():
-            if name not in vectors and (
-                isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-            ):
+            is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+            if name not in vectors and is_number:
                 found.setdefault(name, set()).add(float(value))
     for name, values in found.items():
         if len(values) > 1:
-            logger.warning(
-                "%s: the optimizer's %s differs between parameter groups (%s); all get the largest.",
-                where,
-                name,
-                sorted(values),
-            )
+            message = "%s: the optimizer's %s differs between parameter groups (%s); all get the largest."
+            logger.warning(message, where, name, sorted(values))
     return {name: max(values) for name, values in found.items()}
 
 
@@ -173,9 +159,8 @@ def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: s
     world = len(flat)
     for rank, groups in enumerate(flat):
         if len(groups) != len(shapes):
-            raise ValueError(
-                f"{where} of rank {rank} has {len(groups)} parameter groups; the model file names {len(shapes)}."
-            )
+            found = f"{len(groups)} parameter groups; the model file names {len(shapes)}"
+            raise ValueError(f"{where} of rank {rank} has {found}.")
     for group, named in enumerate(shapes):
         partitions = [groups[group] for groups in flat]
         size = partitions[0].numel()

@@ -43,7 +43,7 @@ class ForeignCheckpoint:
     skipped_steps: int = 0
     optimizer_type: str | None = None  # class name, "AdamW"
     optimizer_counters: dict[str, float] | None = None
-    optimizer_groups: list[dict[str, Any]] | None = None  # settings of the parameter groups: lr, betas, ...
+    optimizer_groups: list[dict[str, Any]] | None = None  # of which the settings are taken: lr, betas, ...
     lr_scheduler: dict[str, Any] | None = None
     loss_scaler: dict[str, Any] | None = None
     client_state: dict[str, Any] = field(default_factory=dict)

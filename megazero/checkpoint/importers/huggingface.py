@@ -1,21 +1,19 @@
-"""Hugging Face's GPT-2 directories: written so that `from_pretrained` opens them, and read.
+"""Reads Hugging Face's GPT-2 directories; `megazero.checkpoint.export` writes them.
 
-DIR/config.json, generation_config.json
+DIR/config.json
 DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
-DIR/pytorch_model.bin                     read only: what transformers wrote before safetensors
-DIR/vocab.json, merges.txt, ...           copies of the tokenizer's files
+DIR/pytorch_model.bin                     what transformers wrote before safetensors; in shards too
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,140 +21,22 @@ from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.torch_files import load_torch_file
-from megazero.checkpoint.writer import TensorSpec, stream_tensors
-from megazero.files import append_suffix, sync_folder, written_aside
+from megazero.files import append_suffix
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import (
     HEAD,
-    PREFIX,
     bare_names,
     check_head,
     check_huggingface,
     config_from_huggingface,
-    config_to_huggingface,
     matching_names,
 )
 
-MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(safetensors|bin)")
-_TOKENIZER_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # OpenAI's names -> transformers'
-_GPT2_VOCABULARY, _GPT2_END_OF_TEXT = 50257, 50256
 
 
-def write_huggingface(
-    directory: str | Path,
-    tensors: Callable[[str], Tensor],
-    config: GPT2Config,
-    dtype: torch.dtype,
-    tokenizer_files: Sequence[Path] = (),
-    *,
-    end_of_text: int | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Returns when `directory` holds the model, whole; before that it does not exist. One tensor is in memory at a time.
-
-    Args:
-        tensors: by our name of the parameter, the full and unpadded tensor.
-        dtype: of the written weights.
-        tokenizer_files: copied, under the names that transformers looks for.
-        end_of_text: the token that ends a document, where `generate` stops; GPT-2's own if the vocabulary has GPT-2's size.
-        max_shard_bytes: of tensors in one file; a single larger tensor has a file of its own.
-
-    Raises:
-        FileExistsError: there is something in `directory`.
-        FileNotFoundError: a tokenizer file is missing.
-        ValueError: `dtype` is no floating-point dtype, or a tensor has another shape than `config` says.
-        OSError: the disk is full, or the like.
-    """
-    directory = Path(directory).resolve()
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"weights cannot be written as {dtype}: choose torch.float32, torch.bfloat16 or torch.float16."
-        )
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(
-            f"{directory} exists already: choose another directory for the model, or delete this one."
-        )
-    if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
-        end_of_text = _GPT2_END_OF_TEXT
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = append_suffix(directory, f".tmp{os.getpid()}")
-    aside.mkdir()
-    try:
-        _write_weights(aside, tensors, config, dtype, max_shard_bytes)
-        dtype_name = str(dtype).removeprefix("torch.")
-        _write_json(aside / "config.json", {**config_to_huggingface(config), **ends, "torch_dtype": dtype_name})
-        _write_json(aside / "generation_config.json", {"_from_model_config": True, **ends})
-        for source in tokenizer_files:
-            _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
-        sync_folder(aside)
-        os.rename(aside, directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync_folder(directory.parent)
-
-
-def _write_weights(
-    folder: Path, tensors: Callable[[str], Tensor], config: GPT2Config, dtype: torch.dtype, max_shard_bytes: int
-) -> None:
-    """The head is left out: it is tied to the embedding, as config.json says."""
-    shapes = config.full_shapes()
-    ours_of = {f"{PREFIX}{theirs}": (ours, transposed) for ours, theirs, transposed in matching_names(config)}
-    specs = {
-        theirs: TensorSpec(dtype, shapes[ours][::-1] if transposed else shapes[ours])
-        for theirs, (ours, transposed) in ours_of.items()
-    }
-
-    def read(theirs: str) -> Tensor:
-        ours, transposed = ours_of[theirs]
-        full = tensors(ours).detach()
-        if tuple(full.shape) != shapes[ours]:
-            raise ValueError(f"{ours} has shape {list(full.shape)}, and the configuration says {list(shapes[ours])}.")
-        return (full.t() if transposed else full).to(dtype).contiguous()
-
-    shards = _shards(specs, max_shard_bytes)
-    if len(shards) == 1:
-        stream_tensors(folder / _WEIGHTS[0], specs, read)
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        stream_tensors(folder / name, shard, read)
-        weight_map.update(dict.fromkeys(shard, name))
-    metadata = {"total_size": sum(spec.nbytes for spec in specs.values())}
-    _write_json(_index_of(folder / _WEIGHTS[0]), {"metadata": metadata, "weight_map": weight_map})
-
-
-def _shards(specs: dict[str, TensorSpec], max_bytes: int) -> list[dict[str, TensorSpec]]:
-    """`specs` in order, in as few files as have at most `max_bytes` each."""
-    shards: list[dict[str, TensorSpec]] = [{}]
-    room = max_bytes
-    for name, spec in specs.items():
-        if spec.nbytes > room and shards[-1]:
-            shards.append({})
-            room = max_bytes
-        shards[-1][name] = spec
-        room -= spec.nbytes
-    return shards
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with written_aside(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-
-
-def _copy(source: Path, target: Path) -> None:
-    if target.exists():
-        raise ValueError(f"the tokenizer file {source} would take the place of {target.name}: rename or leave it out.")
-    with written_aside(target) as file:
-        file.write(source.read_bytes())
-
-
-@dataclass(frozen=True)
-class _Saved:
+class _Saved(NamedTuple):
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -174,7 +54,7 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
     """
     directory = Path(directory)
     config = _read_config(directory)
-    saved = dict(_open_weights(directory))
+    saved = _open_weights(directory)
     bare = bare_names(saved)
     head = bare.pop(HEAD, None)
     check_huggingface({name: saved[key].shape for name, key in bare.items()}, config, str(directory))
@@ -182,18 +62,15 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
         check_head(saved[head].read(), saved[bare["wte.weight"]].read(), str(directory))
     shapes = config.full_shapes()
 
-    def reader(name: str, key: str, transposed: bool) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            tensor = saved[key].read()
-            if not tensor.is_floating_point():
-                raise ValueError(f"{directory}: {key} is of {tensor.dtype}; quantised checkpoints cannot be read.")
-            full = (tensor.t() if transposed else tensor).contiguous()
-            return full.to(torch.float32, copy=True)  # never a view of the file
-
-        return read
+    def read(key: str, transposed: bool) -> Tensor:
+        tensor = saved[key].read()
+        if not tensor.is_floating_point():
+            raise ValueError(f"{directory}: {key} is of {tensor.dtype}; quantised checkpoints cannot be read.")
+        full = (tensor.t() if transposed else tensor).contiguous()
+        return full.to(torch.float32, copy=True)  # never a view of the file
 
     tensors = {
-        ours: ForeignTensor(shapes[ours], "trained", {"master": reader(ours, bare[theirs], transposed)})
+        ours: ForeignTensor(shapes[ours], "trained", {"master": partial(read, bare[theirs], transposed)})
         for ours, theirs, transposed in matching_names(config)
     }
     return ForeignCheckpoint(tensors, client_state={"model": asdict(config)})
@@ -212,15 +89,14 @@ def _read_config(directory: Path) -> GPT2Config:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _open_weights(directory: Path) -> Iterator[tuple[str, _Saved]]:
+def _open_weights(directory: Path) -> dict[str, _Saved]:
     """Every tensor by its name in the files."""
     for path in (directory / name for name in _WEIGHTS):
+        index = append_suffix(path, ".index.json")
         if path.is_file():
-            yield from _open(path).items()
-            return
-        if _index_of(path).is_file():
-            yield from _open_indexed(_index_of(path))
-            return
+            return _open(path)
+        if index.is_file():
+            return dict(_open_indexed(index))
     raise FileNotFoundError(f"{directory} holds no weights: neither {' nor '.join(_WEIGHTS)}, nor an index of shards.")
 
 
@@ -253,17 +129,9 @@ def _open(path: Path) -> dict[str, _Saved]:
     try:
         file = safe_open(path, framework="pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
+        return {name: _Saved(shape, partial(file.get_tensor, name)) for name, shape in shapes.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}. It is damaged or not complete; copy it again.") from error
-
-    def reader(name: str) -> Callable[[], Tensor]:
-        return lambda: file.get_tensor(name)
-
-    return {name: _Saved(shape, reader(name)) for name, shape in shapes.items()}
-
-
-def _index_of(weights: Path) -> Path:
-    return append_suffix(weights, ".index.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megazero.checkpoint.importers.torch_files import load_torch_file, plain_dat
 from megazero.comm import ProcessGroup
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition, partitions
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _QUERY_KEY_VALUE = ".attention.query_key_value."
 # Wrappers and levels that our names do not have, and words that later versions use for the same things.
 _LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
-_LATERWORD_EMBEDDINGS = (("encoder.", "transformer."), (".self_attention.", ".attention."))
+_LATER_WORDS = (("encoder.", "transformer."), (".self_attention.", ".attention."))
 
 
 def read_megatron(
@@ -148,7 +149,7 @@ def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 def _our_name(name: str) -> str:
     name = _LEVELS.sub("", name)
-    for later, ours in _LATERWORD_EMBEDDINGS:
+    for later, ours in _LATER_WORDS:
         name = name.replace(later, ours)
     return name
 
@@ -168,12 +169,7 @@ def _check_shards(
 ) -> None:
     ranks = len(shards)
     for rank, shard in enumerate(shards):
-        missing, unknown = sorted(shapes.keys() - shard.keys()), sorted(shard.keys() - shapes.keys())
-        if missing or unknown:
-            raise ValueError(
-                f"{folder}, rank {rank}, is no GPT-2 of {len(shapes)} parameters: missing {', '.join(missing) or 'nothing'}; "
-                f"unknown {', '.join(unknown) or 'nothing'}."
-            )
+        check_names(shard, shapes, f"{folder}, rank {rank},")
         for name, full in shapes.items():
             wanted = list(full)
             if name == WORD_EMBEDDINGS:
@@ -207,9 +203,7 @@ def _optimizer(
     try:
         return read_optimizer([file["optimizer"] for file in files], shards, names)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        logger.warning(
-            "%s: weights only, the optimizer would start anew: its state is not understood (%r)", folder, error
-        )
+        logger.warning("%s: weights only, the optimizer would start anew: its state is unknown (%r)", folder, error)
         return None
 
 

@@ -18,12 +18,10 @@ _POSITIONS = "position_embeddings.weight"
 _QKV = "transformer.layers.0.attention.query_key_value.bias"
 _MLP = "transformer.layers.0.mlp.dense_h_to_4h.bias"
 _SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters that show the sizes, and their dimensions
-_SAME = {  # arguments of the same name and meaning
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "layernorm_epsilon",
+# Arguments of the same name and meaning.
+_SAME = {
     "make_vocab_size_divisible_by",
+    *("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon"),
 }
 
 
@@ -83,20 +81,16 @@ def _vocab_size(vocab_size: int | None, rows: int, folder: Path) -> int:
             "tokens of the vocabulary that it was trained with, 50257 for GPT-2's own."
         )
     if vocab_size > rows:
-        raise ValueError(
-            f"--vocab-size {vocab_size}, but {folder} has {rows} rows of word embeddings, padding included."
-        )
+        raise ValueError(f"--vocab-size {vocab_size}, but {folder} has {rows} rows of word embeddings with padding.")
     return vocab_size
 
 
 def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
     if args.get("apply_residual_connection_post_layernorm"):
-        raise ValueError(
-            f"{folder} was trained with --apply-residual-connection-post-layernorm, which this model does not compute."
-        )
+        flag = "--apply-residual-connection-post-layernorm"
+        raise ValueError(f"{folder} was trained with {flag}, which this model does not compute.")
     if args and not args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
+        found = "the exact GELU (neither --bias-gelu-fusion nor --openai-gelu)"
         logger.warning(
-            "%s was trained with the exact GELU (neither --bias-gelu-fusion nor --openai-gelu), and this model computes "
-            "GPT-2's tanh approximation: outputs differ slightly",
-            folder,
+            "%s was trained with %s, this model computes its tanh approximation: outputs differ", folder, found
         )

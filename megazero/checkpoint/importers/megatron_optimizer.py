@@ -25,7 +25,7 @@ class MegatronOptimizer:
     Attributes:
         states: for each model-parallel rank, by parameter: "master", "exp_avg" and "exp_avg_sq" of the shape that the rank holds.
         step: how many steps were taken; one number for all parameters.
-        groups: the settings of the parameter groups: lr, betas, weight_decay, ...
+        groups: the parameter groups, with lr, betas, weight_decay, ...
         loss_scaler: the state of our `LossScaler`; None without --fp16 or with a static scale.
     """
 
@@ -52,7 +52,7 @@ def read_optimizer(
     steps = {step for _, rank_steps in read for step in rank_steps}
     if len(steps) != 1:
         raise ValueError(f"parameters have taken different numbers of steps: {sorted(steps)[:5]}")
-    states, groups = [states for states, _ in read], _settings(_adam(saved[0])["param_groups"])
+    states, groups = [states for states, _ in read], _adam(saved[0])["param_groups"]
     return MegatronOptimizer(states, steps.pop(), groups, _loss_scaler(saved[0]))
 
 
@@ -102,8 +102,3 @@ def _check(name: str, found: Mapping[str, Tensor], weight: Tensor) -> None:
     master, model = (x.reshape(-1)[:_SAMPLE] for x in (found["master"], weight))
     if not torch.equal(master.to(model.dtype), model):
         raise ValueError(f"the fp32 copy of {name} is not the weight of the model")
-
-
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return [{key: value for key, value in g.items() if key != "params" and isinstance(value, plain)} for g in groups]

@@ -80,21 +80,13 @@ class _Array(np.ndarray):
         return np.asarray(self).__reduce__()  # saved again, it is a common one
 
 
-def _empty_array(*_: Any) -> _Array:
-    return _Array(0)
+def _path(*parts: str) -> str:
+    return str(Path(*parts))
 
 
 def _numpy_scalar(dtype: _Dtype, data: bytes) -> Any:
     (value,) = np.frombuffer(data, dtype.numpy())
     return value
-
-
-def _default_dict(*_: Any) -> dict:
-    return {}
-
-
-def _path(*parts: str) -> str:
-    return str(Path(*parts))
 
 
 _ZERO_STAGES = _Enum(disabled=0, optimizer_states=1, gradients=2, weights=3, max_stage=3)
@@ -114,25 +106,24 @@ megatron.model.enums.ModelType megatron.core.enums.ModelType
 megatron.core.transformer.enums.AttnBackend
 megatron.core.rerun_state_machine.RerunMode megatron.core.rerun_state_machine.RerunState
 """.split()
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath")
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before numpy 2, and since
 
-
-def _stand_ins() -> list[tuple[Any, str]]:
-    return [
-        (_ZERO_STAGES, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-        *((Record, name) for name in _RECORDS),
-        *((_Enum(), name) for name in _ENUMS),
-        (_enum_member, "builtins.getattr"),
-        (_default_dict, "collections.defaultdict"),
-        *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, int, float)),
-        *((_path, f"pathlib.{name}") for name in ("PosixPath", "WindowsPath", "PurePosixPath")),
-        (_Array, "numpy.ndarray"),
-        (_Dtype, "numpy.dtype"),
-        *((_empty_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),  # numpy 2 renamed it
-        *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-    ]
-
-
-_STAND_INS: list[Any] = [*_stand_ins()]
+# What is called, and the name for which it stands in.
+_STAND_INS: list[Any] = [
+    (_ZERO_STAGES, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    *((Record, name) for name in _RECORDS),
+    *((_Enum(), name) for name in _ENUMS),
+    (_enum_member, "builtins.getattr"),
+    (lambda *_: {}, "collections.defaultdict"),
+    *((kind, f"builtins.{kind.__name__}") for kind in (dict, list, int, float)),
+    *((_path, f"pathlib.{name}") for name in _PATHS),
+    *((_path, f"pathlib._local.{name}") for name in _PATHS),  # Python 3.13
+    (_Array, "numpy.ndarray"),
+    (_Dtype, "numpy.dtype"),
+    *((lambda *_: _Array(0), f"{module}._reconstruct") for module in _MULTIARRAY),
+    *((_numpy_scalar, f"{module}.scalar") for module in _MULTIARRAY),
+]
 
 
 def load_torch_file(path: str | Path) -> Any:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megazero.checkpoint.importers import huggingface
-from megazero.checkpoint.importers.huggingface import read_huggingface, write_huggingface
+from megazero.checkpoint.export import write_huggingface
+from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
@@ -53,7 +54,7 @@ def assert_same(found, wanted):
         assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("max_shard_bytes", [huggingface.MAX_SHARD_BYTES, 9_000])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
 def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, max_shard_bytes):
     transformers = pytest.importorskip("transformers")
     ours = GPT2Model(CONFIG, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
@@ -159,8 +160,10 @@ def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full,
     with pytest.raises(ValueError, match="torch.int8"):
         write_huggingface(written.parent / "other", full.__getitem__, CONFIG, torch.int8)
     (written.parent / "empty").mkdir()
+    (written.parent / f"empty.tmp{os.getpid()}" / "of an export that was killed").mkdir(parents=True)
     write_huggingface(written.parent / "empty", full.__getitem__, CONFIG, torch.float32)
     assert_same(read_all(written.parent / "empty"), full)
+    assert sorted(path.name for path in written.parent.iterdir()) == ["empty", "model"]
 
 
 def test_what_is_missing_is_named(written):

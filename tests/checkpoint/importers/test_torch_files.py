@@ -7,6 +7,8 @@ import collections
 import os
 import pickle
 import random
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +122,13 @@ def test_the_flags_of_a_numpy_dtype_are_not_taken_from_the_file(tmp_path):
 def test_arrays_of_objects_are_refused(tmp_path):
     with pytest.raises(ValueError, match="numpy array of dtype 'O"):
         load_torch_file(saved(tmp_path, {"array": np.array([Path("a"), None], dtype=object)}))
+
+
+def test_a_path_as_python_3_13_names_its_class_is_text(tmp_path, monkeypatch):
+    module = types.ModuleType("pathlib._local")
+    module.PosixPath = type("PosixPath", (), {"__module__": "pathlib._local"})
+    monkeypatch.setitem(sys.modules, "pathlib._local", module)
+    assert load_torch_file(saved(tmp_path, Reduced(module.PosixPath, "a", "b"))) == "a/b"
 
 
 def test_a_namespace_is_a_record(tmp_path):

@@ -1,0 +1,207 @@
+"""What of a checkpoint goes where in a training run: each rank for itself, whatever ranks have saved it.
+
+A rank reads the ranges that it needs (`ranges` translates), and holds one parameter beside its shards. Nothing communicates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.format import is_count
+from megazero.checkpoint.plain import decode
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.training_state import CONSTANT, RNG, SCHEDULE, TrainingState, set_rng_states
+from megazero.zero.bucket import MASTER
+from megazero.zero.layout import Segment
+
+logger = logging.getLogger(__name__)
+
+_RATES = ("lr", "initial_lr")
+_CYCLED = (*_RATES, "betas", "momentum")  # what schedules may change
+
+
+def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
+    """Fills this rank's master weights, optimizer states and buffers.
+
+    Args:
+        strict: every parameter must be in the checkpoint; else what is not there keeps its values.
+
+    Raises:
+        CheckpointError: it is damaged.
+        ValueError: it is of a model of another shape, or of another optimizer.
+    """
+    _check_shapes(state, reader, strict)
+    kinds: list[str] = []
+    if with_optimizer and reader.index.get("optimizer") is not None:
+        with reader.well_formed("optimizer"):
+            saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
+        if saved != wanted:
+            raise ValueError(
+                f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
+                "or start it anew with --no-load-optim (load_optimizer_states=False)."
+            )
+        kinds = sorted({key for name in reader.tensors for key in reader.states(name)} - {MASTER, CONSTANT})
+        state.optimizer.allocate_state(kinds, _saved_counters(reader))
+    for bucket in state.buckets:
+        with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
+            for segment, part, start in bucket.weight_parts():
+                if segment.name in reader.tensors:
+                    of_optimizer = {key: list(state.optimizer.parts_of(states, bucket, key, segment)) for key in kinds}
+                    _read_segment(state, reader, segment, part, start, of_optimizer)
+    for name, buffer in state.buffers().items():
+        if name in reader.tensors:
+            values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
+            reader.read_part(name, {CONSTANT: values})
+            buffer.copy_(values.view(buffer.shape))
+
+
+def _read_segment(
+    state: TrainingState,
+    reader: Reader,
+    segment: Segment,
+    weights: Tensor,
+    start: int,
+    of_optimizer: dict[str, list[tuple[Tensor, slice]]],
+) -> None:
+    """Reads what belongs to the same elements together: their places are worked out once.
+
+    Args:
+        weights: to be filled with elements from `start` on of the flattened parameter.
+        of_optimizer: by state, what is to be filled and its places in the flattened parameter.
+    """
+    saved = reader.states(segment.name)
+    # A parameter may have been frozen when it was saved and be trained now, or the other way round.
+    wanted = [(reader.weight_state(segment.name), weights, start)]
+    for key, parts in of_optimizer.items():
+        if key in saved:
+            wanted += [(key, view, at.start) for view, at in parts]
+    together: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for key, out, first in wanted:
+        together.setdefault((first, out.numel()), {})[key] = out
+    cut = state.cut(segment.name, segment.shape)
+    rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
+    for (first, _), outs in together.items():
+        reader.read_part(segment.name, outs, cut=cut, rank=rank, size=size, start=first)
+
+
+def continue_run(
+    state: TrainingState, reader: Reader, with_optimizer: bool, continue_schedule: bool, load_rng: bool
+) -> None:
+    """Sets counters, loss scale, schedule, learning rates and random generators to the saved ones.
+
+    Raises:
+        CheckpointError: it is damaged.
+        ValueError: the run's schedule cannot continue that of the checkpoint.
+    """
+    index = reader.index
+    with reader.well_formed("its counters"):
+        counters = {**index.get("counters", {}), **{key: index[key] for key in ("global_steps", "skipped_steps")}}
+        if not all(map(is_count, counters.values())):
+            raise ValueError(f"{counters}")
+    state.global_steps, state.skipped_steps = counters.pop("global_steps"), counters.pop("skipped_steps")
+    state.counters.update(counters)
+    with reader.well_formed("loss_scaler"):
+        if index["loss_scaler"] is not None:
+            state.optimizer.loss_scaler.load_state_dict(_numbers(index["loss_scaler"]))
+    with reader.well_formed("lr_scheduler"):
+        schedule = decode(index["lr_scheduler"], tensors_of(reader, SCHEDULE)) if continue_schedule else None
+    if not with_optimizer or index.get("optimizer") is None:
+        logger.warning("the optimizer starts with empty moments: its state was not loaded from %s", reader.path)
+    elif schedule is not None or state.lr_scheduler is None:
+        with reader.well_formed("optimizer"):  # before the schedule, which may set its own
+            _load_settings(state, reader, _CYCLED if schedule is not None else _RATES)
+    if state.lr_scheduler is not None and schedule is not None:
+        try:
+            state.lr_scheduler.load_state_dict(schedule)
+        except Exception as error:  # its class may be the user's
+            raise ValueError(
+                f"The learning-rate schedule of {reader.path} cannot be continued by this run's "
+                f"{type(state.lr_scheduler).__name__}: {type(error).__name__}: {error}. Use the one that it was trained with, or "
+                "start it anew with load_lr_scheduler_states=False."
+            ) from error
+    if load_rng:
+        with reader.well_formed("its random generators"):
+            _load_rng(state, reader)
+
+
+def tensors_of(reader: Reader, kind: str) -> dict[str, Tensor]:
+    """The tensors of a nested state of the first rank: `CLIENT` or `SCHEDULE`."""
+    return {key: reader.blob(at) for key, at in reader.index["blobs"][0].items() if key.startswith(f"{kind}/")}
+
+
+def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) -> None:
+    """Sets these settings of every parameter group to the saved ones, where both have them."""
+    saved, groups = reader.index["optimizer"].get("groups"), state.optimizer.param_groups
+    if saved is None or len(saved) != len(groups):
+        found = "none" if saved is None else f"those of {len(saved)} parameter groups"
+        logger.warning(
+            "learning rates stay as this run sets them for its %d parameter groups: %s holds %s",
+            *(len(groups), reader.path, found),
+        )
+        return
+    for group, settings in zip(groups, saved, strict=True):
+        for key in group.keys() & set(keys):
+            value = settings.get(key)
+            if value is None:
+                continue
+            _numbers(dict(enumerate(value if isinstance(value, list) else [value])))
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _load_rng(state: TrainingState, reader: Reader) -> None:
+    index, groups = reader.index, state.groups
+    saved = index["model_parallel_size"], index["data_parallel_size"]
+    is_same_world = saved == (groups.model_parallel_size, groups.data_parallel_size)
+    blobs = index["blobs"][torch.distributed.get_rank()] if is_same_world else {}
+    states = {key.removeprefix(RNG): reader.blob(at) for key, at in blobs.items() if key.startswith(RNG)}
+    if states:
+        set_rng_states(states)
+    else:
+        logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
+
+
+def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
+    segments = [segment for bucket in state.buckets for segment in bucket.layout.segments]
+    wanted = {s.name: state.full_shape(s.name, s.shape) for s in segments}
+    wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
+    saved = {name: reader.shape(name) for name in reader.tensors}
+    names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()
+    different = [name for name in names if saved.get(name) != wanted.get(name)]
+    if different:
+        first = different[0]
+        raise ValueError(
+            f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
+            f"{first}: saved {list(saved[first]) if first in saved else 'nothing'}, model "
+            f"{list(wanted[first]) if first in wanted else 'nothing'}. Give the sizes that it was trained with (--num-layers, "
+            "--hidden-size, --max-position-embeddings, the vocabulary), or load what is there with load_module_strict=False."
+        )
+
+
+def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
+    """The optimizer's scalar state of every parameter that was saved with state."""
+    with reader.well_formed("optimizer"):
+        common, others = reader.index["optimizer"]["counters"], reader.index["optimizer"].get("counters_of") or {}
+        for values in (common, *(value for value in others.values() if value is not None)):
+            _numbers(values)
+        names = [name for name, entry in reader.tensors.items() if entry["kind"] == "trained"]
+        return {name: values for name in names if (values := others.get(name, common)) is not None}
+
+
+def _numbers(values: dict[Any, Any]) -> dict[Any, Any]:
+    """The values, if they are numbers.
+
+    Raises:
+        ValueError: one is not.
+    """
+    wrong = {key: value for key, value in values.items() if type(value) not in (int, float, bool)}
+    if wrong:
+        raise ValueError(f"{wrong} should be a number")
+    return values
