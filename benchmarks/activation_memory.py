@@ -77,7 +77,7 @@ def ways(args: argparse.Namespace, whole: GPT2Model) -> dict[str, Way]:
     costs = measure_block(whole.transformer.blocks[0], args.seq_length, args.batch)
     for share in args.auto:
         budget = int(share / 100 * count * costs["none"].nbytes)
-        plans = comm.all_gather_object(plan_recompute(costs, count, budget))  # ranks measure differently
+        plans = comm.all_gathered_objects(plan_recompute(costs, count, budget))  # ranks measure differently
         found[f"auto {share} %"] = Way(plans[0])
     if (
         ranks == 1 or args.attention_dropout == 0.0

@@ -70,7 +70,7 @@ def rank_main(rank: int, world_size: int, store: str, result: str, args: argpars
                     start = time.perf_counter()
                     carry_out[way](action, buffer)
                     seconds = torch.tensor(time.perf_counter() - start)
-                    slowest = comm.all_reduce(seconds, comm.world(), dist.ReduceOp.MAX).item()
+                    slowest = comm.all_reduced(seconds, comm.world(), dist.ReduceOp.MAX).item()
                     if turn >= args.warmup:
                         times[mb][action][way].append(slowest)
     if rank == 0:

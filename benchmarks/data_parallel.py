@@ -74,7 +74,7 @@ class Megazero(Side):
     def counted_bytes(self) -> int:
         """Elements by the channel's counters times the size of what goes that way: gradients, or weights."""
         bucket = self.engine.buckets[0]
-        gradient, weight = bucket.gradient.reduce_dtype.itemsize, bucket.flat.dtype.itemsize
+        gradient, weight = bucket.gradient.reduce_dtype.itemsize, bucket.weights.flat.dtype.itemsize
         traffic = self.engine.channel.traffic
         reduced = traffic["all_reduce"].elements + traffic["reduce_scatter"].elements
         return reduced * gradient + traffic["all_gather"].elements * weight

@@ -23,7 +23,7 @@ __git_branch__: str | None = None
 _HOMES = {
     "initialize": "megazero.deepspeed_api",
     "add_config_arguments": "megazero.deepspeed_api",
-    "init_distributed": "megazero.deepspeed_api",
+    "init_distributed": "megazero.comm",
     "DeepSpeedEngine": "megazero.deepspeed_engine",
     "DeepSpeedConfigError": "megazero.json_config",
     "JsonConfig": "megazero.json_config",

@@ -227,6 +227,10 @@ def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:
     file = given.get("deepspeed_config")
     values = dict(given) if file is None else {**values_of_file(file, given, parts, world_size), **given}
     if "cpu_optimizer" in given and values.get("offload_optimizer", "none") == "none":
+        if "offload_optimizer" in given:
+            raise ValueError(
+                f"{given['cpu_optimizer']} and --offload-optimizer none exclude each other. Drop one of them."
+            )
         if not values.get("stage"):
             raise ValueError(
                 f"{given['cpu_optimizer']} keeps the optimizer's states in host memory and updates there, as --offload-optimizer "

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,13 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from megazero import comm
 from megazero.deepspeed_engine import DeepSpeedEngine
-from megazero.deepspeed_optimizer import client_optimizer, client_scheduler, named_groups
+from megazero.deepspeed_optimizer import client_optimizer, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import setup_logging
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
-from megazero.optim.loss_scaler import LossScaler
-from megazero.zero.build import DTYPES
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 
@@ -35,43 +31,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed", action="store_true", help="train with the engine that --deepspeed_config describes"
     )
     group.add_argument("--deepspeed_config", type=str, default=None, metavar="FILE", help="JSON configuration")
-    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--deepspeed_mpi", "--deepscale"):
+        group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
     return parser
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Joins the world that the environment describes (torchrun's variables, or Open MPI's), unless this process is in one.
-
-    Args:
-        dist_backend: "nccl" or "gloo"; by default nccl where CUDA is.
-        timeout: after which a collective that some rank never entered raises (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
-        init_method, rank, world_size: where and as what to join, instead of the environment.
-        dist_init_required: False says that the caller has joined already.
-    """
-    if torch.distributed.is_initialized() or dist_init_required is False:
-        return
-    if auto_mpi_discovery and "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" in os.environ:
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        for name in ("RANK", "LOCAL_RANK", "LOCAL_SIZE"):
-            os.environ.setdefault(
-                {"LOCAL_SIZE": "LOCAL_WORLD_SIZE"}.get(name, name), os.environ[f"OMPI_COMM_WORLD_{name}"]
-            )
-        os.environ.setdefault("WORLD_SIZE", os.environ["OMPI_COMM_WORLD_SIZE"])
-    seconds = timeout.total_seconds() if timeout else 60 * float(os.environ.get("DEEPSPEED_TIMEOUT", 10))
-    place = None if init_method is None else (init_method, rank, world_size)
-    comm.init_distributed(dist_backend, seconds, place)
 
 
 def initialize(
@@ -113,44 +76,35 @@ def initialize(
             "mesh_param asks for sequence parallelism by mesh, which does not exist here. Drop it."
         )
     source = _config_source(args, config if config is not None else config_params)
-    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if not logger.hasHandlers():  # the script shows no log of its own
-        setup_logging(torch.distributed.get_rank())
-    _check_local_rank(args)
-    groups = _groups(mpu)
-    json_config = load_json_config(
+    groups = _join(args, mpu, distributed_port, dist_init_required)
+    told = load_json_config(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
     )
-    zero = json_config.zero  # with all checks, before the model is touched
-    factory, param_groups = client_optimizer(json_config, optimizer, model_parameters, model)
-    group_of, settings = named_groups(param_groups, model)
-    _check_values(model, json_config)
-    _move(
-        model, comm.local_device(), DTYPES[json_config.compute_dtype] if json_config.compute_dtype != "fp32" else None
-    )
-    _as_on_first_rank(model, groups)
+    factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
+    grouped = named_groups(param_groups, model)
+    _place(model, groups, told)
     if torch.distributed.get_rank() == 0:  # a script's own log may show all ranks
-        logger.info("%s", json_config.describe())
+        logger.info("%s", told.describe())
     engine = DeepSpeedEngine(
-        json_config,
-        collate_fn,
-        model,
-        groups,
-        factory,
-        group_of,
-        settings,
-        zero=zero,
-        loss_scaler=LossScaler.from_config(json_config.precision),
-        clip_grad=json_config.gradient_clipping,
-        gradient_accumulation_steps=json_config.gradient_accumulation_steps,
-        lr_scheduler=lambda bucket_optimizer: client_scheduler(json_config, lr_scheduler, bucket_optimizer),
-        dtype=DTYPES[json_config.compute_dtype] if json_config.compute_dtype != "fp32" else None,
-        zero_units=zero_units,
-        allow_untested_optimizer=json_config.zero_allow_untested_optimizer,
+        told, model, groups, factory, *grouped, lr_scheduler=lr_scheduler, collate_fn=collate_fn, zero_units=zero_units
     )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool | None) -> ParallelGroups:
+    """Joins the world, unless this process is in one, and shows the log where the script does not. Returns the groups."""
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if not torch.distributed.is_initialized():
+        raise DeepSpeedConfigError(
+            "dist_init_required=False says that the script has joined torch.distributed, and it has not. Call "
+            "megazero.init_distributed() before, or leave dist_init_required out."
+        )
+    if not logger.hasHandlers():  # the script shows no log of its own
+        setup_logging(torch.distributed.get_rank())
+    _check_local_rank(args)
+    return _groups(mpu)
 
 
 def _config_source(args: Any, config: Any) -> Any:
@@ -171,8 +125,8 @@ def _config_source(args: Any, config: Any) -> Any:
 
 def _check_local_rank(args: Any) -> None:
     given = getattr(args, "local_rank", None)
-    found = os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))  # no launcher: one process
-    if given is not None and int(given) >= 0 and int(found) != int(given):
+    found = comm.get_local_rank()
+    if given is not None and 0 <= int(given) != found:
         raise DeepSpeedConfigError(
             f"args.local_rank is {given} and LOCAL_RANK in the environment is {found}. The launcher sets both; do not set either."
         )
@@ -188,6 +142,14 @@ def _groups(mpu: Any) -> ParallelGroups:
     model, data = getattr(mpu, f"get_{prefix}_parallel_group")(), mpu.get_data_parallel_group()
     ranks = torch.distributed.get_process_group_ranks
     return ParallelGroups(model, data, tuple(ranks(model)), tuple(ranks(data)))
+
+
+def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:
+    """Checks all that can be known before the model is touched; then it is on its device, and equal on all ranks."""
+    _ = config.zero  # with its checks
+    _check_values(model, config)
+    _move(model, comm.local_device(), config.cast_to)
+    _as_on_first_rank(model, groups)
 
 
 def _check_values(model: nn.Module, config: JsonConfig) -> None:

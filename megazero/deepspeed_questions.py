@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from megazero import comm
 from megazero.json_config import JsonConfig
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.bucket import Sharding
@@ -40,7 +39,7 @@ class Questions:
     @property
     def local_rank(self) -> int:
         """This process's rank on its node, as the launcher counts them."""
-        return int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
+        return comm.get_local_rank()
 
     @property
     def world_size(self) -> int:

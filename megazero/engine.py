@@ -162,7 +162,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self.buckets[0].flat.device
+        return self.buckets[0].weights.flat.device
 
     @property
     def global_steps(self) -> int:

@@ -97,7 +97,7 @@ def sliding_window_perplexity(
             )  # [b, length]: the last counts[i] places
             loss = model(window[:, :-1].contiguous(), targets=window[:, 1:].contiguous())
             nats += (loss.double() * scored.to(device)).sum()
-    total = comm.all_reduce(nats, groups.data).item()
+    total = comm.all_reduced(nats, groups.data).item()
     loss_per_token = total / (stream.numel() - 1)
     return Perplexity(
         loss=loss_per_token,
@@ -171,7 +171,7 @@ def last_word_accuracy(
             is_right = torch.ones_like(wanted, device=device)
             is_right[wanted.to(device)] = predicted == tokens[:, 1:][wanted.to(device)]
             correct += (is_right.all(dim=1) & is_real.to(device)).sum()
-    return LastWordAccuracy(correct=int(comm.all_reduce(correct, groups.data)), total=len(texts))
+    return LastWordAccuracy(correct=int(comm.all_reduced(correct, groups.data)), total=len(texts))
 
 
 def load_texts(path: str | Path, text_key: str = "text") -> list[str]:

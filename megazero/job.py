@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,9 @@ class Job:
 
 def setup_distributed(config: Config) -> ParallelGroups:
     """Joins the world and divides it into groups."""
-    comm.init_distributed(config.parallel.distributed_backend, config.parallel.distributed_timeout_s)
-    return mpu.initialize_model_parallel(
-        config.parallel.model_parallel_size, timeout_s=config.parallel.distributed_timeout_s
-    )
+    flags = config.parallel
+    comm.init_distributed(flags.distributed_backend, timeout=timedelta(seconds=flags.distributed_timeout_s))
+    return mpu.initialize_model_parallel(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
 
 
 def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:
@@ -208,7 +208,7 @@ def load(job: Job) -> None:
     flags, directory = job.config.checkpoint, job.config.checkpoint.load
     if not directory:
         return
-    tags = comm.all_gather_object(comm.together(lambda: _newest_tag(directory, flags.load_fallback)))
+    tags = comm.all_gathered_objects(comm.together(lambda: _newest_tag(directory, flags.load_fallback)))
     if len(set(tags)) > 1:
         raise ValueError(
             f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "

@@ -145,7 +145,7 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     report = torch.stack(
         [torch.where(finite, total, 0.0), (~finite).float(), total.new_tensor(float(job.stop.received is not None))]
     )
-    mean, broken, stops = comm.all_reduce(report, comm.world()).tolist()
+    mean, broken, stops = comm.all_reduced(report, comm.world()).tolist()
     if broken:
         _raise_not_finite(job, float(total))
     job.iteration += 1
@@ -160,7 +160,7 @@ def _raise_not_finite(job: Job, loss: float) -> None:
     first = job.consumed_samples + rank * size
     samples = f"samples {first} to {first + size - 1} of the shuffled training data"
     mine = f"rank {torch.distributed.get_rank()}: loss {loss}, {samples}"
-    bad = [text for text in comm.all_gather_object(None if math.isfinite(loss) else mine) if text]
+    bad = [text for text in comm.all_gathered_objects(None if math.isfinite(loss) else mine) if text]
     raise FloatingPointError(
         f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights were not updated. "
         "Lower --lr, raise --warmup, or look at these samples; the last checkpoint is good."
@@ -179,7 +179,7 @@ def evaluate(job: Job, dataset: Any) -> float:
             total += job.forward_step(job, iterator)
     engine.train()
     job.timers = training_timers
-    return float(comm.all_reduce(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
+    return float(comm.all_reduced(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
 
 
 def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> None:
@@ -197,7 +197,7 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: st
 
 
 def _finish(job: Job, metrics: MetricsWriter) -> None:
-    peaks = comm.all_gather_object(peak_memory_bytes(job.device))
+    peaks = comm.all_gathered_objects(peak_memory_bytes(job.device))
     if torch.distributed.get_rank() == 0:
         logger.info("%s", summary(job, metrics, peaks))
     metrics.close()

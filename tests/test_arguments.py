@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -269,6 +270,101 @@ def test_flags_win_over_the_file_and_the_log_names_flag_and_key(with_file):
     ):
         assert line in log, log
     assert log.count("wins over") == 6, "equal values, and what is not in the file, are no news"
+
+
+# Each flag of ZeroConfig that has a key: the flag, the file (with bf16, stage 3), what it wins over, the field and its value.
+ZERO_FLAGS = [
+    ("--zero-stage 1", {}, "stage 3", "stage", 1),
+    ("--placement static", {"placement": "auto"}, 'placement "auto"', "placement", "static"),
+    (
+        "--gpu-margin-mem-ratio 0.5",
+        {"gpu_margin_mem_ratio": 0.8},
+        "gpu_margin_mem_ratio 0.8",
+        "gpu_margin_mem_ratio",
+        0.5,
+    ),
+    ("--sub-group-size 100", {"sub_group_size": 1e3}, "sub_group_size 1000", "sub_group_size", 100),
+    ("--offload-optimizer cpu", {"offload_optimizer": {"device": "none"}}, 'device "none"', "offload_optimizer", "cpu"),
+    ("--offload-optimizer none", {"cpu_offload": True}, 'offload_optimizer.device "cpu"', "offload_optimizer", "none"),
+    (
+        "--offload-param none",
+        {"offload_param": {"device": "cpu"}},
+        'offload_param.device "cpu"',
+        "offload_param",
+        "none",
+    ),
+    ("--cpu-optimizer", {"offload_optimizer": {"device": "none"}}, 'device "none"', "offload_optimizer", "cpu"),
+    (
+        "--offload-optimizer-ratio 0.25",
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        "offload_optimizer.ratio 0.5",
+        "offload_optimizer_ratio",
+        0.25,
+    ),
+    (
+        "--nvme-path new",
+        {"offload_param": {"device": "nvme", "nvme_path": "old"}},
+        'offload_param.nvme_path "old"',
+        "nvme_path",
+        "new",
+    ),
+    (
+        "--no-use-pin-memory",
+        {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "offload_optimizer.pin_memory true",
+        "pin_memory",
+        False,
+    ),
+    (
+        "--grad-dtype fp32",
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        'grad_accum_dtype "bf16"',
+        "grad_dtype",
+        "fp32",
+    ),
+    ("--reduce-dtype fp32", {"communication_data_type": "bf16"}, 'data_type "bf16"', "reduce_dtype", "fp32"),
+]
+
+
+@pytest.mark.parametrize("flag, section, written, field, value", ZERO_FLAGS, ids=[entry[0] for entry in ZERO_FLAGS])
+def test_every_flag_of_zero_wins_over_its_key_and_the_log_says_so(with_file, flag, section, written, field, value):
+    top = {key: section[key] for key in section if key in ("data_types", "communication_data_type")}
+    document = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **section}, **top}
+    for key in top:
+        del document["zero_optimization"][key]
+    config, log = with_file(document, flag)
+    assert getattr(config.zero, field) == value
+    (line,) = [line for line in log.splitlines() if "wins over" in line]
+    assert f"{flag} wins over " in line and f"{written} of " in line, line
+
+
+def test_the_flags_of_zero_that_have_keys_are_all_in_the_table():
+    flags = {field.name for field in fields(ZeroConfig) if "help" in field.metadata}
+    assert flags - {field for *_, field, _ in ZERO_FLAGS} == {"delayed_param_update"}, "which is no key of the file"
+
+
+def test_what_the_file_says_of_a_home_follows_the_flag_that_names_it(with_file):
+    section = {"device": "cpu", "ratio": 0.5, "pin_memory": False, "nvme_path": "x"}
+    document = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
+    zero = with_file(document, "--offload-optimizer none")[0].zero
+    assert (zero.offload_optimizer, zero.offload_optimizer_ratio) == ("none", 1.0)
+    zero = with_file(document, "--offload-optimizer nvme")[0].zero
+    assert (zero.offload_optimizer_ratio, zero.nvme_path, zero.pin_memory) == (0.5, "x", False)
+    for flag in ("--offload-optimizer cpu", "--cpu-optimizer"):
+        document = {"zero_optimization": {"stage": 3, "offload_optimizer": {"pin_memory": False}}}
+        zero = with_file(document, flag)[0].zero
+        assert (zero.offload_optimizer, zero.pin_memory) == ("cpu", False)
+    zero = with_file({"zero_optimization": {"cpu_offload": True}}, "--zero-stage 2")[0].zero
+    assert (zero.stage, zero.offload_optimizer) == (2, "cpu")
+
+
+def test_the_file_is_checked_as_it_will_be_run_and_errors_name_the_flags_in_it(with_file):
+    document = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    message = r'\.config with --zero-stage 2: zero_optimization.offload_param.device "cpu" needs .*stage 3, got stage 2'
+    with pytest.raises(ValueError, match=message):
+        with_file(document, "--zero-stage 2")
+    with pytest.raises(ValueError, match="--cpu-optimizer and --offload-optimizer none exclude each other"):
+        load_config("--cpu-optimizer --offload-optimizer none --zero-stage 1".split())
 
 
 def test_two_batch_flags_decide_all_three_numbers(with_file):

@@ -146,6 +146,8 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
     torch.distributed.destroy_process_group()
     deepspeed.init_distributed(dist_init_required=False)
     assert not torch.distributed.is_initialized(), "the caller says that it joins by itself"
+    with pytest.raises(DeepSpeedConfigError, match="dist_init_required=False says that the script has joined"):
+        deepspeed.initialize(model=make_model(), config={"train_batch_size": 2}, dist_init_required=False)
 
 
 def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_path):

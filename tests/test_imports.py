@@ -11,14 +11,16 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"option", "nested", "json_source", "comm", "files", "launch", "logging", "nvme", "timers", "throughput"},
     {"mpu", "optim", "metrics", "entry", "runner"},
+    {"json_schema"},
     {"activation_checkpointing", "ops"},
     {"zero", "data"},
     {"model"},
-    {"checkpoint", "json_config"},
+    {"checkpoint", "json_config", "deepspeed_flags"},
     {"utils", "config", "engine", "evaluation", "deepspeed_file", "deepspeed_questions", "deepspeed_optimizer"},
-    {"arguments", "job", "inference", "deepspeed_engine"},
-    {"reporting", "plan", "deepspeed_api"},
-    {"training", "compat"},
+    {"arguments", "job", "inference", "deepspeed_checkpoints"},
+    {"reporting", "plan", "deepspeed_engine"},
+    {"training", "deepspeed_api"},
+    {"compat"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 

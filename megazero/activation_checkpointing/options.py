@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.json_schema import OBEYED, Reader, key
 from megazero.json_source import DeepSpeedConfigError, read_source
-from megazero.optim.by_name import did_you_mean
 from megazero.option import option
 
 SECTION = "activation_checkpointing"
@@ -20,6 +19,22 @@ FIELD_OF_KEY = {
     "profile": "profile",
     "synchronize_checkpoint_boundary": "synchronize",
 }
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSection:
+    """DeepSpeed's JSON section: how activations are kept where the model checkpoints them."""
+
+    partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
+    number_checkpoints: int | None = key(
+        None, OBEYED, "checkpointed calls that contiguous_memory_optimization has room for", at_least=1
+    )
+    contiguous_memory_optimization: bool = key(
+        False, OBEYED, "what is kept lies in one storage; needs partition_activations"
+    )
+    cpu_checkpointing: bool = key(False, OBEYED, "what is kept rests in pinned host memory; beside a CUDA device")
+    profile: bool = key(False, OBEYED, "times checkpointed calls in forward and backward")
+    synchronize_checkpoint_boundary: bool = key(False, OBEYED, "waits for the device before and after each call")
 
 
 @dataclass(frozen=True)
@@ -103,26 +118,7 @@ def settings_from(source: Any, given: Mapping[str, Any]) -> CheckpointSettings:
     Raises:
         DeepSpeedConfigError: a key or a value is wrong, or two of them contradict each other.
     """
-    values: dict[str, Any] = {} if source is None else _section_values(source)
-    values.update({name: value for name, value in given.items() if value is not None})
-    return CheckpointSettings(**values)
-
-
-def _section_values(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
-    section = read_source(source).get(SECTION) or {}
-    if not isinstance(section, Mapping):
-        raise DeepSpeedConfigError(f"{SECTION} must be an object, got {section!r}.")
-    values = {}
-    for key, value in section.items():
-        if key not in FIELD_OF_KEY:
-            raise DeepSpeedConfigError(f"Unknown key {SECTION}.{key}. {did_you_mean(key, FIELD_OF_KEY)}")
-        if value == "auto":
-            continue
-        if key == "number_checkpoints":
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1):
-                raise DeepSpeedConfigError(f"{SECTION}.{key} must be an integer, got {value!r}.")
-            value = None if value is None else int(value)
-        elif not isinstance(value, bool):
-            raise DeepSpeedConfigError(f"{SECTION}.{key} must be true or false, got {value!r}.")
-        values[FIELD_OF_KEY[key]] = value
-    return values
+    document = {} if source is None else read_source(source)
+    section = Reader({}).section(ActivationCheckpointingSection, document.get(SECTION, {}), SECTION)
+    values = {field: getattr(section, key) for key, field in FIELD_OF_KEY.items()}
+    return CheckpointSettings(**{**values, **{name: value for name, value in given.items() if value is not None}})

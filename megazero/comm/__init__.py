@@ -1,17 +1,21 @@
 """Collectives of the library: the one package that calls torch.distributed's communication functions.
 
-Functions named like torch's (`all_reduce`) return NEW tensors, because autograd may share their input with another branch.
-Functions with a trailing underscore work in place on buffers that the caller owns, and can be asynchronous.
+Ours return what has been reduced or gathered in NEW tensors (`all_reduced`), because autograd may share their input with
+another branch; those with a trailing underscore work in place on buffers that the caller owns, and can be asynchronous.
+
+Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they do there, for scripts that were written for
+`deepspeed.comm`: see `ported`.
 """
 
+from megazero.comm import ported
 from megazero.comm.channel import Channel, Traffic, timeout_of
-from megazero.comm.collectives import all_gather, all_reduce, all_reduce_, broadcast_
+from megazero.comm.collectives import all_gathered, all_reduce_, all_reduced, broadcast_
+from megazero.comm.ported import *  # noqa: F403
 from megazero.comm.work import Work
 from megazero.comm.world import (
     OtherRankError,
     ProcessGroup,
-    all_gather_object,
-    barrier,
+    all_gathered_objects,
     broadcast_object,
     init_distributed,
     local_device,
@@ -26,11 +30,10 @@ __all__ = [
     "ProcessGroup",
     "Traffic",
     "Work",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
+    "all_gathered",
+    "all_gathered_objects",
     "all_reduce_",
-    "barrier",
+    "all_reduced",
     "broadcast_",
     "broadcast_object",
     "init_distributed",
@@ -40,3 +43,4 @@ __all__ = [
     "together",
     "world",
 ]
+__all__ += ported.__all__

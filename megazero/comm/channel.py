@@ -15,7 +15,7 @@ from megazero.comm.meeting import Meeting
 from megazero.comm.native import NativeLane
 from megazero.comm.peers import PeerTransport
 from megazero.comm.work import Finished, Work
-from megazero.comm.world import ProcessGroup, all_gather_object
+from megazero.comm.world import ProcessGroup, all_gathered_objects
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Channel:
         if self.size == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        name: str = all_gather_object(secrets.token_hex(4), group)[0]  # a group may have several channels
+        name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, self.rank, self.timeout_s)
         self.transport, lanes = _open_lanes(group, name, self.timeout_s)

@@ -10,7 +10,7 @@ from megazero.comm.work import Work
 from megazero.comm.world import ProcessGroup
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The reduction of `x` over `group`, in a new tensor (`x` itself for a group of one)."""
     if group.size() == 1:
         return x
@@ -28,7 +28,7 @@ def all_reduce_(
     return dist.all_reduce(buffer, op=op, group=group, async_op=async_op)
 
 
-def all_gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """`x` of every rank of `group`, in rank order. The shape must be the same on every rank."""
     if group.size() == 1:
         return [x]

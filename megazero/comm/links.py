@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.agree import MESSAGE_BYTES, check, message
-from megazero.comm.world import ProcessGroup, all_gather_object
+from megazero.comm.world import ProcessGroup, all_gathered_objects
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +114,14 @@ def link(group: ProcessGroup, area_bytes: int, timeout_s: float) -> Links | None
         end = _End(area_bytes)
     except (OSError, AttributeError) as error:  # AttributeError: a system without memfd
         problem = f"{type(error).__name__}: {error}"
-    addresses = all_gather_object(end.address if end else problem, group)
+    addresses = all_gathered_objects(end.address if end else problem, group)
     problems = [address if isinstance(address, str) else None for address in addresses]
     if end and not any(problems) and len({address.host for address in addresses}) == 1:
         try:
             links = _join(end, addresses, group, timeout_s)
         except (OSError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        problems = all_gather_object(problem, group)
+        problems = all_gathered_objects(problem, group)
     if end:
         end.close()
     if links and any(problems):

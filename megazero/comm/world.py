@@ -18,46 +18,75 @@ class OtherRankError(RuntimeError):
 
 
 def init_distributed(
-    backend: str | None = None, timeout_s: float = 600.0, place: tuple[str, int, int] | None = None
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
-    """Joins the world described by torchrun's environment variables; a world of one process without them.
+    """Joins the world that the environment describes, unless this process is in one; a world of one process without such.
+
+    The arguments are those of DeepSpeed; `verbose` and `config` have no effect.
 
     Args:
-        backend: "nccl" or "gloo"; None takes nccl where CUDA is available and gloo elsewhere.
-        timeout_s: seconds after which a collective that some rank never entered raises.
-        place: torch's init_method, rank and world size, instead of the environment.
+        dist_backend: "nccl" or "gloo"; by default nccl where CUDA is available.
+        auto_mpi_discovery: take Open MPI's variables, and `distributed_port`, where torchrun's are not there.
+        timeout: after which a collective that some rank never entered raises (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
+        init_method, rank, world_size: where and as what to join, instead of the environment.
+        dist_init_required: False says that the caller has joined already.
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA.
         OSError: the rendezvous port is taken.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() or dist_init_required is False:
         return
     has_cuda = torch.cuda.is_available()
-    backend = backend or ("nccl" if has_cuda else "gloo")
+    backend = dist_backend or ("nccl" if has_cuda else "gloo")
     if backend == "nccl" and not has_cuda:
         raise ValueError(
             "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
         )
+    if auto_mpi_discovery:
+        _adopt_open_mpi(distributed_port)
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    timeout = timedelta(seconds=timeout_s)
-    if place is not None:
-        method, rank, size = place
-        dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=timeout)
+    timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        try:
-            dist.init_process_group(backend, timeout=timeout, device_id=local_device() if backend == "nccl" else None)
-        except (RuntimeError, dist.DistNetworkError) as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-                raise
-            port = os.environ.get("MASTER_PORT", "unset")
-            raise OSError(
-                f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
-                "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
-            ) from error
+        _join_by_environment(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _adopt_open_mpi(port: int) -> None:
+    """Says in torchrun's variables what Open MPI's say, where torchrun has said nothing."""
+    theirs = "OMPI_COMM_WORLD_"
+    if "RANK" in os.environ or f"{theirs}RANK" not in os.environ:
+        return
+    os.environ.setdefault("MASTER_PORT", str(port))
+    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    for ours, name in names.items():
+        os.environ.setdefault(ours, os.environ[theirs + name])
+
+
+def _join_by_environment(backend: str, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=local_device() if backend == "nccl" else None)
+    except (RuntimeError, dist.DistNetworkError) as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        port = os.environ.get("MASTER_PORT", "unset")
+        raise OSError(
+            f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
+            "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
+        ) from error
 
 
 def world() -> ProcessGroup:
@@ -72,7 +101,7 @@ def local_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def all_gather_object(value: object, group: ProcessGroup | None = None) -> list:
+def all_gathered_objects(value: object, group: ProcessGroup | None = None) -> list:
     """`value` of every rank of `group` (the world by default): small plain Python data, never tensors."""
     out: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(out, value, group=group)
@@ -91,11 +120,6 @@ def new_object_group(timeout_s: float = 3600.0) -> ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def barrier(group: ProcessGroup | None = None) -> None:
-    """Returns when every rank of `group` (the world by default) has come here."""
-    dist.barrier(group=group)
-
-
 def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:
     """Runs `action` on the ranks that have one, waits for all ranks, and returns what this rank's action returned.
 
@@ -110,7 +134,7 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
         result = action() if action is not None else None
     except Exception as caught:
         error = caught
-    messages = all_gather_object(None if error is None else f"{type(error).__name__}: {error}", group)
+    messages = all_gathered_objects(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

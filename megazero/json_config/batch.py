@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megazero.json_config.schema import AUTO
+from megazero.json_schema import AUTO
 from megazero.json_source import DeepSpeedConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

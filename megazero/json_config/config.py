@@ -1,18 +1,13 @@
-"""The JSON configuration as a whole: read, checked at every level before anything is built, and what the engine is told."""
+"""The JSON configuration as a whole: its keys, what they exclude, and what the engine is told."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megazero.json_config.batch import BATCH, resolve_batch, without_auto
-from megazero.json_config.old_forms import modernised, without_disabled
-from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, Reader, describe, every_key, key
+import torch
+
+from megazero.activation_checkpointing.options import ActivationCheckpointingSection
 from megazero.json_config.sections import (
-    ActivationCheckpointingSection,
     AioSection,
     Bf16Section,
     CheckpointSection,
@@ -22,12 +17,11 @@ from megazero.json_config.sections import (
     SchedulerSection,
 )
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection, ZeroSection
-from megazero.json_source import DeepSpeedConfigError, read_source
+from megazero.json_schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
+from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = ("fp32", "fp16", "bf16")
 
@@ -113,6 +107,11 @@ class JsonConfig:
     def compute_dtype(self) -> str:
         """The dtype of parameters and activations: "fp32", "fp16" or "bf16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def cast_to(self) -> torch.dtype | None:
+        """What the model's parameters and buffers are cast to; None: under fp32 they keep their own dtypes."""
+        return None if self.compute_dtype == "fp32" else self.precision.dtype
 
     def _if_given(self, name: str) -> int | None:
         """A stage3_ key of the zero_optimization section, None where the source has not named it."""
@@ -219,36 +218,3 @@ class JsonConfig:
                 f"these, or enable {dtype}."
             )
         return "compute"
-
-
-def load_json_config(
-    source: Mapping[str, Any] | str | os.PathLike,
-    *,
-    world_size: int = 1,
-    model_parallel_size: int = 1,
-    auto: Mapping[str, Any] | None = None,
-) -> JsonConfig:
-    """The configuration in `source`, checked at every level. Old forms and misspellings that are accepted are logged.
-
-    Args:
-        source: a dict, the path of a JSON file, or URL-safe base64 of JSON.
-        auto: what "auto" means, by the path of the key: {"train_micro_batch_size_per_gpu": 4}. Inside of sections, "auto"
-            that is not in it means the default; a batch number follows from the others; elsewhere at top level and in `params`
-            it is an error.
-
-    Raises:
-        DeepSpeedConfigError: anything is wrong or unknown; it is a ValueError and an AssertionError.
-    """
-    reader = Reader(auto or {})
-    document = modernised(without_disabled(read_source(source)), reader.warnings)
-    document = without_auto(document, reader.auto)
-    values = reader.values(JsonConfig, document, "")
-    total, micro, steps = (values.get(name) for name in BATCH)
-    resolved = resolve_batch(total, micro, steps, world_size, model_parallel_size)
-    values.update(zip(BATCH, resolved, strict=True))
-    config = JsonConfig(
-        **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
-    )
-    for warning in reader.warnings if os.environ.get("RANK", "0") == "0" else ():  # all ranks read the same
-        logger.warning("configuration: %s", warning)
-    return config

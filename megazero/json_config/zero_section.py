@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.json_config.schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, key
+from megazero.json_schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.zero.config import PLACEMENTS
 
@@ -152,6 +152,7 @@ class ZeroSection:
     mics_hierarchical_params_gather: bool = key(False, REFUSED, "states are sharded over all data-parallel ranks")
     save_muon_momentum_buffer_in_memory: bool = key(False, REFUSED, "Muon is not built")
     zenflow: dict[str, Any] | None = key(None, REFUSED, "ZenFlow is not built")
+    leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
 
     def __post_init__(self) -> None:
         if self.stage > 3:

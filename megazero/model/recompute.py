@@ -141,5 +141,5 @@ def _agreed(costs: dict[str, BlockCost]) -> dict[str, BlockCost]:
     """The largest of all ranks' measurements."""
     own = torch.tensor([[costs[mode].nbytes, costs[mode].seconds] for mode in MODES], dtype=torch.float64)
     own = own.to(comm.local_device())
-    most = comm.all_reduce(own, comm.world(), torch.distributed.ReduceOp.MAX).tolist()
+    most = comm.all_reduced(own, comm.world(), torch.distributed.ReduceOp.MAX).tolist()
     return {mode: BlockCost(math.ceil(nbytes), seconds) for mode, (nbytes, seconds) in zip(MODES, most, strict=True)}

@@ -53,6 +53,6 @@ def merge_full(
         cuts: `mpu.partitions` of the model; a name that it does not have is replicated.
     """
     return {
-        name: cuts[name].merge(comm.all_gather(shard.detach(), group)) if name in cuts else shard.detach()
+        name: cuts[name].merge(comm.all_gathered(shard.detach(), group)) if name in cuts else shard.detach()
         for name, shard in shards.items()
     }

@@ -132,11 +132,11 @@ class _ChunkedLoss(torch.autograd.Function):
             sums.append(chunk_sum)
 
         own_max = torch.stack(maxima)  # [chunks, tokens]
-        largest = comm.all_reduce(own_max.amax(0), group, dist.ReduceOp.MAX)
+        largest = comm.all_reduced(own_max.amax(0), group, dist.ReduceOp.MAX)
         own_sum = (torch.stack(sums) * (own_max - largest).exp()).sum(0)
         is_own = (ids >= 0) & (ids < ctx.columns)
         both = torch.stack((own_sum, (target_logit - largest).masked_fill(~is_own, 0.0)))
-        z, target_logit = comm.all_reduce(both, group).unbind()  # of [2, tokens]: one message
+        z, target_logit = comm.all_reduced(both, group).unbind()  # of [2, tokens]: one message
         ctx.save_for_backward(rows, weight, ids, largest, z)
         ctx.shape = x.shape
         return (z.log() - target_logit).view(targets.shape)

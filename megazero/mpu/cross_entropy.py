@@ -81,10 +81,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = (ids - first).masked_fill(~is_own, 0)  # [tokens, 1] column of the target, 0 where another rank has it
 
         own_max, own_sum = _max_and_sum(rows[:, :columns])  # [tokens] each
-        largest = comm.all_reduce(own_max, group, dist.ReduceOp.MAX)
+        largest = comm.all_reduced(own_max, group, dist.ReduceOp.MAX)
         target_logit = rows.gather(1, local)[:, 0].to(largest.dtype) - largest
         sums = torch.stack((own_sum * (own_max - largest).exp(), target_logit.masked_fill(~is_own[:, 0], 0.0)))
-        z, target_logit = comm.all_reduce(sums, group).unbind()  # of [2, tokens]: one message
+        z, target_logit = comm.all_reduced(sums, group).unbind()  # of [2, tokens]: one message
 
         ctx.save_for_backward(rows, local, is_own, largest, z)
         ctx.columns, ctx.shape = columns, logits.shape

@@ -47,7 +47,7 @@ def clip_grad_norm(
     norms = [_norm(grad, norm_type) for grad in counted if grad is not None]
     device = with_grad[0].device if with_grad else comm.local_device()
     own = _norm(torch.stack([n.to(device) for n in norms]), norm_type) if norms else torch.zeros((), device=device)
-    total = _norm(torch.stack(comm.all_gather(own.float(), group)), norm_type)
+    total = _norm(torch.stack(comm.all_gathered(own.float(), group)), norm_type)
     torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
     return total.item()
 

@@ -47,7 +47,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # x [...], this rank's partial sum
         ctx.group = group
-        return comm.all_reduce(x, group)
+        return comm.all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # grad [...], same on every rank of group
@@ -70,7 +70,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # x [..., h/t], this rank's slice
         ctx.group = group
-        return torch.cat(comm.all_gather(x, group), dim=-1)  # [..., h]
+        return torch.cat(comm.all_gathered(x, group), dim=-1)  # [..., h]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # grad [..., h], same on every rank of group
@@ -195,7 +195,7 @@ class _CopyParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # of this rank's slice of the sequence
-        flat = comm.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        flat = comm.all_reduced(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 

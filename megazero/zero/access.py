@@ -96,13 +96,13 @@ def full_states(optimizer: BucketOptimizer) -> Iterator[tuple[str, str, Tensor]]
 def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """(name, full P) of every parameter, one bucket gathered at a time. Collective. The tensors are views: copy what you keep."""
     for bucket in buckets:
-        was_gathered = bucket.is_gathered
-        bucket.gather()
-        bucket.wait_gathered()
+        was_gathered = bucket.weights.is_gathered
+        bucket.weights.gather()
+        bucket.weights.wait_gathered()
         for segment in bucket.layout.segments:
             yield segment.name, bucket.parameters[segment.name].detach()
         if not was_gathered:
-            bucket.release()
+            bucket.weights.release()
 
 
 def safe_get_full_fp32_param(parameter: nn.Parameter) -> Tensor | None:

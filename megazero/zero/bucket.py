@@ -1,28 +1,22 @@
-"""The bucket: flat storage of one unit's parameters (P), gradients (G) and fp32 master weights (O), each whole or sharded.
-
-Parameters stay registered in their modules and become views into P. A bucket owns the storage of P for life: autograd saves
-views of weights, so a parameter that pointed elsewhere between forward and backward would give wrong input gradients. Where P is
-sharded, `release` frees that storage and `gather` refills the same one.
-"""
+"""The bucket: one unit's parameters (P), gradients (G), and fp32 master weights with optimizer states (O), whole or sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megazero.comm import Channel, Work
-from megazero.zero.arrival import Arrival
+from megazero.comm import Channel
 from megazero.zero.gradient import Gradient, view_of
 from megazero.zero.home import Home, MemoryHome, Vector
 from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
 from megazero.zero.link import Link
-from megazero.zero.parameter import ReleasedParameter, set_bucket
+from megazero.zero.parameter import set_bucket
 from megazero.zero.storage import is_same_memory, storage_id
+from megazero.zero.weights import Weights
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 MASTER = "master"  # the fp32 weights' name among the states of O
@@ -45,9 +39,9 @@ class Sharding:
 class Bucket:
     """One unit's P in the compute dtype, G in `grad_dtype` and O in fp32.
 
-    What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. With fp32
-    parameters that rest where O does, the master weights are the owned range of P: the optimizer writes the weights that the
-    model reads.
+    What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. Where the owned
+    range of P and O rest in one memory there are no two copies of it: fp32 parameters are the master weights, which the optimizer
+    writes and the model reads; and a shard of 16-bit parameters is the master weights, cast whenever they are gathered.
 
     Args:
         name: of the unit, for messages.
@@ -64,6 +58,8 @@ class Bucket:
         device: that the model computes on; the parameters' own by default.
 
     Attributes:
+        weights: P.
+        gradient: G; None where the bucket is frozen.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
     """
 
@@ -87,16 +83,9 @@ class Bucket:
         device: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.name, self.parameters, self.layout, self.channel, self.sharding = (
-            name,
-            parameters,
-            layout,
-            channel,
-            sharding,
-        )
+        self.name, self.layout, self.channel, self.sharding = name, layout, channel, sharding
         self._grad_dtype, self._reduce_dtype, self._predivide = grad_dtype, reduce_dtype or grad_dtype, predivide
         device = device or first.device
-        self._param_home: Home = param_home or MemoryHome(device)
         self.optimizer_home: Home = optimizer_home or MemoryHome(device)
         start, stop = layout.shard_range(channel.rank)
         self.shard_range = slice(start, stop)
@@ -105,33 +94,22 @@ class Bucket:
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
-        source = (
-            first.dtype if len(dtypes) == 1 else torch.float32
-        )  # the wider one keeps its values in the master weights
+        # The wider one keeps its values in the master weights.
+        source = first.dtype if len(dtypes) == 1 else torch.float32
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
             self.view(whole, segment).copy_(parameters[segment.name].detach())
-        self.flat = whole if dtype in (None, source) else whole.to(dtype)  # P
-        self._views = {segment.name: self.view(self.flat, segment) for segment in layout.segments}
-        self._empty = self.flat.new_empty(0)
-        self.shard: Vector | None = None  # of P, where it is sharded
-        if sharding.parameters:
-            self.shard = self._param_home.hold(self.flat[self.shard_range], copy=True)
-        self.is_gathered = True
-        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # that release hides
-        self._gather_work: Work | None = None
-        self._arrival = Arrival(device, comes_ahead=channel.size > 1)  # of the shard on the device
-        self._point_parameters()
+        flat, is_sharded = whole if dtype in (None, source) else whole.to(dtype), sharding.parameters
+        self.weights = Weights(
+            name, parameters, flat, layout, channel, self.owned_range, is_sharded=is_sharded, home=param_home
+        )
         for parameter in parameters.values():
             set_bucket(parameter, self)
-
-        self._versions = self._current_versions()  # of the parameters, when the master weights were last equal to them
         self.is_driven = False  # an engine's hooks act on it
         self._separate_master = separate_master
         self.is_pending = False  # an update of it goes on in the background
-        self.is_held = False  # a GatheredParameters context is open on it
-        self.states: dict[str, Vector] = {}  # O
-        self.gradient: Gradient | None = None  # G
+        self.states: dict[str, Vector] = {}
+        self.gradient: Gradient | None = None
         if is_trainable:
             self.make_trainable(whole)
 
@@ -139,20 +117,21 @@ class Bucket:
         """Gives the bucket G and O, unless it has them. Master weights come from `whole`, else from P."""
         if self.is_trainable:
             return
-        if self.flat.dtype not in TRAINABLE:
+        weights = self.weights
+        if weights.flat.dtype not in TRAINABLE:
             raise ValueError(
-                f"Unit {self.name!r} has trained parameters of {self.flat.dtype}, and the optimizer works on fp32 "
+                f"Unit {self.name!r} has trained parameters of {weights.flat.dtype}, and the optimizer works on fp32 "
                 "weights. Convert the model to float32, bfloat16 or float16, or freeze them."
             )
-        if whole is None or self.flat.dtype == torch.float32:
-            with self._owned_of_p() as owned:  # itself where it is fp32 and lies where O rests
-                self.states[MASTER] = self.optimizer_home.hold(
-                    owned.float(), copy=self._resident_p is None or self._separate_master
-                )
+        home = self.optimizer_home
+        if whole is None or weights.flat.dtype == torch.float32:
+            with weights.owned() as owned:  # itself where it is fp32 and lies where O rests
+                master = home.hold(owned.float(), copy=weights.resident is None or self._separate_master)
         else:
-            self.states[MASTER] = self.optimizer_home.hold(
-                whole[self.owned_range].float(), copy=whole.dtype == torch.float32
-            )
+            master = home.hold(whole[self.owned_range].float(), copy=whole.dtype == torch.float32)
+        self.states[MASTER] = master
+        if weights.shard is not None and not self._separate_master and _are_side_by_side(weights.shard, master):
+            weights.shard = master
         self.gradient = Gradient(
             self.name,
             self.layout,
@@ -162,14 +141,19 @@ class Bucket:
             dtype=self._grad_dtype,
             reduce_dtype=self._reduce_dtype,
             predivide=self._predivide,
-            device=self.flat.device,
-            home=self.optimizer_home,
+            device=weights.flat.device,
+            home=home,
         )
 
     @property
     def is_trainable(self) -> bool:
         """Whether the bucket has G and O; a frozen one has P alone."""
         return self.gradient is not None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that lie here, by name."""
+        return self.weights.parameters
 
     @staticmethod
     def view(flat: Tensor, segment: Segment) -> Tensor:
@@ -189,99 +173,46 @@ class Bucket:
 
     # ---- P
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether a gather is on its way."""
-        return self._gather_work is not None
-
-    def gather(self) -> None:
-        """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing where it is, or is on its way."""
-        if self.is_gathered or self.is_gathering:
-            return
-        assert self.shard is not None, "only what is sharded is ever released"
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        part, gather = self.flat[self.shard_range], partial(self.channel.all_gather_, self.flat, self.name)
-        self._gather_work = self._arrival.fill(self.shard, part, gather)
-
-    def prefetch(self) -> None:
-        """Says that `gather` comes soon, so that the shard is on its way from where it rests."""
-        if self.shard is not None and not (self.is_gathered or self.is_gathering):
-            self._arrival.prefetch(self.shard)
-
-    def wait_gathered(self) -> None:
-        """Finishes `gather`, so that the parameters have their values."""
-        if self._gather_work is None:
-            return
-        work, self._gather_work = self._gather_work, None
-        work.wait()
-        if not self.is_gathered:
-            self.is_gathered = True
-            self._point_parameters()
-
-    def release(self) -> None:
-        """Frees all of P but this rank's shard. Does nothing where P is not sharded."""
-        if not self.sharding.parameters or self.is_held:
-            return
-        if self._arrival.ahead is not None:
-            self._arrival.settle()
-        self.wait_gathered()
-        if self.is_gathered:
-            self.is_gathered = False
-            self.flat.untyped_storage().resize_(0)
-            for parameter in self.parameters.values():
-                parameter.data = self._empty
-                parameter.__class__ = ReleasedParameter
-
-    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
-        gone = {id(parameter) for parameter in parameters}
-        self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in gone}
-        self.release()
-        if not self.parameters:
-            self.flat = self._empty
-            if self.shard is not None:
-                self._arrival.settle()
-                self.shard.free()
-                self.shard = None
-                self._param_home = MemoryHome(self.flat.device)  # a swap file ends with its last user
-
-    def keep_shard(self) -> None:
-        """Makes what the gathered P holds in this rank's range its shard: after the parameters were written to."""
-        if self.shard is not None:
-            self._arrival.settle()
-            with self.shard.at_hand(reads=False, writes=True) as shard:
-                shard.copy_(self.flat[self.shard_range])
+    def keep_gathered(self) -> None:
+        """Makes what the gathered P holds in this rank's range its weights: after the parameters were written to."""
+        shard, part = self.weights.shard, self.weights.part
+        if shard is not None and shard.dtype != part.dtype:
+            self._adopt(part)
+        elif shard is not None:
+            with self.weights.owned(writes=True) as values:
+                values.copy_(part)
         self.adopt_parameters()
 
     def adopt_parameters(self) -> None:
         """Makes P the master weights where it has been changed; elsewhere they keep what 16 bits cannot hold."""
         if self.is_trainable and not self.master_is_p:
-            with self._owned_of_p() as owned, self.states[MASTER].at_hand(writes=True) as master:
-                weights = owned.to(master.device)
-                master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
-        self._versions = self._current_versions()
+            with self.weights.owned() as owned:
+                self._adopt(owned)
+        self.weights.mark_unwritten()
+
+    def _adopt(self, weights: Tensor) -> None:
+        with self.states[MASTER].at_hand(writes=True) as master:
+            weights = weights.to(master.device)
+            master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
 
     def adopt_written(self) -> None:
         """Before a step: adopts what the user has written into parameters in place, which the master weights would overwrite."""
-        if not self.sharding.parameters and self._versions != self._current_versions():
+        if self.weights.is_written:
             self.adopt_parameters()
 
     def refuse_written(self, why: str) -> None:
         """Raises where the user has written into whole parameters in place since the master weights were equal to them."""
-        if not self.sharding.parameters and self._versions != self._current_versions():
+        if self.weights.is_written:
             raise RuntimeError(
                 f"A parameter of unit {self.name!r} was written to while {why}; the change would be lost."
             )
 
     def refuse_if_held(self, what: str) -> None:
         """Raises where a GatheredParameters context is open, whose end would bring the values from before back."""
-        if self.is_held and self.sharding.parameters:
+        if self.weights.is_held and self.weights.is_sharded:
             raise RuntimeError(
                 f"{what} inside of GatheredParameters, which holds unit {self.name!r}: its end would undo it. Leave it first."
             )
-
-    def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters.values()]
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
@@ -291,8 +222,8 @@ class Bucket:
 
     @property
     def master_is_p(self) -> bool:
-        """Whether the master weights are this rank's part of P: fp32, in one memory."""
-        master, p = self.states[MASTER].resident, self._resident_p
+        """Whether the master weights are what this rank keeps of P."""
+        master, p = self.states[MASTER].resident, self.weights.resident
         return master is not None and p is not None and is_same_memory(master, p)
 
     def write_back(self, start: int, stop: int, master: Tensor) -> None:
@@ -303,38 +234,35 @@ class Bucket:
             with link.outbox.fill(self._p_on_device(start, stop)) as weights:
                 weights.copy_(master)
         else:
-            with self._owned_of_p(start, stop, writes=True) as owned:
+            with self.weights.owned(start, stop, writes=True) as owned:
                 owned.copy_(master)  # casts as it goes, without a copy of its own
 
     def staging(self) -> Tensor:
         """A copy of the owned range of P in host memory, for new weights that are not P's yet."""
-        with self._owned_of_p() as owned:
+        with self.weights.owned() as owned:
             return owned.to("cpu", copy=True)
 
     def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
         """Host memory in which `parts` of elements [start, stop) of the owned range of P get new values, in 16 bits.
 
-        None where there is none: P has fp32 or rests in a file. `publish` comes after the last.
+        None where there is none: P has fp32, is the master weights, or rests in a file. `publish` comes after the last.
         """
-        if self.flat.dtype == torch.float32:
+        if self.weights.flat.dtype == torch.float32 or self.master_is_p:
             return None
         if (link := self._link_to_p) is not None:
             return link.outbox.fill(self._p_on_device(start, stop), parts)
-        p = self._resident_p
-        return None if p is None or p.device.type != "cpu" else self._owned_of_p(start, stop, writes=True)
-
-    def settle(self) -> None:
-        """Before master weights change that may be P: returns when no device reads the shard."""
-        self._arrival.settle()
+        p = self.weights.resident
+        return None if p is None or p.device.type != "cpu" else self.weights.owned(start, stop, writes=True)
 
     @property
     def _link_to_p(self) -> Link | None:
         """Between O and P, where P lies on the device and O does not."""
-        is_away = self.shard is not None and self.shard.link is not None
+        shard = self.weights.shard
+        is_away = shard is not None and shard.link is not None
         return None if is_away else self.optimizer_home.link
 
     def _p_on_device(self, start: int, stop: int) -> Tensor:
-        p = self._resident_p
+        p = self.weights.resident
         assert p is not None, "P without a link is in memory"
         return p[start:stop]
 
@@ -343,10 +271,10 @@ class Bucket:
 
         A sharded P that is still gathered is stale now, so it is released; the next use gathers the new values.
         """
-        if self.sharding.parameters:
-            self.release()
+        if self.weights.is_sharded:
+            self.weights.release()
         elif self.sharding.optimizer:
-            self._gather_work = self.channel.all_gather_(self.flat, self.name)
+            self.weights.exchange()
 
     def publish_master(self) -> None:
         """Writes all master weights into P, here and on the other ranks: after they were set. Collective."""
@@ -354,26 +282,7 @@ class Bucket:
             with self.states[MASTER].at_hand(start, stop) as master:
                 self.write_back(start, stop, master)
         self.publish()
-        self.wait_gathered()
-
-    def _owned_of_p(
-        self, start: int = 0, stop: int | None = None, *, writes: bool = False
-    ) -> AbstractContextManager[Tensor]:
-        """Elements [start, stop) of the owned range of P."""
-        if writes:
-            self._arrival.settle()
-        if self.shard is not None:
-            return self.shard.at_hand(start, stop, reads=not writes, writes=writes)
-        return nullcontext(self.flat[self.owned_range][start:stop])
-
-    @property
-    def _resident_p(self) -> Tensor | None:
-        return self.flat[self.owned_range] if self.shard is None else self.shard.resident
-
-    def _point_parameters(self) -> None:
-        for name, parameter in self.parameters.items():  # others have been forgotten
-            parameter.__class__ = self._kinds[name]
-            parameter.data = self._views[name]
+        self.weights.wait_gathered()
 
     # ---- O
 
@@ -389,15 +298,6 @@ class Bucket:
             vector.free()
         self.optimizer_home = self.gradient.home = home
         self.tile_numel = max(1, self.owned_numel)
-
-    def move_shard(self, home: Home) -> None:
-        """Lets this rank's shard of P rest in another home. Between two steps, while P is released."""
-        assert self.shard is not None, "P is whole"
-        self._arrival.settle()
-        with self.shard.at_hand() as values:
-            moved = home.hold(values, copy=self.shard.resident is None)
-        self.shard.free()
-        self.shard, self._param_home = moved, home
 
     # ---- G
 
@@ -416,7 +316,7 @@ class Bucket:
         """Adds the parameter's `.grad` to G, and drops it: `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]
         assert parameter.grad is not None and self.gradient is not None
-        if not is_same_memory(parameter, self._views[segment.name]):
+        if not is_same_memory(parameter, self.weights.view(segment.name)):
             raise RuntimeError(
                 f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "
                 ".half(), .cpu()), so that it would not be trained. Write values in place, or through "
@@ -434,7 +334,7 @@ class Bucket:
         """
         if not self.sharding.optimizer:
             return owned.detach().clone()
-        out = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.flat.device)
+        out = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.weights.flat.device)
         out[self.shard_range].copy_(owned.detach())
         self.channel.all_gather_(out, self.name).wait()
         return out
@@ -459,11 +359,11 @@ class Bucket:
         self.refuse_if_held("loading")
         if self.is_trainable:
             target, place = self.states[MASTER].at_hand(writes=True), self.owned_range
-        elif self.shard is not None:
-            self._arrival.settle()
-            target, place = self.shard.at_hand(writes=True), self.shard_range
+        elif self.weights.shard is not None:
+            self.weights.settle()
+            target, place = self.weights.shard.at_hand(writes=True), self.shard_range
         else:
-            target, place = nullcontext(self.flat), slice(0, self.layout.numel)
+            target, place = nullcontext(self.weights.flat), slice(0, self.layout.numel)
         with target as values:
             for segment in self.layout.segments:
                 low, high = max(segment.start, place.start), min(segment.stop, place.stop)
@@ -474,8 +374,8 @@ class Bucket:
         """Brings P up to date with what was filled. Collective."""
         if self.is_trainable:
             self.publish_master()
-        self.release()
-        self._versions = self._current_versions()
+        self.weights.release()
+        self.weights.mark_unwritten()
 
     def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
         """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
@@ -492,13 +392,17 @@ class Bucket:
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes in this rank's memory, counted from storages: P, G, what O has beyond P, and buffers beyond these."""
-        g = self.gradient
+        """Bytes in this rank's memory, counted from storages: P, G, what O has beyond P, and buffers beyond these.
+
+        A shard that is cast from the master weights counts as O.
+        """
+        weights, g = self.weights, self.gradient
+        p = weights.flat if weights.shard is None else weights.shard.resident
         states: dict[str, list[Tensor | None]] = {
-            "P": [self.flat if self.shard is None else self.shard.resident],
+            "P": [p if p is not None and p.dtype == weights.flat.dtype else None],
             "G": [] if g is None else [*g.held],
             "O": [vector.resident for vector in self.states.values()],
-            "buffers": [self.flat, self._arrival.ahead, *(() if g is None else g.buffers)],
+            "buffers": [*weights.buffers, *(() if g is None else g.buffers)],
         }
         seen: set[int] = set()
         held = dict.fromkeys(states, 0)
@@ -515,3 +419,10 @@ def gradient_of(bucket: Bucket) -> Gradient:
     """G of a trained bucket."""
     assert bucket.gradient is not None, "trained buckets have G"
     return bucket.gradient
+
+
+def _are_side_by_side(shard: Vector, master: Vector) -> bool:
+    """Whether both rest in the memory of the device that computes, so that one of them is enough."""
+    here, there = shard.resident, master.resident
+    is_linked = shard.link is not None or master.link is not None
+    return not is_linked and here is not None and there is not None and here.device == there.device

@@ -10,6 +10,7 @@ import torch
 from megazero.zero.bucket import Sharding
 from megazero.zero.build import dtype_of
 from megazero.zero.config import ZeroConfig
+from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import kept_on_device, tile_numel
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
 from megazero.zero.residency import GatherLimits, Residency
@@ -32,6 +33,8 @@ class StateSettings:
         offload_optimizer_ratio, sub_group_size, optimizer_buffer_count, param_buffer_count: as in `ZeroConfig`.
         gather_limits: as in `ZeroConfig`.
         device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
+        micro_batches: whose gradients add up in a step.
+        delays_update: an offloaded update goes on beside the next step, as `delayed_param_update` asks for.
 
     Raises:
         ValueError: a setting is none of the choices, out of range, or does not go with the stage.
@@ -51,6 +54,8 @@ class StateSettings:
     device_type: str = "cuda"
     gather_limits: GatherLimits = GatherLimits()
     offload_optimizer_ratio: float = 1.0
+    micro_batches: int = 1
+    delays_update: bool = False
 
     def __post_init__(self) -> None:
         ZeroConfig(  # checks what it knows, with the flags' names
@@ -65,7 +70,7 @@ class StateSettings:
             optimizer_buffer_count=self.optimizer_buffer_count,
             param_buffer_count=self.param_buffer_count,
         )
-        for name, least in (("states_per_element", 0), ("recomputed_together", 1)):
+        for name, least in (("states_per_element", 0), ("recomputed_together", 1), ("micro_batches", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
@@ -99,7 +104,12 @@ class StateSettings:
     @property
     def has_own_master(self) -> bool:
         """Whether fp32 parameters have master weights beside them: where O is not in the same memory."""
-        return self.optimizer_home != self.param_home or self.optimizer_home == "nvme"
+        return self.optimizer_home != self.param_home or self.optimizer_home == "nvme" or self.delays_update
+
+    @property
+    def keeps_master_alone(self) -> bool:
+        """Whether shards of trained 16-bit parameters are their master weights, cast whenever they are gathered."""
+        return self.optimizer_home == self.param_home == "accelerator" and not self.delays_update
 
 
 @dataclass(frozen=True)
@@ -109,13 +119,14 @@ class BucketBytes:
     unit: int
     parameters: int  # these five stay
     gradients: int  # on the accelerator
-    reduced: int  # sharded gradients that wait beside O, away from the accelerator
+    reduced: int  # gradients that wait beside O, away from the accelerator: sharded ones, and those of a delayed update
     master: int
     moments: int
     padding: float  # of these five
     persistent: int  # of the parameters, what stays whole on the accelerator though others are sharded
     whole_parameters: int  # while they are gathered
     whole_gradient: int
+    owned_gradient: int  # of the elements that this rank updates
     wire: int  # of the gradient in another dtype, where reduce_dtype asks for one
     updating: int  # on the accelerator, during the update
     layout_numel: int  # elements of all ranks' shards
@@ -135,7 +146,8 @@ class BucketBytes:
         grad_bytes = grad_dtype.itemsize if plan.is_trainable else 0  # per element, as all below
         wire_bytes = reduce_dtype.itemsize if plan.is_trainable and reduce_dtype != grad_dtype else 0
         state_bytes = FP32_BYTES if plan.is_trainable else 0
-        master_bytes = 0 if plan.dtype == torch.float32 and not settings.has_own_master else state_bytes
+        has_master = plan.dtype != torch.float32 or settings.has_own_master
+        is_cast = plan.is_trainable and sharding.parameters and has_master and settings.keeps_master_alone
         moment_bytes = state_bytes * settings.states_per_element
 
         def held(is_sharded: bool) -> int:
@@ -143,10 +155,10 @@ class BucketBytes:
 
         owned = held(sharding.optimizer)
         stay = (
-            held(sharding.parameters) * plan.dtype.itemsize,
+            0 if is_cast else held(sharding.parameters) * plan.dtype.itemsize,
             0 if sharding.gradients and is_away else held(sharding.gradients) * grad_bytes,
-            owned * grad_bytes if sharding.gradients and is_away else 0,
-            owned * master_bytes,
+            owned * grad_bytes * (sharding.gradients + settings.delays_update) if is_away else 0,
+            owned * state_bytes * has_master,
             owned * moment_bytes,
         )
         used = sum(segment.numel for segment in layout.segments)
@@ -157,6 +169,7 @@ class BucketBytes:
             persistent=stay[0] if plan.stays_whole else 0,
             whole_parameters=0 if plan.stays_whole else layout.numel * plan.dtype.itemsize,
             whole_gradient=layout.numel * grad_bytes,
+            owned_gradient=owned * grad_bytes,
             wire=layout.numel * wire_bytes,
             updating=owned * state_bytes if settings.casts_gradient(grad_dtype) else 0,
             layout_numel=layout.numel,
@@ -164,6 +177,16 @@ class BucketBytes:
             owned=owned if plan.is_trainable else 0,
             optimizer_home=settings.optimizer_home,
         )
+
+    @property
+    def coming(self) -> int:
+        """This rank's part of the parameters, ahead of its gather; where it has the whole, that comes right into its place."""
+        is_part = self.shard < self.layout_numel
+        return self.whole_parameters // self.layout_numel * self.shard if is_part else 0
+
+    def leaving(self, settings: StateSettings) -> int:
+        """Of the reduced gradient, on its way over the link to where O rests."""
+        return self.owned_gradient if settings.has_link(self.optimizer_home) else 0
 
     @classmethod
     def of_all(cls, plans: Sequence[BucketPlan], settings: StateSettings) -> list[BucketBytes]:
@@ -189,9 +212,8 @@ def _coming_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
         return 0
     shards: dict[int, int] = {}
     for need in needs:
-        if need.unit != ROOT and need.shard < need.layout_numel:
-            mine = need.whole_parameters // need.layout_numel * need.shard
-            shards[need.unit] = shards.get(need.unit, 0) + mine
+        if need.unit != ROOT:
+            shards[need.unit] = shards.get(need.unit, 0) + need.coming
     return _largest(shards.values(), FETCHES_BEFORE_GATHER)
 
 
@@ -225,7 +247,7 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
     """The root's whole gradient, complete at the end only; that of the unit in backward; and reductions under way.
 
     A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Where whole gradients
-    stay they are counted in G. What has been reduced is kept until it has come home over the link.
+    stay they are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
     """
     on_their_way = MAX_REDUCTIONS if settings.overlap else 0
     has_wire = any(need.wire for need in needs)
@@ -239,8 +261,16 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
         count[need.unit] = count.get(need.unit, 0) + 1
     per_unit = max(count.values(), default=0)
     whole = _largest((need.whole_gradient for need in units), per_unit + (0 if has_wire else on_their_way))
-    going = MOST_TO_HOST + has_wire if settings.has_link(settings.optimizer_home) else 0
-    return root + whole + wires + _largest((need.reduced for need in needs), going)
+    leaving = _largest((need.leaving(settings) for need in needs), MOST_TO_HOST + has_wire)
+    return root + whole + wires + leaving + adding_bytes(needs, settings)
+
+
+def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
+    """What comes to the accelerator of a sum in host memory, for the next micro-batch's gradient to be added: a piece of it."""
+    if settings.micro_batches == 1 or not settings.sharding.gradients or settings.optimizer_home != "cpu":
+        return 0
+    away = (need for need in needs if need.owned and need.leaving(settings))
+    return max((need.owned_gradient // need.owned * min(need.owned, SUM_NUMEL) for need in away), default=0)
 
 
 def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute_dtype: torch.dtype) -> int:
@@ -248,7 +278,8 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute
 
     An update brings a tile of O to hand at a time, and casts gradient and new weights of it where their dtypes differ; new
     weights on the accelerator get there through two buffers. From nvme states come into buffers: one tile is read while another
-    is updated and a third one written; and so do shards of P.
+    is updated and a third one written; and so do shards of P. Gradients of a further micro-batch are added to those in the file
+    bucket by bucket. A delayed update has all its new weights there until the next one, and on a CPU its gradients.
     """
     total, away = 0, settings.optimizer_home != "accelerator"
     offloaded = [need.shard for need in needs if need.owned and need.optimizer_home == settings.optimizer_home]
@@ -262,6 +293,14 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute
         total += tile * compute_dtype.itemsize
     if away and (settings.grad_dtype != "fp32" or not settings.sharding.gradients):
         total += tile * FP32_BYTES
+    if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
+        largest = max((need.owned_gradient for need in needs if need.optimizer_home == "nvme"), default=0)
+        total += largest * (
+            (largest > tile * FP32_BYTES) + settings.has_link("nvme")
+        )  # a buffer of its own; what is added
+    if settings.delays_update:
+        total += sum(need.owned for need in needs) * compute_dtype.itemsize
+        total += 0 if away else sum(need.owned_gradient for need in needs)
     if settings.param_home == "nvme":
         total += settings.param_buffer_count * max((need.shard for need in needs), default=0) * compute_dtype.itemsize
     return total

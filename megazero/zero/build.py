@@ -55,9 +55,9 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
             separate_master=config.delayed_param_update > 0,
         )
         for source in sources:
-            source.forget(plan.parameters.values())
-        sums.append(bucket.flat.sum(dtype=torch.float64))
-        bucket.release()
+            source.weights.forget(plan.parameters.values())
+        sums.append(bucket.weights.flat.sum(dtype=torch.float64))
+        bucket.weights.release()
         buckets.append(bucket)
     _check_replicas(sums, channel)
     return buckets
@@ -66,8 +66,8 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
 def dissolve(buckets: Iterable[Bucket]) -> None:
     """Gives every parameter a whole tensor of its own again."""
     for bucket in buckets:
-        bucket.gather()
-        bucket.wait_gathered()
+        bucket.weights.gather()
+        bucket.weights.wait_gathered()
         for parameter in bucket.parameters.values():
             parameter.data = parameter.data.clone()
             forget(parameter)
@@ -86,9 +86,9 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
             )
         sources.append(source)
     for source in sources:
-        source.gather()
+        source.weights.gather()
     for source in sources:
-        source.wait_gathered()
+        source.weights.wait_gathered()
     return sources
 
 
@@ -98,7 +98,7 @@ def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
         return
     mine = torch.stack(sums)
     bits = mine.view(torch.int64)  # NaN is not equal to itself
-    if any(not torch.equal(bits, other) for other in comm.all_gather(bits, channel.group)):
+    if any(not torch.equal(bits, other) for other in comm.all_gathered(bits, channel.group)):
         raise ValueError(
             "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
             "with the same seed on every rank before the model is built, or load the same weights."

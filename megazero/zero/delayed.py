@@ -31,7 +31,7 @@ class DelayedUpdate:
         self._thread.start()
 
     def _run(self) -> None:
-        device = next(iter(self._gradients)).flat.device
+        device = next(iter(self._gradients)).weights.flat.device
         try:
             # A new thread is on the first CUDA device, and would lock pages there.
             with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -58,4 +58,4 @@ class DelayedUpdate:
                 bucket.write_back(start, stop, weights[start:stop])
             bucket.publish()
         for bucket in self._staged:
-            bucket.wait_gathered()
+            bucket.weights.wait_gathered()

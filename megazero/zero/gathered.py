@@ -59,7 +59,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         """Gathers."""
         for bucket in self.buckets:
-            if bucket.is_held:
+            if bucket.weights.is_held:
                 raise RuntimeError(
                     f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
                     "and the inner one would release them under it. Use one context for all."
@@ -71,31 +71,33 @@ class GatheredParameters:
                 )
         if self.buckets:
             self.buckets[0].channel.meet("GatheredParameters")
-        self._was_gathered = [bucket.is_gathered for bucket in self.buckets]  # inside of its unit's own forward
+        self._was_gathered = [bucket.weights.is_gathered for bucket in self.buckets]  # inside of its unit's own forward
         for bucket in self.buckets:
-            bucket.is_held = True
-            bucket.gather()
+            bucket.weights.is_held = True
+            bucket.weights.gather()
         for bucket in self.buckets:
-            bucket.wait_gathered()
+            bucket.weights.wait_gathered()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the changes of the modifier rank, and releases."""
         changed: list[str] = []
         for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
-            bucket.is_held = False
+            bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
                 group = bucket.channel.group
-                comm.broadcast_(bucket.flat, torch.distributed.get_global_rank(group, self.modifier_rank), group)
-                bucket.keep_shard()
+                comm.broadcast_(
+                    bucket.weights.flat, torch.distributed.get_global_rank(group, self.modifier_rank), group
+                )
+                bucket.keep_gathered()
             elif kind is None:
                 changed += _changed(bucket)
             if not was_gathered or changed:
-                bucket.release()
+                bucket.weights.release()
         if self.buckets and kind is None and self.modifier_rank is None:
             self._refuse(changed)
 
     def _refuse(self, changed: list[str]) -> None:
-        names = {name for names in comm.all_gather_object(changed, self.buckets[0].channel.group) for name in names}
+        names = {name for names in comm.all_gathered_objects(changed, self.buckets[0].channel.group) for name in names}
         if names:
             raise RuntimeError(
                 f"GatheredParameters: {', '.join(sorted(names))} changed inside the context, which was opened for reading only; "
@@ -105,10 +107,10 @@ class GatheredParameters:
 
 def _changed(bucket: Bucket) -> list[str]:
     """Parameters whose gathered values differ from this rank's shard, bit for bit; each rank looks at its own part."""
-    assert bucket.shard is not None, "what is whole anyway is not looked at"
-    now = bucket.flat[bucket.shard_range]
-    with bucket.shard.at_hand() as shard:
-        before = shard.to(now.device)
+    assert bucket.weights.shard is not None, "what is whole anyway is not looked at"
+    now = bucket.weights.part
+    with bucket.weights.shard.at_hand() as shard:
+        before = shard.to(now)
         if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
             return []
         names = []

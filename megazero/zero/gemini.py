@@ -136,7 +136,7 @@ class Gemini(Residency):
 
     def _planned(self, trace: Trace, budget: int) -> Plan:
         """The plan for the rank with the least memory and the largest activations, so that all gather alike."""
-        found = comm.all_gather_object((budget, [moment.non_model for moment in trace.moments]), self._group)
+        found = comm.all_gathered_objects((budget, [moment.non_model for moment in trace.moments]), self._group)
         moments = tuple(
             Moment(moment.buckets, max(values))
             for moment, values in zip(trace.moments, zip(*(others for _, others in found), strict=True), strict=True)

@@ -23,9 +23,9 @@ def view_of(flat: Tensor, segment: Segment) -> Tensor:
 class Gradient:
     """G of one bucket.
 
-    Where G is whole, `whole` stays and the owned part is a part of it; reduction happens in place, once per step. Where G is
-    sharded, `whole` lives from the first gradient to the reduction, and the owned part from the first reduction to the update, in
-    the optimizer's home: while forward piles up activations, nothing of G is there.
+    `whole` lives from the first gradient to the update, and the owned part is a part of it; reduction happens in place, once per
+    step. Where G is sharded, `whole` lives to the reduction only, and the owned part from the first reduction to the update, in
+    the optimizer's home. While forward piles up activations, nothing of G is there.
 
     Args:
         name: of the bucket, which ranks compare before they exchange anything.
@@ -56,7 +56,7 @@ class Gradient:
         self.dtype, self.reduce_dtype, self.predivide, self.device = dtype, reduce_dtype, predivide, device
         self.home = home
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
-        self._owned: Vector | None = None if is_sharded else MemoryVector(self._whole()[owned_range])
+        self._owned: Vector | None = None
         self._squares: list[tuple[Span, Tensor]] | None = None  # of what is not in memory, before it went
         self.is_reduced = False
         self._filled: set[str] = set()  # segments that hold a gradient since the last reduction
@@ -67,7 +67,7 @@ class Gradient:
     @property
     def owned(self) -> Vector:
         """The group's sum of the owned range, once `is_reduced`."""
-        assert self._owned is not None, "sharded gradients are there from their reduction to zero()"
+        assert self._owned is not None, "gradients are there from their reduction to zero()"
         return self._owned
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Tensor]:
@@ -182,15 +182,14 @@ class Gradient:
             return self.home.hold(owned, copy=True)
 
     def zero(self) -> None:
-        """Forgets this step's gradients. Memory that stays is overwritten by the next step."""
+        """Forgets this step's gradients."""
         self.wait()  # else the reduction that is under way would write into the next step's gradients
         self._reduced_before = None
         self._filled.clear()
         self.is_reduced = False
-        if self.is_sharded:
-            if self._owned is not None:
-                self._owned.free()
-            self.whole = self._owned = self._squares = None
+        if self._owned is not None:
+            self._owned.free()
+        self.whole = self._owned = self._squares = None
 
     def _squares_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
         start, stop = self.layout.shard_range(self.channel.rank)
@@ -205,6 +204,8 @@ class Gradient:
             self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
             for start, stop in self.layout.gaps:
                 self.whole[start:stop].zero_()
+            if not self.is_sharded:
+                self._owned = MemoryVector(self.whole[self.owned_range])
         return self.whole
 
     def _set_reduced_aside(self) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from megazero.nvme import PagePool
 from megazero.zero.link import Crossing, Link
 
+SUM_NUMEL = 1 << 24  # elements of a sum in host memory that come to the device at a time: enough to fill the link
+
 
 class Vector(Protocol):
     """A flat tensor that rests in a home.
@@ -141,12 +143,16 @@ class MemoryVector:
         self._coming = self.link.to_host.start(copy, on_device=[values], on_host=[self._tensor])
 
     def add(self, values: Tensor) -> None:
-        """Starts to add values on the device, which nobody writes to any more; it makes the sum, beside what it computes."""
+        """Starts to add values on the device, which nobody writes to any more; it makes the sum, beside what it computes.
+
+        Piece by piece, so that it never has a copy of the whole sum.
+        """
         assert self.link is not None
         total = self._tensor
 
         def add() -> None:
-            total.copy_(total.to(values.device, non_blocking=True).add_(values), non_blocking=True)
+            for here, there in zip(total.split(SUM_NUMEL), values.split(SUM_NUMEL), strict=True):
+                here.copy_(here.to(there.device, non_blocking=True).add_(there), non_blocking=True)
 
         self._coming = self.link.to_host.start(add, on_device=[values], on_host=[total])
 

@@ -151,9 +151,11 @@ class Init:
                 param_home=self._home,
                 device=comm.local_device(),
             )
-            comm.broadcast_(bucket.flat, torch.distributed.get_global_rank(self.channel.group, 0), self.channel.group)
-            bucket.keep_shard()
-            bucket.release()
+            comm.broadcast_(
+                bucket.weights.flat, torch.distributed.get_global_rank(self.channel.group, 0), self.channel.group
+            )
+            bucket.keep_gathered()
+            bucket.weights.release()
             _buckets_of.setdefault(module, []).append(bucket)
 
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megazero.nvme import aligned_empty
 
-MOST_TO_HOST = 2  # gradients on their way keep device memory
+# Gradients on their way keep device memory. With one of them the host waits for that of two blocks ago, as one is being reduced:
+# the device has the last block's backward to go on with, and idles only where the link is slower than that, whatever the number.
+MOST_TO_HOST = 1
 MOST_TO_DEVICE = 3  # what comes ahead has its memory already
 OUTBOX_BUFFERS = 2  # one is filled while the other is sent
 
@@ -98,12 +100,19 @@ class Crossing:
     Args:
         on_device, on_host: the memory that it reads and writes.
         then: called when it is known to be over.
+        earlier: the one before it in its lane, which is done when this one is.
     """
 
     def __init__(
-        self, lane: Lane, mark: Mark, on_device: Sequence[Tensor], on_host: Sequence[Tensor], then: Callable[[], None]
+        self,
+        lane: Lane,
+        mark: Mark,
+        on_device: Sequence[Tensor],
+        on_host: Sequence[Tensor],
+        then: Callable[[], None],
+        earlier: Crossing | None,
     ) -> None:
-        self._lane, self._mark, self._then = lane, mark, then
+        self._lane, self._mark, self._then, self._earlier = lane, mark, then, earlier
         self._on_device, self._on_host = tuple(on_device), tuple(on_host)
         self.is_over = False
 
@@ -111,15 +120,22 @@ class Crossing:
         """Has what the device computes next find it done. The host goes on."""
         if not self.is_over:
             self._lane.hold_back(self._mark)
-            self._on_device = ()
+            self._let_go()
 
     def wait(self) -> None:
         """Returns when it is done."""
         if not self.is_over:
             self._mark.synchronize()
             self.is_over = True
-            self._on_device = self._on_host = ()
+            self._let_go()
+            self._on_host = ()
             self._then()
+
+    def _let_go(self) -> None:
+        """Of the device's memory."""
+        crossing: Crossing | None = self
+        while crossing is not None:
+            crossing._on_device, crossing._earlier, crossing = (), None, crossing._earlier
 
 
 class Way:
@@ -143,7 +159,8 @@ class Way:
     ) -> Crossing:
         """Starts `work`, which issues copies between these tensors, behind what the device was given to compute so far."""
         self.make_room()
-        crossing = Crossing(self._lane, self._lane.start(work), on_device, on_host, then)
+        earlier = self._under_way[-1] if self._under_way else None
+        crossing = Crossing(self._lane, self._lane.start(work), on_device, on_host, then, earlier)
         self._under_way.append(crossing)
         return crossing
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from megazero import comm
-from megazero.zero.bucket import Sharding
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathered_bytes, reducing_bytes, staging_bytes
 from megazero.zero.residency import GatherLimits
 from megazero.zero.units import BucketPlan, plan_buckets, select_units
@@ -82,7 +81,7 @@ class MemoryPlan:
     @property
     def at_rest(self) -> int:
         """What the accelerator holds between two steps, while forward makes its activations."""
-        return self.resident - (self.gradients if Sharding.of_stage(self.stage).gradients else 0)
+        return self.resident - self.gradients
 
     @property
     def transient(self) -> int:
@@ -93,8 +92,8 @@ class MemoryPlan:
     def peak(self) -> int:
         """The most that the accelerator holds at any time of a step.
 
-        A step of one micro-batch stays below it where gradients are sharded: their shards are made one after the other, while a
-        second micro-batch finds all of them.
+        A step of one micro-batch stays below it: gradients are made one after the other, while a second micro-batch finds all of
+        them.
         """
         return self.resident + self.transient
 

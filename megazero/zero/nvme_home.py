@@ -90,10 +90,11 @@ class NvmeHome:
         """Returns when everything that was written has arrived.
 
         Raises:
-            OSError: something has not; the message names file, offset and rank.
+            OSError: something has not, now or earlier; the message names file, offset and rank.
         """
         while (write := self._oldest_write()) is not None:
             write.wait()
+        self.swap.raise_failure()
 
     @property
     def nbytes(self) -> int:
@@ -174,8 +175,9 @@ class SwappedVector:
         """This part in host memory; see `Vector`. Other parts that share its pages must not be written at the same time.
 
         Raises:
-            OSError: it could not be read, or an earlier write to it failed.
+            OSError: it could not be read, or an earlier write to the file failed.
         """
+        self.home.swap.raise_failure()  # also of what was read ahead, or is overwritten
         place, stop = self._place(start, stop), self.numel if stop is None else stop
         if place.low == place.high:
             yield torch.empty(0, dtype=self.dtype)

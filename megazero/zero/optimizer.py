@@ -164,7 +164,7 @@ class BucketOptimizer(SlicedOptimizer):
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in self._trained:
-            bucket.wait_gathered()
+            bucket.weights.wait_gathered()
         self.is_torn = False
 
     def _start_update(self, factor: float) -> None:
@@ -191,7 +191,7 @@ class BucketOptimizer(SlicedOptimizer):
         Each rank takes its shard of every bucket, also where gradients are whole, so that the sum is the same bit for bit in
         every stage. Parameters that tensor-parallel ranks hold in common count once.
         """
-        device, squares = self.buckets[0].flat.device, []
+        device, squares = self.buckets[0].weights.flat.device, []
         for bucket in self.buckets:
             if bucket.is_trainable:
                 gradient = gradient_of(bucket)
@@ -200,7 +200,7 @@ class BucketOptimizer(SlicedOptimizer):
                 ]
                 squares += [square.to(device) * gradient.to_mean**2 for square in counted]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        total = comm.all_reduce(total, self.norm_group)
+        total = comm.all_reduced(total, self.norm_group)
         return float(total.sqrt()) / self.cur_scale
 
     def _first_not_finite(self) -> str:
@@ -212,4 +212,4 @@ class BucketOptimizer(SlicedOptimizer):
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
                 mine = name and f"{name} (rank {torch.distributed.get_rank()})"
-        return next(filter(None, comm.all_gather_object(mine, self.norm_group)), "no single parameter")
+        return next(filter(None, comm.all_gathered_objects(mine, self.norm_group)), "no single parameter")

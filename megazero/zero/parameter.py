@@ -119,7 +119,7 @@ class ReleasedParameter(nn.Parameter):
     @property
     def ds_status(self) -> ZeroParamStatus:
         """NOT_AVAILABLE, or INFLIGHT while its bucket is being gathered."""
-        is_on_its_way = _place(self)[0].is_gathering
+        is_on_its_way = _place(self)[0].weights.is_gathering
         return ZeroParamStatus.INFLIGHT if is_on_its_way else ZeroParamStatus.NOT_AVAILABLE
 
     @property
@@ -133,9 +133,9 @@ class ReleasedParameter(nn.Parameter):
         bucket, segment = _place(self)
         start, stop = bucket.layout.shard_range(bucket.channel.rank)
         low, high = max(segment.start, start), min(segment.stop, stop)
-        assert bucket.shard is not None, "only what is sharded is ever released"
-        with bucket.shard.at_hand(low - start, max(high, low) - start) as part:
-            return part.clone()
+        assert bucket.weights.shard is not None, "only what is sharded is ever released"
+        with bucket.weights.shard.at_hand(low - start, max(high, low) - start) as part:
+            return part.to(bucket.weights.flat.dtype, copy=True)
 
 
 def refuse_loading(model: nn.Module) -> list[Any]:

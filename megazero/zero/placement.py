@@ -57,13 +57,15 @@ class Placement:
         units = range(len(schedule.unit_sizes))
         sharded = [[bucket for bucket in schedule.buckets_of(unit) if bucket.sharding.parameters] for unit in units]
         self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
-        self._sharded = {unit: [b for b in schedule.buckets_of(unit) if b.shard is not None] for unit in (*units, ROOT)}
+        self._sharded = {
+            unit: [b for b in schedule.buckets_of(unit) if b.weights.shard is not None] for unit in (*units, ROOT)
+        }
         self._tiles = {bucket: bucket.tile_numel for of_unit in self._trained.values() for bucket in of_unit}
         self._shards_here: set[Bucket] = set()
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
             config.gather_limits,
-            nbytes=[sum(b.layout.numel * b.flat.element_size() for b in of_unit) for of_unit in sharded],
+            nbytes=[sum(b.layout.numel * b.weights.flat.element_size() for b in of_unit) for of_unit in sharded],
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,
@@ -107,7 +109,7 @@ class Placement:
         home = self.device if is_coming else self._host
         for bucket in self._sharded[unit]:
             if (bucket in self._shards_here) != is_coming:
-                bucket.move_shard(home)
+                bucket.weights.move(home)
                 (self._shards_here.add if is_coming else self._shards_here.remove)(bucket)
 
 
@@ -118,4 +120,4 @@ def _state_bytes(bucket: Bucket) -> int:
 
 def _shard_bytes(bucket: Bucket) -> int:
     """Of this rank's shard of P."""
-    return bucket.layout.shard_numel * bucket.flat.element_size()
+    return bucket.layout.shard_numel * bucket.weights.flat.element_size()

@@ -139,7 +139,7 @@ class Schedule:
     def release_all(self) -> None:
         """Frees every gathered parameter, and what was fetched ahead and not used."""
         for bucket in self.buckets:
-            bucket.release()
+            bucket.weights.release()
 
     @property
     def is_reduced(self) -> bool:
@@ -170,7 +170,7 @@ class Schedule:
 
         def before_grad(_: Tensor) -> None:
             schedule, its_bucket = schedule_of(), bucket_of_it()
-            if schedule is not None and its_bucket is not None and not its_bucket.is_gathered:
+            if schedule is not None and its_bucket is not None and not its_bucket.weights.is_gathered:
                 schedule._gather([its_bucket])
 
         return before_grad
@@ -215,7 +215,7 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
-            was_wanted = any(bucket.is_gathered or bucket.is_gathering for bucket in buckets)
+            was_wanted = any(bucket.weights.is_gathered or bucket.weights.is_gathering for bucket in buckets)
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
             self._gather(buckets, partial(prefetch, True))
 
@@ -225,7 +225,7 @@ class Schedule:
             # of all later tiles, unless the backward of this very one has asked for the recomputation.
             is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
             for bucket in buckets if is_over else ():
-                bucket.release()
+                bucket.weights.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
             made_before = {id(tensor): maker for tensor, maker in inputs}
             for tensor in {id(t): t for t in (*tensors_in(output), *(t for t, _ in inputs))}.values():
@@ -243,14 +243,14 @@ class Schedule:
     def _gather(self, buckets: list[Bucket], prefetch: Callable[[], None] = lambda: None) -> None:
         """Makes buckets whole; what comes next is asked for before this one is waited for."""
         for bucket in buckets:
-            bucket.gather()
+            bucket.weights.gather()
             if (
                 bucket.is_trainable and not self._waiting[bucket] and _in_backward()
             ):  # it ran twice: gradients come again
                 self._waiting[bucket] = {s.name for s in bucket.trained_segments}
         prefetch()
         for bucket in buckets:
-            self._wait(bucket.wait_gathered, bucket, "its parameters")
+            self._wait(bucket.weights.wait_gathered, bucket, "its parameters")
 
     def _prefetch(self, index: int, in_forward: bool) -> None:
         """Starts to gather the next units, and to fetch the shards of those after them from where they rest.
@@ -265,10 +265,10 @@ class Schedule:
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._tiles)]
         for unit in ahead:
             for bucket in self._of_unit[unit]:
-                bucket.gather()
+                bucket.weights.gather()
         for unit in self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]:
             for bucket in self._of_unit[unit]:
-                bucket.prefetch()
+                bucket.weights.prefetch()
 
     def buckets_of(self, unit: int) -> list[Bucket]:
         """The buckets of one unit, by its place in forward order."""
@@ -278,8 +278,8 @@ class Schedule:
     def gathered_bytes(self) -> int:
         """Bytes of units' sharded parameters that are gathered, or on their way; without the root."""
         units = (bucket for bucket in self._sharded if self._unit_of[bucket] != ROOT)
-        there = (bucket for bucket in units if bucket.is_gathered or bucket.is_gathering)
-        return sum(bucket.layout.numel * bucket.flat.element_size() for bucket in there)
+        there = (bucket for bucket in units if bucket.weights.is_gathered or bucket.weights.is_gathering)
+        return sum(bucket.layout.numel * bucket.weights.flat.element_size() for bucket in there)
 
     @property
     def unit_sizes(self) -> list[int]:
@@ -290,7 +290,9 @@ class Schedule:
     @property
     def _live(self) -> int:
         """Elements of sharded parameters that are gathered, or on their way."""
-        return sum(bucket.layout.numel for bucket in self._sharded if bucket.is_gathered or bucket.is_gathering)
+        return sum(
+            bucket.layout.numel for bucket in self._sharded if bucket.weights.is_gathered or bucket.weights.is_gathering
+        )
 
     def _stays(self, index: int) -> bool:
         return index != ROOT and torch.is_grad_enabled() and self.residency.stays(index, self._live)
@@ -319,7 +321,7 @@ class Schedule:
             return
         if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
             for bucket in buckets:
-                bucket.release()
+                bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:
         def on_input_grad(_: Tensor) -> None:
@@ -356,7 +358,7 @@ class Schedule:
 
 def _refuse_views(output: Any, buckets: list[Bucket]) -> None:
     """A view of a weight in a module's output would outlive the weight's memory, and reading it end the interpreter."""
-    storages = {storage_id(bucket.flat): bucket for bucket in buckets if bucket.sharding.parameters}
+    storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
     for tensor in tensors_in(output):
         bucket = storages.get(storage_id(tensor)) if tensor.numel() else None
         if bucket is not None:

@@ -224,7 +224,7 @@ class SlicedOptimizer:
     def state_keys_everywhere(self) -> list[str]:
         """The same of all ranks together: one that owns nothing has no state. Collective over the data-parallel group."""
         group = self.buckets[0].channel.group
-        return sorted({key for keys in comm.all_gather_object(self.state_keys(), group) for key in keys})
+        return sorted({key for keys in comm.all_gathered_objects(self.state_keys(), group) for key in keys})
 
     def counters(self) -> dict[str, Counters]:
         """The optimizer's scalar state by name, {} where it has none, of the parameters on this rank that have any state."""

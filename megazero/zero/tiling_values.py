@@ -37,7 +37,7 @@ def merged(layer: nn.Module, name: str) -> Tensor | None:
     cut = getattr(layer, "partitions", {}).get(name)
     if value is None or cut is None:
         return None if value is None else value.detach()
-    return cut.merge(comm.all_gather(value.detach(), layer.group))  # type: ignore[arg-type]
+    return cut.merge(comm.all_gathered(value.detach(), layer.group))  # type: ignore[arg-type]
 
 
 def write(tile: nn.Module, name: str, value: Tensor) -> None:

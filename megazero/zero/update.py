@@ -55,7 +55,7 @@ class Update:
             self._set_scale()
         if self._staged is None:
             for bucket in self._gradients:
-                bucket.settle()
+                bucket.weights.settle()
         tiles: list[Tile] = [(bucket, start, stop) for bucket in self._gradients for start, stop in bucket.tiles]
         batches = [[tile] for tile in tiles] if self._steps_apart else [tiles]
         self._prefetch(batches[0])
@@ -132,8 +132,9 @@ class Update:
 
     def _is_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> bool:
         bucket = tile[0]
-        has_16_bits = {bucket.flat.dtype, gradient_of(bucket).dtype} != {torch.float32}
-        is_wanted = has_16_bits or self._staged is not None
+        reads_16_bits = gradient_of(bucket).dtype != torch.float32
+        writes_16_bits = bucket.weights.flat.dtype != torch.float32 and not bucket.master_is_p
+        is_wanted = reads_16_bits or writes_16_bits or self._staged is not None
         return is_wanted and self.is_adam and states[MASTER].device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:

@@ -74,8 +74,8 @@ def test_later_settings():
             "partition_activations makes, which is off",
         ),
         ({"contiguous_memory_optimization": True, "partition_activations": True}, "must know for how many"),
-        ({"number_checkpoints": 0}, "num_checkpoints must be at least 1, got 0"),
-        ({"number_checkpoints": "4"}, "number_checkpoints must be an integer, got '4'"),
+        ({"number_checkpoints": 0}, "activation_checkpointing.number_checkpoints must be at least 1, got 0"),
+        ({"number_checkpoints": "4"}, 'number_checkpoints must be an integer, got "4"'),
         ({"profile": 1}, "profile must be true or false, got 1"),
         (
             {"partitioned_activations": True},

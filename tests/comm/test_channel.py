@@ -30,7 +30,7 @@ def random_buffer(numel, dtype, seed=0):
 
 def ordered_sum(buffer):
     """The sum over the world in rank order, in fp32 for 16-bit floats, by one process."""
-    terms = comm.all_gather(buffer.view(torch.uint8), dist.group.WORLD)
+    terms = comm.all_gathered(buffer.view(torch.uint8), dist.group.WORLD)
     terms = [term.view(buffer.dtype) for term in terms]
     if buffer.dtype.itemsize == 2:
         terms = [term.float() for term in terms]

@@ -38,7 +38,7 @@ def equal_case(options):
         cuts = mpu.partitions(model)
         for name, parameter in model.named_parameters():
             if name not in cuts:
-                first, *others = comm.all_gather(parameter.grad, group)
+                first, *others = comm.all_gathered(parameter.grad, group)
                 assert all(torch.equal(first, other) for other in others), name
         with torch.no_grad():
             logits = mpu.gather_from_model_parallel_region(model(tokens[:, :12]), group)
@@ -85,7 +85,7 @@ class Counter:
     """Elements that this rank sends for tensor parallelism: its all-reduces, counted here, and its channel's own count."""
 
     def __init__(self, group):
-        self.group, self.reduced, self.real = group, [], (comm.all_reduce, comm.all_reduce_)
+        self.group, self.reduced, self.real = group, [], (comm.all_reduced, comm.all_reduce_)
 
         def all_reduce(x, group, *args):
             self.reduced.append(x.numel())
@@ -95,7 +95,7 @@ class Counter:
             self.reduced.append(x.numel())
             return self.real[1](x, group, *args, **kwargs)
 
-        comm.all_reduce, comm.all_reduce_ = all_reduce, all_reduce_
+        comm.all_reduced, comm.all_reduce_ = all_reduce, all_reduce_
 
     def read(self):
         """In units of n - 1 / n elements of the buffer: an all-reduce sends it twice. And the numels of all-reduces."""
@@ -159,7 +159,7 @@ def dropout_case():
     assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the stream that all ranks share"
     assert len(dropped) == 3 and all(mask.shape == (6, 2, 24) for mask in dropped)
     for mask in dropped:
-        mine, other = comm.all_gather(mask, groups.model)
+        mine, other = comm.all_gathered(mask, groups.model)
         assert 0.35 < mask.float().mean() < 0.65 and 0.35 < (mine == other).float().mean() < 0.65
     model.eval()
     with torch.no_grad():

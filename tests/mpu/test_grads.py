@@ -69,7 +69,7 @@ def clip_case():
                 assert_close(got, want.item(), rtol=1e-5, atol=0)
                 for name, p in zip(full, plain, strict=True):
                     own = model.get_parameter(name).grad
-                    merged = cuts[name].merge(comm.all_gather(own, dist.group.WORLD)) if name in cuts else own
+                    merged = cuts[name].merge(comm.all_gathered(own, dist.group.WORLD)) if name in cuts else own
                     assert_close(merged, p.grad, rtol=1e-5, atol=1e-8, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -115,13 +115,13 @@ def sync_case():
     model = build()
     set_gradients(model)
     gathered, waits = [], []
-    real_gather, real_item = comm.all_gather, torch.Tensor.item
-    comm.all_gather = lambda x, group: (gathered.append(x.numel()), real_gather(x, group))[1]
+    real_gather, real_item = comm.all_gathered, torch.Tensor.item
+    comm.all_gathered = lambda x, group: (gathered.append(x.numel()), real_gather(x, group))[1]
     torch.Tensor.item = lambda x: (waits.append(x), real_item(x))[1]
     try:
         mpu.clip_grad_norm(model, 1.0, group=dist.group.WORLD)
     finally:
-        comm.all_gather, torch.Tensor.item = real_gather, real_item
+        comm.all_gathered, torch.Tensor.item = real_gather, real_item
     assert gathered == [1] and len(waits) == 1
 
 

@@ -33,17 +33,17 @@ def every_size_case():
         assert mpu.get_data_parallel_group() is groups.data
         # The groups do what they say: each sums exactly its own members, in its own order.
         mine = torch.tensor([float(10**rank)], dtype=torch.float64)
-        assert comm.all_reduce(mine, groups.model).item() == sum(10**r for r in groups.model_ranks)
-        assert comm.all_reduce(mine, groups.data).item() == sum(10**r for r in groups.data_ranks)
-        assert [int(x) for x in comm.all_gather(torch.tensor([rank]), groups.model)] == list(groups.model_ranks)
-        assert [int(x) for x in comm.all_gather(torch.tensor([rank]), groups.data)] == list(groups.data_ranks)
+        assert comm.all_reduced(mine, groups.model).item() == sum(10**r for r in groups.model_ranks)
+        assert comm.all_reduced(mine, groups.data).item() == sum(10**r for r in groups.data_ranks)
+        assert [int(x) for x in comm.all_gathered(torch.tensor([rank]), groups.model)] == list(groups.model_ranks)
+        assert [int(x) for x in comm.all_gathered(torch.tensor([rank]), groups.data)] == list(groups.data_ranks)
         with pytest.raises(
             RuntimeError, match=rf"exist already, with model-parallel size {size}.*destroy_model_parallel"
         ):
             mpu.initialize_model_parallel(size)
         mpu.destroy_model_parallel()
         assert not mpu.model_parallel_is_initialized()
-        comm.all_reduce(mine, groups.model)  # layers that hold a group outlive the reset
+        comm.all_reduced(mine, groups.model)  # layers that hold a group outlive the reset
     with pytest.raises(
         ValueError, match=f"--model-parallel-size {world + 1} does not divide the world of {world} ranks"
     ):

@@ -36,7 +36,7 @@ def init_case(dtype):
     cuts = mpu.partitions(layers)
     assert {name for name, p in layers.named_parameters() if name not in cuts} == {"row.bias"}
     full = {
-        n: cuts[n].merge(comm.all_gather(p.detach(), dist.group.WORLD))
+        n: cuts[n].merge(comm.all_gathered(p.detach(), dist.group.WORLD))
         for n, p in layers.named_parameters()
         if n in cuts
     }

@@ -32,7 +32,7 @@ def load(layer, weight, bias):
 def merged_grads(layer):
     grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {
-        name: layer.partitions[name].merge(comm.all_gather(grad, layer.group)) if name in layer.partitions else grad
+        name: layer.partitions[name].merge(comm.all_gathered(grad, layer.group)) if name in layer.partitions else grad
         for name, grad in grads.items()
     }
 

@@ -294,7 +294,7 @@ def configured_case(folder: str) -> None:
         after = [nn.Module.__init__, nn.Linear.__init__, nn.Parameter.__new__, *(getattr(torch, n) for n in names)]
         assert after == before and all(a is b for a, b in zip(after, before, strict=True)), "nothing is patched"
         assert torch.ones(2).dtype == torch.float32 and vars(nn.Parameter(torch.ones(2))) == {}
-    shard = bucket_of(model.weight).shard
+    shard = bucket_of(model.weight).weights.shard
     assert shard.resident is None and model.weight.dtype == torch.float32 and not model.weight.ds_persist
     with zero.Init():
         later = nn.Linear(6, 5, device="meta")

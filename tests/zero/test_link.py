@@ -72,14 +72,19 @@ def test_every_home_over_a_slow_link_trains_as_without_it_with(options, tmp_path
 
 
 def order_case(offload_param: str) -> list:
-    """What happens in one step on 2 ranks, with the forward and the gradients of the blocks in it."""
+    """What happens in one step on 2 ranks, with the beginning of each block's forward and the end of its backward in it."""
     mpu.initialize_model_parallel(1)
     with slow_link() as log:
         options = {"offload_optimizer": "cpu", "offload_param": offload_param, "sub_group_size": TILE_MULTIPLE}
         engine = make_engine(Wide(), 3, zero=options, dtype=torch.bfloat16)
         dict(train(engine, token_batches(1, 1, 2)))
         for index, block in enumerate(engine.module.blocks):
-            block[0].register_forward_pre_hook(lambda *_, index=index: log.append(("block", index)))
+
+            def before(_, inputs, index=index):
+                log.append(("block", index))
+                inputs[0].register_hook(lambda _: log.append(("block's backward", index)))
+
+            block[0].register_forward_pre_hook(before)
         log.clear()
         loss = engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()])
         log.append(("backward",))
@@ -113,11 +118,15 @@ def lags(lane: str, log: list) -> set[int]:
     return found
 
 
-def test_the_host_waits_for_no_gradient_while_backward_goes_on_but_those_of_long_ago():
+def test_a_gradient_has_a_blocks_backward_to_leave_in_before_the_host_waits_for_it():
     log = run_ranks(2, order_case, "none")[0]
     backward = log[log.index(("backward",)) : log.index(("step",))]
-    assert len(of("to host", "starts", backward)) == 5 and not of("to host", "joins", backward)
-    assert lags("to host", backward) == {MOST_TO_HOST}
+    starts, waits = of("to host", "starts", backward), of("to host", "waits", backward)
+    assert len(starts) == 5 and not of("to host", "joins", backward)
+    assert lags("to host", backward) == {MOST_TO_HOST} and waits == starts[:-MOST_TO_HOST]
+    for place in waits[:-1]:  # the last one is waited for when all blocks are done
+        events = backward[backward.index(("to host", "starts", place)) : backward.index(("to host", "waits", place))]
+        assert [event for event in events if event[0] == "block's backward"], f"the device has computed beside {place}"
 
 
 def test_new_weights_go_to_the_device_while_the_next_tile_is_updated():

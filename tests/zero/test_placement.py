@@ -53,7 +53,7 @@ def placed_engine(blocks: float, model=Wide, dtype=None, **zero):
 
 
 def block_bytes(engine) -> int:
-    return engine.schedule.unit_sizes[0] * engine.buckets[0].flat.element_size()
+    return engine.schedule.unit_sizes[0] * engine.buckets[0].weights.flat.element_size()
 
 
 def watched(engine, batches) -> tuple[dict, list[int], int]:
@@ -62,13 +62,13 @@ def watched(engine, batches) -> tuple[dict, list[int], int]:
     units = [bucket for unit in range(4) for bucket in engine.schedule.buckets_of(unit)]
     for bucket in units:
 
-        def gather(bucket=bucket, original=bucket.gather):
-            is_new = not (bucket.is_gathered or bucket.is_gathering)
+        def gather(bucket=bucket, original=bucket.weights.gather):
+            is_new = not (bucket.weights.is_gathered or bucket.weights.is_gathering)
             original()
             gathers[-1] += is_new
             most[0] = max(most[0], engine.schedule.gathered_bytes)
 
-        bucket.gather = gather
+        bucket.weights.gather = gather
     trace = {}
     for index in range(len(batches)):
         gathers.append(-4)  # the state dictionary at the end of `train` gathers each unit once

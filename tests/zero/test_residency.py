@@ -46,14 +46,14 @@ def gathers_case(options: dict) -> tuple[int, int, int]:
     counted, live = [0, 0], [0]
     for bucket in engine.schedule._sharded:
 
-        def gather(bucket=bucket, original=bucket.gather):
-            is_new = not (bucket.is_gathered or bucket.is_gathering)
+        def gather(bucket=bucket, original=bucket.weights.gather):
+            is_new = not (bucket.weights.is_gathered or bucket.weights.is_gathering)
             original()
             counted[0] += is_new
             counted[1] += is_new * bucket.layout.numel
             live.append(engine.schedule._live)
 
-        bucket.gather = gather
+        bucket.weights.gather = gather
     trace = dict(train(engine, token_batches(1, 1, 2)))
     torch.manual_seed(0)
     want = dict(train(make_engine(Wide(), 3), token_batches(1, 1, 2)))

@@ -65,7 +65,7 @@ def train(config: GPT2Config, stage: int) -> tuple[Trace, int, int]:
         del engine.module.blocks
         trace[f"norm {index}"] = torch.tensor(engine.get_global_grad_norm())
     keep_weights("last")
-    largest = max((b.flat.numel() * 4 for b in engine.buckets if ".linears." in b.name), default=0)
+    largest = max((b.weights.flat.numel() * 4 for b in engine.buckets if ".linears." in b.name), default=0)
     engine.destroy()
     return trace, most, largest
 

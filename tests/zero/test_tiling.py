@@ -288,7 +288,7 @@ def test_what_enters_under_autocast_travels_in_its_dtype(one_rank):
 
 
 def from_all_ranks(shard: Tensor) -> list[Tensor]:
-    return comm.all_gather(shard, mpu.get_model_parallel_group())
+    return comm.all_gathered(shard, mpu.get_model_parallel_group())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -405,7 +405,7 @@ class TiledDeep(Toy):
 
 def whole_tiles(engine: Engine) -> int:
     """Bytes of tiles that are whole or on their way to it, counted from storages."""
-    return sum(b.flat.untyped_storage().nbytes() for b in engine.buckets if ".linears." in b.name)
+    return sum(b.weights.flat.untyped_storage().nbytes() for b in engine.buckets if ".linears." in b.name)
 
 
 def one_step(engine: Engine) -> None:

@@ -204,7 +204,7 @@ def evaluation_case() -> None:
                     n = engine.channel.size
                     want = {**dict.fromkeys(KINDS, (0, 0)), "all_gather": (len(numels), sum(numels) * (n - 1) // n)}
                     assert own_count(engine) == spy.count() == want, f"stage {stage}, {run}"
-            assert all(bucket.is_gathered == (stage < 3) for bucket in engine.buckets)
+            assert all(bucket.weights.is_gathered == (stage < 3) for bucket in engine.buckets)
             step(engine, 1)
             assert own_count(engine) == table_of_the_design(engine, 1), f"the step after an evaluation, stage {stage}"
             engine.destroy()
@@ -227,12 +227,12 @@ def gathered_case() -> None:
     (bucket,) = (bucket for bucket in engine.buckets if bucket.name == "blocks.1")
     for modifier in (None, 0):
         with zero.GatheredParameters(block.parameters(), modifier_rank=modifier):
-            assert [b.name for b in engine.buckets if b.is_gathered] == ["blocks.1"]
+            assert [b.name for b in engine.buckets if b.weights.is_gathered] == ["blocks.1"]
             assert [p.shape for p in block.parameters()] == [p.shape for p in Toy().blocks[1].parameters()]
         n, numel = engine.channel.size, bucket.layout.numel
         want = {**dict.fromkeys(KINDS, (0, 0)), "all_gather": (1, numel * (n - 1) // n)}
         assert own_count(engine) == spy.count() == want, "one gather of the one unit that holds them"
-        assert not any(b.is_gathered for b in engine.buckets)
+        assert not any(b.weights.is_gathered for b in engine.buckets)
     step(engine, 1)
     assert own_count(engine) == table_of_the_design(engine, 1)
 

@@ -1,0 +1,171 @@
+"""Saving and loading by DeepSpeed's calls: tags that ranks agree on, plain state dictionaries, whole on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero import comm
+from megazero.checkpoint.format import latest_tag
+from megazero.engine import Engine
+from megazero.files import written_aside
+from megazero.json_config import JsonConfig
+from megazero.mpu.partition import partitions
+from megazero.zero import access
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointingEngine(Engine):
+    """`Engine` whose checkpoints are saved and loaded by DeepSpeed's arguments, with the count of samples in them."""
+
+    config: JsonConfig
+    global_samples = 0
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str,
+        tag: object = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        **options: Any,
+    ) -> bool:
+        """Writes a checkpoint that any number of ranks can load, and returns True. Collective over the world.
+
+        Args:
+            tag: name of the checkpoint, by `str`; default: global_step{N}. `checkpoint.tag_validation` says what happens where
+                ranks give different ones: the first rank's counts.
+            options: those of `Engine.save_checkpoint` (keep_last, in_background, ...).
+
+        Raises:
+            ValueError: `save_dir` is empty.
+            AssertionError: ranks give different tags, and `checkpoint.tag_validation` is FAIL.
+            Exception: as `Engine.save_checkpoint`.
+        """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}.")
+        self._checkpointed.counters["global_samples"] = self.global_samples
+        super().save_checkpoint(
+            save_dir,
+            self._agreed_tag(tag),
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            **options,
+        )
+        return True
+
+    def _agreed_tag(self, tag: object) -> str | None:
+        self.channel.meet_world("save_checkpoint")
+        tags = comm.all_gathered_objects(None if tag is None else str(tag))
+        if len(set(tags)) > 1 and self.config.checkpoint.tag_validation != "IGNORE":
+            message = (
+                f"ranks give different checkpoint tags: {', '.join(map(str, tags))}. Give the same one on every rank."
+            )
+            if self.config.checkpoint.tag_validation == "FAIL":
+                raise AssertionError(message)
+            logger.warning("%s The first rank's counts.", message)
+        return tags[0]
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: None = None,
+        **options: Any,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continues from a checkpoint of any number of ranks, any stage and any precision. Collective over the world.
+
+        Without `load_optimizer_states` no byte of the optimizer's is read; the fp32 master weights are the saved ones.
+
+        Args:
+            tag: which checkpoint, by `str`; default: the one that `latest` names.
+            load_module_only: the weights alone; counters, schedule and optimizer stay as they are.
+            options: those of `Engine.load_checkpoint` (load_rng, fallback, ...).
+
+        Returns:
+            The checkpoint's directory and the client state; (None, None), after a warning, where there is no checkpoint.
+
+        Raises:
+            NotImplementedError: `custom_load_fn` was given.
+            Exception: as `Engine.load_checkpoint`.
+        """
+        if custom_load_fn is not None:
+            raise NotImplementedError(
+                "load_checkpoint(custom_load_fn=...): parameters are read in parts, never as a whole state dictionary. Take "
+                "that from megazero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, change it, and give it to "
+                "engine.load_module_state_dict."
+            )
+        self.channel.meet_world("load_checkpoint")
+        self.wait_for_checkpoint()  # which may be the one to load
+        if tag is None and comm.all_gathered_objects(comm.together(lambda: latest_tag(load_dir)))[0] is None:
+            logger.warning("nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir)
+            return None, None
+        path, client = super().load_checkpoint(
+            load_dir,
+            None if tag is None else str(tag),
+            strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            **options,
+        )
+        if not load_module_only:
+            self.global_samples = self._checkpointed.counters.get("global_samples", 0)
+        return str(path), client
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Writes a plain, full state dictionary in the training dtype; returns whether it did. Collective over the world.
+
+        With stage 3 it needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
+
+        Raises:
+            OSError: the file could not be written; OtherRankError on the other ranks.
+        """
+        if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model wrote nothing: set stage3_gather_16bit_weights_on_model_save to gather the weights."
+            )
+            return False
+        self.channel.meet("save_16bit_model")
+        state = self._merged(self.module_state_dict())
+        if exclude_frozen_parameters:
+            named = self.module.named_parameters(remove_duplicate=False)
+            frozen = {name for name, p in named if not p.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+
+        def write() -> None:
+            os.makedirs(save_dir, exist_ok=True)
+            with written_aside(Path(save_dir) / save_filename) as file:
+                torch.save(state, file)
+
+        comm.together(write if torch.distributed.get_rank() == 0 else None)
+        return True
+
+    def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state dictionary whose parameters are whole over the tensor-parallel ranks too. Tied ones stay one tensor."""
+        cuts, whole = partitions(self.module), {}
+        for name, value in state.items():
+            if name in cuts and self.groups.model_parallel_size > 1 and id(value) not in whole:
+                shards = comm.all_gathered(value.to(self.device), self.groups.model)
+                whole[id(value)] = cuts[name].merge([shard.cpu() for shard in shards])
+        return {name: whole.get(id(value), value) for name, value in state.items()}
+
+    save_fp16_model = save_16bit_model
+
+    def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+        """Loads full values, the same on every rank, into the module, however it is sharded. Collective."""
+        self.channel.meet("load_module_state_dict")
+        access.load_state_dict(self.module, self.buckets, state_dict, strict)

@@ -1,0 +1,155 @@
+"""The GPT-2 job's flags beside its JSON file: put into the document where it must be checked as it will be run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from megazero.json_schema import AUTO, join, show
+from megazero.json_source import DeepSpeedConfigError
+
+logger = logging.getLogger(__name__)
+
+BATCH_KEYS = {"batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size"}
+STEPS_KEY = "gradient_accumulation_steps"
+DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+ZERO = "zero_optimization"
+
+# Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
+SCHEDULE_FIELDS = ("warmup", "lr_decay_style", "lr_decay_iters", "min_lr")
+PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+
+
+class Flags:
+    """The flags of a command line, beside the file that it names.
+
+    Args:
+        given: the flags that were given, by field name of `components`.
+    """
+
+    def __init__(self, path: str, given: Mapping[str, Any], components: Sequence[type], world_size: int) -> None:
+        self.path = path
+        self.given = given
+        self.world_size = world_size
+        self._fields: dict[str, Field] = {f.name: f for component in components for f in fields(component)}
+        self._put: list[str] = []  # the flags that are in the document now
+
+    @property
+    def source(self) -> str:
+        """The file, and the flags that have been put into it, for errors."""
+        flags = ", ".join(dict.fromkeys(self._put))
+        return f"--deepspeed_config {self.path}" + (f" with {flags}" if flags else "")
+
+    def value(self, field: str) -> Any:
+        """What the flag says, or its default."""
+        return self.given.get(field, self._fields[field].default)
+
+    def text(self, field: str) -> str:
+        """The flag as it was given."""
+        value, name = self.given[field], self._fields[field].metadata["flag"] or "--" + field.replace("_", "-")
+        if (field, value) == ("offload_optimizer", "cpu") and "cpu_optimizer" in self.given:
+            return self.given["cpu_optimizer"]
+        if isinstance(value, bool):
+            return name if value else f"--no-{name[2:]}"
+        return f"{name} {value}"
+
+    def note(self, field: str, key: str, value: Any, written: Any) -> None:
+        """Logs that the flag wins, where one was given and is not the `value` of the file's `key`, `written` there."""
+        if field in self.given and self.given[field] != value:
+            logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
+
+    def put(self, section: dict[str, Any], key: str, field: str, path: str = "") -> None:
+        """Puts a flag that was given into the section at `path`, and logs what it wins over there."""
+        if field in self.given:
+            if key in section and (section[key] != AUTO or field == "placement"):  # of which "auto" is a value
+                self.note(field, join(path, key), section[key], section[key])
+            section[key] = self.given[field]
+            self._put.append(self.text(field))
+
+    def write_into(self, document: dict[str, Any]) -> None:
+        """Puts the flags into a document in today's forms: batch sizes, dtype, schedule, ZeRO's stage and homes.
+
+        Raises:
+            DeepSpeedConfigError: --lr means nothing to the file's schedule.
+        """
+        _write_batch(document, self)
+        _write_dtype(document, self)
+        _write_schedule(document, self)
+        _write_zero(document, self)
+
+
+def _write_batch(document: dict[str, Any], flags: Flags) -> None:
+    """Batch sizes, whose equation then holds for what will be run."""
+    for key in (*BATCH_KEYS.values(), STEPS_KEY):
+        if document.get(key) == AUTO:
+            del document[key]
+    for field, key in BATCH_KEYS.items():
+        flags.put(document, key, field)
+    if not document.keys() & BATCH_KEYS.values():
+        document[BATCH_KEYS["batch_size"]] = flags.value("batch_size")
+    if flags.given.keys() >= BATCH_KEYS.keys() and STEPS_KEY in document:  # which follows from the two flags
+        steps, ranks = document.pop(STEPS_KEY), flags.world_size // flags.value("model_parallel_size")
+        if steps != flags.given["global_batch_size"] / flags.given["batch_size"] / ranks:
+            both = " and ".join(flags.text(field) for field in BATCH_KEYS)
+            logger.info("%s win over %s %s of %s", both, STEPS_KEY, show(steps), flags.path)
+
+
+def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
+    """--fp16 or --bf16: the document's other keys may name that dtype."""
+    wanted = next((dtype for dtype in ("fp16", "bf16") if flags.given.get(dtype)), None)
+    if wanted is None:
+        return
+    for name, dtype in DTYPE_SECTIONS.items():
+        section = document.get(name)
+        if not isinstance(section, Mapping):
+            continue
+        if section.get("enabled", AUTO) not in (AUTO, dtype == wanted):
+            logger.info("--%s wins over %s.enabled %s of %s", wanted, name, show(section["enabled"]), flags.path)
+        document[name] = {**section, "enabled": dtype == wanted}
+    if not any(name in document for name, dtype in DTYPE_SECTIONS.items() if dtype == wanted):
+        document[wanted] = {"enabled": True}
+
+
+def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
+    """--lr is the peak of the file's schedule, which is dropped where flags describe another."""
+    section = document.get("scheduler")
+    if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
+        return  # there is none, or the reader will say what is wrong
+    kind, params = section.get("type"), dict(section.get("params", {}))
+    others = [field for field in SCHEDULE_FIELDS if field in flags.given]
+    if params.get("warmup_num_steps") == AUTO and "warmup" in others:
+        others.remove("warmup")
+    if others:
+        logger.info("%s wins over scheduler %s of %s", " ".join(map(flags.text, others)), kind, flags.path)
+        del document["scheduler"]
+    elif "lr" in flags.given:
+        if kind == "LRRangeTest":
+            raise DeepSpeedConfigError(
+                f"{flags.text('lr')} means nothing to scheduler {kind}, which tries its own rates."
+            )
+        key = PEAK_LR.get(str(kind))  # None: it scales the optimizer's own rate
+        if key is not None:
+            flags.put(params, key, "lr", "scheduler.params")
+            document["scheduler"] = {**section, "params": params}
+
+
+def _write_zero(document: dict[str, Any], flags: Flags) -> None:
+    """ZeRO's stage and homes: what the file says of a home then holds for the one that the flag names."""
+    zero = document.get(ZERO, {})
+    if not isinstance(zero, dict):
+        return  # the reader will say what is wrong
+    document[ZERO], home = zero, zero.get("offload_optimizer")
+    on_nvme = isinstance(home, Mapping) and home.get("device") == "nvme"  # whose update runs on the host as well
+    if "cpu_optimizer" in flags.given and not on_nvme:
+        flags.given = {"offload_optimizer": "cpu", **flags.given}
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name)
+        if (section is None and name not in flags.given) or not isinstance(section, (Mapping, type(None))):
+            continue
+        zero[name] = dict(section or {})
+        for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
+            flags.put(zero[name], key, field, f"{ZERO}.{name}")
+    for key in ("stage", "placement"):
+        flags.put(zero, key, key, ZERO)

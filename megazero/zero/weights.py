@@ -1,0 +1,189 @@
+"""P: the parameters of one bucket, views of one flat storage that is whole on every rank, or sharded and gathered for use.
+
+Parameters stay registered in their modules and become views of the storage, which is theirs for life: autograd saves views of
+weights, so a parameter that pointed elsewhere between forward and backward would give wrong input gradients. Where P is sharded,
+`release` frees the storage and `gather` refills the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from torch import Tensor, nn
+
+from megazero.comm import Channel, Work
+from megazero.zero.arrival import Arrival
+from megazero.zero.gradient import view_of
+from megazero.zero.home import Home, MemoryHome, Vector
+from megazero.zero.layout import BucketLayout
+from megazero.zero.parameter import ReleasedParameter
+
+
+class Weights:
+    """P of one bucket.
+
+    Args:
+        name: of the bucket, which ranks compare before they exchange anything.
+        parameters: by name; their values lie in `flat` already.
+        flat: [layout.numel], in the dtype to compute in.
+        owned_range: what this rank's optimizer updates.
+        is_sharded: between uses nothing is kept but this rank's shard.
+        home: where that rests; the device by default.
+
+    Attributes:
+        shard: where P is sharded. A wider dtype than P's is cast as it is gathered: that of the master weights.
+        is_gathered: P is whole here.
+        is_held: a GatheredParameters context is open on it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: dict[str, nn.Parameter],
+        flat: Tensor,
+        layout: BucketLayout,
+        channel: Channel,
+        owned_range: slice,
+        *,
+        is_sharded: bool,
+        home: Home | None = None,
+    ) -> None:
+        self.name, self.parameters, self.flat, self.is_sharded = name, parameters, flat, is_sharded
+        self._channel, self._owned_range = channel, owned_range
+        self._shard_range = slice(*layout.shard_range(channel.rank))
+        self._views = {segment.name: view_of(flat, segment) for segment in layout.segments}
+        self._empty = flat.new_empty(0)
+        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # that release hides
+        self.shard: Vector | None = None
+        if is_sharded:
+            self.shard = (home or MemoryHome(flat.device)).hold(flat[self._shard_range], copy=True)
+        self.is_gathered, self.is_held = True, False
+        self._gather_work: Work | None = None
+        self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
+        self._point_parameters()
+        self._versions = self._current_versions()
+
+    # ---- whole or not
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is on its way."""
+        return self._gather_work is not None
+
+    def gather(self) -> None:
+        """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing where it is, or is on its way."""
+        if self.is_gathered or self.is_gathering:
+            return
+        assert self.shard is not None, "only what is sharded is ever released"
+        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        gather = partial(self._channel.all_gather_, self.flat, self.name)
+        self._gather_work = self._arrival.fill(self.shard, self.part, gather)
+
+    def prefetch(self) -> None:
+        """Says that `gather` comes soon, so that the shard is on its way from where it rests."""
+        if self.shard is not None and not (self.is_gathered or self.is_gathering):
+            self._arrival.prefetch(self.shard)
+
+    def wait_gathered(self) -> None:
+        """Finishes `gather`, so that the parameters have their values."""
+        if self._gather_work is None:
+            return
+        work, self._gather_work = self._gather_work, None
+        work.wait()
+        if not self.is_gathered:
+            self.is_gathered = True
+            self._point_parameters()
+
+    def release(self) -> None:
+        """Frees all of P but this rank's shard. Does nothing where P is not sharded."""
+        if not self.is_sharded or self.is_held:
+            return
+        if self._arrival.ahead is not None:
+            self._arrival.settle()
+        self.wait_gathered()
+        if self.is_gathered:
+            self.is_gathered = False
+            self.flat.untyped_storage().resize_(0)
+            for parameter in self.parameters.values():
+                parameter.data = self._empty
+                parameter.__class__ = ReleasedParameter
+
+    def exchange(self) -> None:
+        """Starts to bring the other ranks' parts of a whole P to this one; `wait_gathered` finishes."""
+        self._gather_work = self._channel.all_gather_(self.flat, self.name)
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
+        gone = {id(parameter) for parameter in parameters}
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in gone}
+        self.release()
+        if not self.parameters:
+            self.flat = self._empty
+            if self.shard is not None:
+                self._arrival.settle()
+                self.shard.free()
+                self.shard = None
+
+    def _point_parameters(self) -> None:
+        for name, parameter in self.parameters.items():  # others have been forgotten
+            parameter.__class__ = self._kinds[name]
+            parameter.data = self._views[name]
+
+    # ---- what this rank has of it
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's shard as a part of the whole, while P is gathered."""
+        return self.flat[self._shard_range]
+
+    def view(self, name: str) -> Tensor:
+        """What a parameter is while P is whole."""
+        return self._views[name]
+
+    @property
+    def resident(self) -> Tensor | None:
+        """The owned range of P in its home, if that is memory."""
+        return self.flat[self._owned_range] if self.shard is None else self.shard.resident
+
+    def owned(self, start: int = 0, stop: int | None = None, *, writes: bool = False) -> AbstractContextManager[Tensor]:
+        """Elements [start, stop) of the owned range of P."""
+        if writes:
+            self.settle()
+        if self.shard is not None:
+            return self.shard.at_hand(start, stop, reads=not writes, writes=writes)
+        return nullcontext(self.flat[self._owned_range][start:stop])
+
+    def settle(self) -> None:
+        """Before the shard is written to: returns when no device reads it."""
+        self._arrival.settle()
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What is there for a use alone, where P is sharded: the whole, and a shard that comes ahead of its gather."""
+        ahead = self._arrival.ahead
+        return [self.flat] if ahead is None else [self.flat, ahead]
+
+    def move(self, home: Home) -> None:
+        """Lets this rank's shard rest in another home. Between two steps, while P is released."""
+        assert self.shard is not None, "P is whole"
+        self.settle()
+        with self.shard.at_hand() as values:
+            moved = home.hold(values, copy=self.shard.resident is None)
+        self.shard.free()
+        self.shard = moved
+
+    # ---- what the user writes into whole parameters
+
+    @property
+    def is_written(self) -> bool:
+        """Whether whole parameters were written to in place since `mark_unwritten`."""
+        return not self.is_sharded and self._versions != self._current_versions()
+
+    def mark_unwritten(self) -> None:
+        """The master weights are equal to P now."""
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters.values()]
