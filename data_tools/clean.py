@@ -14,10 +14,10 @@ from typing import Any
 
 from data_tools.documents import Document, list_inputs
 from data_tools.language import LanguageIdentifier, TextFixer
-from data_tools.line_functions import DocumentLines
+from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Dropped, run_lines
+from data_tools.shards import run_lines
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 
 _CHARACTERS_PER_TOKEN = 8  # nearly always enough text to see that a document is long

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ERRORS_KEPT = 20
-"""Complaints about lines that are logged and kept."""
+from megazero.data.jsonl import ERRORS_KEPT
 
 
 @dataclass

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.documents import Document, document_blocks, list_inputs, parse
-from data_tools.line_functions import DocumentLines
+from data_tools.documents import Document, document_blocks, list_inputs
+from data_tools.line_functions import DocumentLines, Dropped, numbered_lines
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Dropped, contents_of, numbered_lines, run_lines
+from data_tools.shards import contents_of, run_lines
 from megazero.data.contents import check_unchanged
-from megazero.data.jsonl import LineError
+from megazero.data.jsonl import LineError, read_object
 from megazero.data.progress import Progress
 
 _WORD = re.compile(r"\w+")
@@ -171,7 +171,7 @@ def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
                 if block.fault is not None:
                     raise LineError(block.fault)
                 if line.strip():
-                    yield parse(line, key)[key]
+                    yield read_object(line, key)[key]
             except LineError as error:
                 raise ValueError(f"--evaluation {path}:{number}: {error} (--evaluation-key names the text)") from error
 

@@ -17,7 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ from data_tools.dedup_index import Search, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
-from data_tools.documents import ID_KEYS, Document, list_inputs
-from data_tools.line_functions import DocumentLines
+from data_tools.documents import ID_KEYS, list_inputs
+from data_tools.line_functions import DocumentLines, Reason, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
-from data_tools.partial_shard import Shard
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Deferred, Reason, contents_of, describe, run_lines
+from data_tools.shards import contents_of, describe, run_lines
 from megazero.data.cache import key_of
 from megazero.data.journal import full_disk_named
 from megazero.data.jsonl import Block
@@ -72,14 +71,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options, inputs = run_options(args), list_inputs(args.input)
     search = CopySearch(args, inputs, options)
     shards = plan_shards(inputs, args.output, args.format)
-    with ExitStack() as stack:
 
-        def find() -> Copies:
-            files, first = stack.enter_context(search.result())
-            return Copies(files, first, inputs)
+    @contextmanager
+    def copies() -> Iterator[Copies]:
+        with search.result() as (files, first):
+            yield Copies(files, first, inputs)
 
-        lines = DocumentLines(_unchanged, args.json_key)
-        statistics = run_lines("dedup", shards, lines, search.settings, options, Deferred(find))
+    lines = DocumentLines(unchanged, args.json_key)
+    statistics = run_lines("dedup", shards, lines, search.settings, options, copies)
     seconds = round(time.perf_counter() - start, 2)
     return {**statistics, **search.summary(), "signatures": VERSION, "seconds": seconds}
 
@@ -149,10 +148,6 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _unchanged(document: Document) -> Document:
-    return document
-
-
 def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> Documents:
     if _read_summary(path, identity) is not None:
         with open(path, "rb") as file:
@@ -194,7 +189,7 @@ class Copies:
         self._number = {path: number for number, path in enumerate(inputs)}
         self._current: int | None = None
 
-    def __call__(self, shard: Shard, block: Block) -> Mapping[int, Reason]:
+    def __call__(self, block: Block) -> Mapping[int, Reason]:
         """{byte of the text at which a line begins: (reason, id of its document, what it is a copy of)}."""
         if (number := self._number[block.path]) != self._current:
             self._load(number)

@@ -157,15 +157,12 @@ def _pairs(
     files: SignatureFiles, agree: Agree, paths: Sequence[Path], search: Search
 ) -> Iterator[tuple[Pairs, int, int]]:
     sizes = [path.stat().st_size for path in paths]
-    progress = Progress("dedup: comparing", sum(sizes), search.log_interval_s)
     workers = min(search.workers, max(1, len(paths)))
-    try:
+    with closing(Progress("dedup: comparing", sum(sizes), search.log_interval_s)) as progress:
         with closing(ordered_map(partial(pairs_of, files, agree), paths, workers)) as results:
             for size, (_, result) in zip(sizes, results, strict=True):
                 yield result
                 progress.update(0, 0, size)
-    finally:
-        progress.close()
 
 
 def pairs_of(files: SignatureFiles, agree: Agree, path: Path) -> tuple[Pairs, int, int]:

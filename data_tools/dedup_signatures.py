@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -73,12 +74,11 @@ class SignatureFiles:
         Args:
             purpose: for which they are read; what the progress is called.
         """
-        progress = Progress(purpose, len(self) * self._type.itemsize, log_interval_s)
-        for number in range(len(self.paths)):
-            for first, rows in self.chunks_of_file(number, size):
-                yield first, rows
-                progress.update(len(rows), rows.nbytes, rows.nbytes)
-        progress.close()
+        with closing(Progress(purpose, len(self) * self._type.itemsize, log_interval_s)) as progress:
+            for number in range(len(self.paths)):
+                for first, rows in self.chunks_of_file(number, size):
+                    yield first, rows
+                    progress.update(len(rows), rows.nbytes, rows.nbytes)
 
     def chunks_of_file(self, number: int, size: int) -> Iterator[tuple[int, Rows]]:
         """The rows of one file, in chunks."""

@@ -11,13 +11,13 @@ import numpy as np
 from data_tools.counts import Counts
 from data_tools.dedup_minhash import signatures
 from data_tools.dedup_signatures import SignatureFiles, header, ids_path, row_type
-from data_tools.documents import ID_KEYS, document_id, parse
-from data_tools.line_functions import BAD_LINE, BlockResult, numbered_lines
+from data_tools.documents import document_id
+from data_tools.line_functions import BAD_LINE, BlockResult, Reason, numbered_lines
 from data_tools.options import RunOptions
 from data_tools.partial_shard import Shard
-from data_tools.shards import Reason, run_blocks
+from data_tools.shards import run_blocks
 from megazero.data.cache import key_of
-from megazero.data.jsonl import Block, LineError
+from megazero.data.jsonl import Block, LineError, read_object
 
 
 def sign(
@@ -26,8 +26,8 @@ def sign(
     key: str,
     permutations: int,
     options: RunOptions,
-    id_keys: Sequence[str] = ID_KEYS,
-    reports: bool = False,
+    id_keys: Sequence[str],
+    reports: bool,
 ) -> tuple[SignatureFiles, dict[str, Any]]:
     """The signatures of all documents, and statistics; those of inputs that are in `folder` already are not made again.
 
@@ -45,8 +45,12 @@ def sign(
         # Inputs of several folders can have the same name.
         rows = folder / f"{path.name}.{key_of({'path': str(path)})[:8]}.signatures"
         shards.append(Shard((path,), (rows, ids_path(rows)), rows))
-    settings: dict[str, Any] = {"key": key, "rows": header(permutations).decode(), "id_keys": list(id_keys)}
-    settings["reports"] = reports
+    settings: dict[str, Any] = {
+        "key": key,
+        "rows": header(permutations).decode(),
+        "id_keys": list(id_keys),
+        "reports": reports,
+    }
     signer = BlockSigner(key, permutations, options.strict or reports, id_keys)
     statistics = run_blocks("dedup signatures", shards, signer, settings, options, place=signer.place)
     return SignatureFiles([shard.outputs[0] for shard in shards], permutations), statistics
@@ -59,7 +63,7 @@ class BlockSigner:
         reports: whether lines that hold no document are handed on, to be complained about.
     """
 
-    def __init__(self, key: str, permutations: int, reports: bool, id_keys: Sequence[str] = ID_KEYS) -> None:
+    def __init__(self, key: str, permutations: int, reports: bool, id_keys: Sequence[str]) -> None:
         self._key, self._permutations, self._reports, self._id_keys = key, permutations, reports, tuple(id_keys)
 
     def __call__(self, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
@@ -75,7 +79,7 @@ class BlockSigner:
             try:
                 if block.fault is not None:
                     raise LineError(block.fault)
-                document = parse(line, self._key)
+                document = read_object(line, self._key)
             except LineError as error:
                 counts.bad_lines += 1
                 if self._reports:

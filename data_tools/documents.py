@@ -9,15 +9,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data_tools.optional import require
-from megazero.data.jsonl import Block, LineError, read_blocks, read_object
+from megazero.data.jsonl import Block, read_blocks
 from megazero.files import is_compressed
 
 Document = dict[str, Any]
+"""A JSON object (see `jsonl.read_object`)."""
 
 OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
@@ -26,6 +27,7 @@ ID_KEYS = ("id", "url")
 """The entries that name a document."""
 JOURNAL = ".partial.json"
 """Ends the name of the file that says how far a shard is done."""
+_PIECE_BYTES = 1 << 20
 _SIDECAR_ENDS = (".dropped.jsonl", ".done.json", ".manifest.json")
 
 
@@ -129,15 +131,6 @@ def _gathered(
         yield Block(path, file_number, position, position + len(data), bytes(data), disk_stop)
 
 
-def parse(line: bytes, key: str) -> Document:
-    """The document on a line: a JSON object with a string under `key`.
-
-    Raises:
-        LineError: there is none; the message says why.
-    """
-    return read_object(line, key)
-
-
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:
     """What names a document: the first of the entries `id_keys` that it has, else a hash of its text."""
     for name in id_keys:
@@ -167,20 +160,12 @@ def compress(data: bytes, path: Path) -> bytes:
     return data
 
 
-__all__ = [
-    "ID_KEYS",
-    "JOURNAL",
-    "OUTPUT_FORMATS",
-    "URL_FORMATS",
-    "Block",
-    "Document",
-    "LineError",
-    "compress",
-    "document_blocks",
-    "document_id",
-    "document_suffix",
-    "dump",
-    "list_inputs",
-    "output_format",
-    "parse",
-]
+def in_pieces(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """What to write to `path`: the lines, in pieces of about a megabyte, each compressed as the name asks."""
+    piece = bytearray()
+    for line in lines:
+        piece += line
+        if len(piece) >= _PIECE_BYTES:
+            yield compress(bytes(piece), path)
+            piece.clear()
+    yield compress(bytes(piece), path)

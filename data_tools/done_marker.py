@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_tools.documents import JOURNAL
-from megazero.data.journal import full_disk_named
+from megazero.data.journal import check_ours, full_disk_named
 from megazero.files import append_suffix, locked, written_aside
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def written_marked(output: Path, key: str, content: dict[str, Any], flag: str) -
         ValueError: a file is there that no run of a step has made. FullDiskError: the disk is full.
     """
     claim = append_suffix(output, JOURNAL)  # vouches for the output until the marker does
-    check_ours(output, [output], flag, claim)
+    check_ours([output], flag, marker_path(output), claim)
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
         claim.touch()
@@ -71,19 +71,3 @@ def written_marked(output: Path, key: str, content: dict[str, Any], flag: str) -
             raise
         write_marker(output, key, [output], content)
         claim.unlink(missing_ok=True)
-
-
-def check_ours(record: Path, outputs: Sequence[Path], flag: str, *journals: Path) -> None:
-    """Raises a ValueError where an output exists that no run of a step has made: it would be overwritten.
-
-    Args:
-        flag: that names the output, for the message.
-        journals: of unfinished runs, which vouch for the outputs as the marker does.
-    """
-    if any(path.exists() for path in (marker_path(record), *journals)):
-        return
-    for path in outputs:
-        if path.exists():
-            raise ValueError(
-                f"{flag} {path} exists and was not made by this tool. Move it away, or choose another name."
-            )

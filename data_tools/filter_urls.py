@@ -12,22 +12,21 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from data_tools.blacklists import DOMAINS, EXTENSIONS
 from data_tools.documents import URL_FORMATS, list_inputs
+from data_tools.line_functions import Dropped, Kept
 from data_tools.optional import require
 from data_tools.options import add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Dropped, Kept, contents_of, run_lines
+from data_tools.shards import contents_of, no_search, run_lines
 from megazero.data.cache import key_of
 from megazero.data.jsonl import LineError
-from megazero.files import append_suffix
 
 SHORTEST = 9
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?|\[[0-9a-f:.]+\]", re.IGNORECASE)
@@ -177,9 +176,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         # A repeat may repeat a line of any file, so that every file counts for every shard.
         "corpus": None if args.keep_repeats else key_of({"inputs": contents_of(inputs, options)}),
     }
-    with ExitStack() as stack:
-        drops = None
-        if not args.keep_repeats:
-            folder = append_suffix(min(shard.record for shard in shards), ".repeats")
-            drops = repeated_lines("filter_urls", inputs, url_digest, "repeat", folder, options, stack)
-        return run_lines("filter_urls", shards, UrlFilter(domains, extensions), settings, options, drops)
+    search = partial(repeated_lines, "filter_urls", shards, url_digest, "repeat", options)
+    url_filter = UrlFilter(domains, extensions)
+    return run_lines("filter_urls", shards, url_filter, settings, options, no_search if args.keep_repeats else search)

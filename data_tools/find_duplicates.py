@@ -29,9 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.dedup import CopySearch, add_copy_arguments  # noqa: E402
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity  # noqa: E402
-from data_tools.documents import ID_KEYS, JOURNAL, list_inputs  # noqa: E402
-from data_tools.done_marker import check_ours, read_marker, written_marked  # noqa: E402
+from data_tools.documents import ID_KEYS, JOURNAL, in_pieces, list_inputs  # noqa: E402
+from data_tools.done_marker import marker_path, read_marker, written_marked  # noqa: E402
+from data_tools.group_duplicates import check_list_name  # noqa: E402
 from data_tools.options import add_run_options, run_options  # noqa: E402
+from megazero.data.journal import check_ours  # noqa: E402
+from megazero.data.jsonl import check_strict  # noqa: E402
 from megazero.files import append_suffix  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     data = parser.add_argument_group("data")
     data.add_argument("--input", nargs="+", required=True, help="files or folders: .jsonl (.gz, .xz, .zst), .parquet")
-    data.add_argument("--output", required=True, help="the list of copies: a file of JSON lines")
+    data.add_argument("--output", required=True, help="the list of copies: JSON lines (.gz, .zst)")
     data.add_argument("--json-key", default="text", help="which entry of a document is its text (default: text)")
     data.add_argument(
         "--id-keys", nargs="+", default=list(ID_KEYS), help="entries of which the first names it (default: id url)"
@@ -56,19 +59,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
     start = time.perf_counter()
     options, inputs, output = run_options(args), list_inputs(args.input), Path(args.output)
+    check_list_name(output, "--output")
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
     key = search.settings["all_inputs"]
     content = read_marker(output, key, [output])
     skipped = content is not None
-    if content is None or (args.strict and content["bad_lines"]):
-        check_ours(output, [output], "--output", append_suffix(output, JOURNAL))  # before the search
+    if content is not None:
+        check_strict(content["first_errors"], args.strict, f"when {output} was made")
+    else:
+        check_ours([output], "--output", marker_path(output), append_suffix(output, JOURNAL))  # before the search
         content = {"copies": 0, "same_name": 0}
         with search.result() as (files, first), written_marked(output, key, content, "--output") as file:
             content |= {name: search.signed[name] for name in ("documents", "bad_lines", "first_errors")}
-            for name, copy, share in _copies(files, first):
-                content["copies"] += 1
-                content["same_name"] += name == copy
-                file.write(json.dumps({name: [{copy: share}]}).encode() + b"\n")
+            file.writelines(in_pieces(_listed(files, first, content), output))
     if content.get("same_name"):
         logger.warning(
             "%d copies have the name of the document that they copy (%s), so that remove_group_duplicates cannot tell them from "
@@ -79,6 +82,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     content = {name: value for name, value in content.items() if name not in ("key", "outputs")}
     seconds = round(time.perf_counter() - start, 2)
     return {"step": "find_duplicates", **content, **search.summary(), "skipped": skipped, "seconds": seconds}
+
+
+def _listed(files: SignatureFiles, first: Documents, counts: dict[str, Any]) -> Iterator[bytes]:
+    """The lines of the list; they are counted."""
+    for name, copy, share in _copies(files, first):
+        counts["copies"] += 1
+        counts["same_name"] += name == copy
+        yield json.dumps({name: [{copy: share}]}).encode() + b"\n"
 
 
 def _copies(files: SignatureFiles, first: Documents) -> Iterator[tuple[str, str, float]]:

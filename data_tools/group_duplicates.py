@@ -12,14 +12,17 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from data_tools.documents import in_pieces
 from data_tools.done_marker import read_marker, written_marked
 from data_tools.options import size
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
 from megazero.data.progress import Progress
+from megazero.files import DAMAGE, decompressed, open_bytes
 
 _BYTES_PER_NAME = 256  # beside its letters: a string, and its places in dictionaries and lists
 _READ_BYTES = 1 << 20
@@ -27,8 +30,8 @@ _READ_BYTES = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
-    parser.add_argument("--input", required=True, help="the list of copies that find_duplicates has made")
-    parser.add_argument("--output", required=True, help="the groups: a file of JSON lines")
+    parser.add_argument("--input", required=True, help="the list of copies that find_duplicates has made (.gz, .zst)")
+    parser.add_argument("--output", required=True, help="the groups: JSON lines (.gz, .zst)")
     parser.add_argument("--memory", type=size, default=size("2G"), help="512M, 2G (default: 2G)")
 
 
@@ -36,6 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Groups, and returns the statistics."""
     start = time.perf_counter()
     path, output = Path(args.input), Path(args.output)
+    check_list_name(output, "--output")
     if (need := bytes_of_names(path, "--input")) > args.memory:
         raise ValueError(
             f"--memory {args.memory >> 20}M is too little for the names in {path}: give {(need >> 20) + 1}M, or use the step "
@@ -50,11 +54,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with written_marked(output, key, content, "--output") as file:
             groups = _groups(path)
             check_unchanged([path], described)
-            for number, names in enumerate(groups):
-                file.write(json.dumps({str(number): names}).encode() + b"\n")
+            lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
+            file.writelines(in_pieces(lines, output))
             content |= {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
     counts = {name: content[name] for name in ("groups", "copies")}
     return {"step": "group_duplicates", **counts, "skipped": skipped, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def check_list_name(path: Path, flag: str) -> None:
+    """Raises a ValueError for a list of a kind that is not written; lists are plain JSON lines, .gz or .zst."""
+    if path.suffix in (".bz2", ".parquet", ".xz", ".zip"):
+        raise ValueError(
+            f"{flag} {path}: such lists are not written. Name one that ends in .jsonl, .jsonl.gz or .jsonl.zst."
+        )
 
 
 def bytes_of_names(path: Path, flag: str) -> int:
@@ -62,14 +74,19 @@ def bytes_of_names(path: Path, flag: str) -> int:
 
     Raises:
         FileNotFoundError: there is no such file; names the flag.
+        ValueError: it is damaged or cut off.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{flag} {path}: there is no such file")
-    quotes = 0
-    with open(path, "rb") as file:
-        while data := file.read(_READ_BYTES):
-            quotes += data.count(b'"')
-    return path.stat().st_size + quotes // 2 * _BYTES_PER_NAME
+    letters = quotes = 0
+    try:
+        with open_bytes(path) as file:
+            while data := file.read(_READ_BYTES):
+                letters += len(data)
+                quotes += data.count(b'"')
+    except DAMAGE as error:
+        raise ValueError(f"{flag} {path}: damaged or cut off: {error}. Make it again.") from error
+    return letters + quotes // 2 * _BYTES_PER_NAME
 
 
 def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
@@ -79,8 +96,9 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
         ValueError: a line is none; names file and line.
     """
     what = "groups, which group_duplicates makes" if kind is str else "copies, which find_duplicates makes"
+    before = 0
     progress = Progress(f"reading {path.name}", path.stat().st_size)
-    with open(path, "rb") as file:
+    with closing(progress), open(path, "rb") as disk, decompressed(disk, path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 content = json.loads(line)
@@ -90,8 +108,8 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}; expected a list of {what}.") from error
             yield content
-            progress.update(1, len(line), len(line))
-    progress.close()
+            progress.update(1, len(line), disk.tell() - before)
+            before = disk.tell()
 
 
 def _groups(path: Path) -> list[list[str]]:

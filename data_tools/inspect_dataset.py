@@ -3,7 +3,7 @@
     python -m data_tools inspect data/webtext_text_document --tokenizer-path data/gpt2_bpe --documents 0 -1 --histogram h.png
 
 Documents go to standard output as text (or as JSON lines with --json), the statistics after them as one JSON line. Without a
-tokenizer the ids are shown.
+tokenizer the ids are shown. The memory is the same for any size, so there is no --memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.inspect_statistics import describe, draw_histogram
+from data_tools.inspect_statistics import describe, document_lengths, draw_histogram
 from data_tools.preprocess_data import add_tokenizer_arguments, tokenizer_of
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
@@ -93,16 +93,9 @@ def choose_documents(total: int, numbers: Sequence[int], sample: int, seed: int)
 
 def document_tokens(data: IndexedDataset, document: int, max_tokens: int) -> tuple[np.ndarray, int]:
     """The first tokens of a document, and how many it has."""
-    first, stop = int(data.doc_idx[document]), int(data.doc_idx[document + 1])
-    total = int(data.sizes[first:stop].sum(dtype=np.int64))
-    pieces: list[np.ndarray] = []
-    left = min(max_tokens, total)
-    for sequence in range(first, stop):
-        pieces.append(data.get(sequence, 0, min(left, int(data.sizes[sequence]))))
-        left -= len(pieces[-1])
-        if left == 0:
-            break
-    return np.concatenate(pieces) if pieces else np.empty(0, data.dtype), total
+    start, stop = data.token_starts(data.doc_idx[document : document + 2]).tolist()
+    count = min(max_tokens, stop - start)
+    return np.fromfile(data.bin_path, data.dtype, count, offset=start * data.dtype.itemsize), stop - start
 
 
 def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None, max_tokens: int) -> Shown:
@@ -144,14 +137,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for document in choose_documents(len(data.doc_idx) - 1, args.documents, args.sample, args.seed):
         shown = show_document(data, document, tokenizer, args.max_tokens)
         sys.stdout.write((json.dumps(asdict(shown), ensure_ascii=False) if args.json else shown.to_text()) + "\n")
+    lengths = document_lengths(data)
     if args.histogram is not None:
-        draw_histogram(data, args.histogram)
+        draw_histogram(data, lengths, args.histogram)
     record = read_sidecar(data.prefix)
     known = record or tokenizer
     return {
         "step": "inspect",
         "prefix": str(data.prefix),
-        **describe(data, *((known.vocab_size, known.eod) if known is not None else ())),
+        **describe(data, lengths, *((known.vocab_size, known.eod) if known is not None else ())),
         "tokenizer": None if record is None else {"type": record.tokenizer_type, "sha256": record.tokenizer_sha256},
         **({"histogram": str(args.histogram)} if args.histogram is not None else {}),
         "seconds": round(time.perf_counter() - start, 2),

@@ -1,7 +1,13 @@
-"""What a tokenized corpus consists of: lengths of documents, ends of text, use of the vocabulary; and a histogram."""
+"""What a tokenized corpus consists of: lengths of documents, ends of text, use of the vocabulary; and a histogram.
+
+All of it comes from one pass over the index and one over the tokens, a piece at a time: the memory is the same for any size.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +15,50 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_tools.optional import require
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.progress import Progress
 from megazero.files import written_aside
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
-_CHUNK = 1 << 24  # tokens in memory at a time
+_CHUNK = 1 << 20  # tokens, or documents, in memory at a time
 _LARGEST_COUNTED_ID = 1 << 24  # beyond any vocabulary: ids of a damaged file must not size an array
 
 
-def document_lengths(data: IndexedDataset) -> npt.NDArray[np.int64]:
-    """[documents] int64, the tokens of each document."""
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.sizes, dtype=np.int64)])
-    return np.diff(ends[data.doc_idx])
+@dataclass(frozen=True)
+class Lengths:
+    """How many documents have which length: values [n], int64 and rising, and their counts [n]."""
+
+    values: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return int(self.counts.sum())
+
+    def percentile(self, percent: int) -> int:
+        """The length of the document at this place of all, rounded down, in the order of their lengths."""
+        place = math.floor((self.documents - 1) * (percent / 100))
+        return int(self.values[np.searchsorted(np.cumsum(self.counts), place, side="right")])
+
+
+def document_lengths(data: IndexedDataset) -> Lengths:
+    """The lengths of all documents, in tokens."""
+    values = counts = np.zeros(0, np.int64)
+    for ends in _document_ends(data):
+        found, times = np.unique(np.diff(ends), return_counts=True)
+        merged, places = np.unique(np.concatenate([values, found]), return_inverse=True)
+        total = np.zeros(len(merged), np.int64)
+        np.add.at(total, places, np.concatenate([counts, times]))
+        values, counts = merged, total
+    return Lengths(values, counts)
+
+
+def _document_ends(data: IndexedDataset) -> Iterator[npt.NDArray[np.int64]]:
+    """In pieces: the token at which a document begins, and those at which it and each of the next ones end."""
+    for first in range(0, len(data.doc_idx) - 1, _CHUNK):
+        yield data.token_starts(data.doc_idx[first : first + _CHUNK + 1])
 
 
 @dataclass(frozen=True)
@@ -42,54 +79,54 @@ class TokenCounts:
 
 
 def count_tokens(data: IndexedDataset, eod: int | None) -> TokenCounts:
-    """Counts ids in one pass over the .bin, a chunk at a time."""
+    """Counts ids in one pass over the .bin."""
     low, high, ending = 0, -1, 0
     counts = np.zeros(0, dtype=np.int64)
     is_countable = True
-    lengths = document_lengths(data)
-    last = np.cumsum(lengths)[lengths > 0] - 1  # position of the last token of each document, rising
-    progress = Progress("counting", data.num_tokens * data.dtype.itemsize)
-    for start in range(0, data.num_tokens, _CHUNK):
-        stop = min(start + _CHUNK, data.num_tokens)
-        chunk = np.fromfile(data.bin_path, data.dtype, stop - start, offset=start * data.dtype.itemsize)
-        smallest, largest = int(chunk.min()), int(chunk.max())
-        low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
-        is_countable = is_countable and low >= 0 and high < _LARGEST_COUNTED_ID
-        if is_countable:
-            counts = np.concatenate([counts, np.zeros(max(0, high + 1 - len(counts)), dtype=np.int64)])
-            counts += np.bincount(chunk, minlength=len(counts))
-        here = last[np.searchsorted(last, start) : np.searchsorted(last, stop)]
-        if eod is not None:
-            ending += int(np.count_nonzero(chunk[here - start] == eod))
-        progress.update(len(here), chunk.nbytes, chunk.nbytes)
-    progress.close()
-    if not is_countable:
-        counts = np.zeros(0, dtype=np.int64)
-    return TokenCounts(counts, low, high, ending)
+    width = data.dtype.itemsize
+    with closing(Progress("counting", data.num_tokens * width)) as progress:
+        for ends in _document_ends(data):
+            last = ends[1:][np.diff(ends) > 0] - 1  # position of the last token of each document, rising
+            for start in range(int(ends[0]), int(ends[-1]), _CHUNK):
+                stop = min(start + _CHUNK, int(ends[-1]))
+                chunk = np.fromfile(data.bin_path, data.dtype, stop - start, offset=start * width)
+                smallest, largest = int(chunk.min()), int(chunk.max())
+                low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
+                is_countable = is_countable and low >= 0 and high < _LARGEST_COUNTED_ID
+                if is_countable:
+                    counts = np.concatenate([counts, np.zeros(max(0, high + 1 - len(counts)), dtype=np.int64)])
+                    counts += np.bincount(chunk, minlength=len(counts))
+                here = last[np.searchsorted(last, start) : np.searchsorted(last, stop)]
+                if eod is not None:
+                    ending += int(np.count_nonzero(chunk[here - start] == eod))
+                progress.update(len(here), chunk.nbytes, chunk.nbytes)
+    return TokenCounts(counts if is_countable else counts[:0], low, high, ending)
 
 
-def describe(data: IndexedDataset, vocab_size: int | None = None, eod: int | None = None) -> dict[str, Any]:
+def describe(
+    data: IndexedDataset, lengths: Lengths, vocab_size: int | None = None, eod: int | None = None
+) -> dict[str, Any]:
     """The statistics of a corpus as JSON values.
 
     Args:
+        lengths: its `document_lengths`.
         vocab_size: entries of the vocabulary; ids beyond it are counted as `unknown_ids`. None leaves that out.
         eod: id of the end of text; None leaves out what depends on it.
     """
-    lengths = document_lengths(data)
     result: dict[str, Any] = {
-        "documents": len(lengths),
+        "documents": lengths.documents,
         "sequences": len(data),
         "tokens": data.num_tokens,
         "dtype": str(data.dtype),
         "bytes": data.bin_path.stat().st_size + data.index_path.stat().st_size,
-        "empty_documents": int(np.count_nonzero(lengths == 0)),
+        "empty_documents": int(lengths.counts[lengths.values == 0].sum()),
     }
-    if len(lengths):
+    if lengths.documents:
         result["length"] = {
-            "min": int(lengths.min()),
-            **{f"p{p}": int(np.percentile(lengths, p, method="lower")) for p in PERCENTILES},
-            "max": int(lengths.max()),
-            "mean": round(float(lengths.mean()), 1),
+            "min": int(lengths.values[0]),
+            **{f"p{percent}": lengths.percentile(percent) for percent in PERCENTILES},
+            "max": int(lengths.values[-1]),
+            "mean": round(data.num_tokens / lengths.documents, 1),
         }
     found = count_tokens(data, eod)
     result |= {"smallest_id": found.low, "largest_id": found.high}
@@ -107,27 +144,24 @@ def describe(data: IndexedDataset, vocab_size: int | None = None, eod: int | Non
     return result
 
 
-def draw_histogram(data: IndexedDataset, path: Path) -> None:
+def draw_histogram(data: IndexedDataset, lengths: Lengths, path: Path) -> None:
     """Writes a PNG of how many documents, and how many of the tokens, have which length (logarithmic).
 
     Raises:
         ValueError: matplotlib is not installed; the corpus has no tokens.
     """
-    try:
-        from matplotlib.figure import Figure  # without pyplot: no window system, no state
-    except ImportError as error:
-        raise ValueError("--histogram needs the package matplotlib (pip install matplotlib)") from error
-    lengths = document_lengths(data)
-    lengths = lengths[lengths > 0]
-    if len(lengths) == 0:
+    matplotlib = require("matplotlib.figure", "--histogram", "matplotlib")  # without pyplot: no window system, no state
+    values, counts = (each[lengths.values > 0] for each in (lengths.values, lengths.counts))
+    if len(values) == 0:
         raise ValueError(f"--histogram {path}: {data.prefix} has no tokens to draw")
-    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, 61).round()).tolist()
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    documents = int(counts.sum())
+    edges = np.unique(np.geomspace(values[0], values[-1] + 1, 61).round()).tolist()
+    figure = matplotlib.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.hist(lengths, edges, weights=np.full(len(lengths), 100 / len(lengths)), alpha=0.6, label="of the documents")
-    axes.hist(lengths, edges, weights=lengths * (100 / lengths.sum()), alpha=0.6, label="of the tokens")
+    axes.hist(values, edges, weights=counts * (100 / documents), alpha=0.6, label="of the documents")
+    axes.hist(values, edges, weights=values * counts * (100 / data.num_tokens), alpha=0.6, label="of the tokens")
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="%")
-    axes.set_title(f"{data.prefix.name}: {len(lengths):,} documents, {data.num_tokens:,} tokens")
+    axes.set_title(f"{data.prefix.name}: {documents:,} documents, {data.num_tokens:,} tokens")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as file:

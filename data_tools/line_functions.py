@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from data_tools.counts import Counts
-from data_tools.documents import Document, compress, document_id, dump, parse
+from data_tools.documents import Document, compress, document_id, dump
 from data_tools.partial_shard import Shard
-from megazero.data.jsonl import Block, LineError, block_lines
+from megazero.data.jsonl import Block, LineError, block_lines, read_object
 
 BAD_LINE = "bad line"
 """The reason for dropping a line that holds no document."""
@@ -31,8 +32,7 @@ class Dropped(Exception):
         self.reason, self.identity, self.detail = reason, identity, detail
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A line that stays: its bytes with their end, and to which of the outputs of its shard it goes."""
 
     line: bytes
@@ -75,7 +75,7 @@ class DocumentLines:
 
     def __call__(self, line: bytes) -> Kept:
         """Raises LineError or Dropped, as a line function does."""
-        document = parse(line, self.key)
+        document = read_object(line, self.key)
         try:
             result = self.function(document)
         except Dropped as drop:
@@ -87,7 +87,12 @@ class DocumentLines:
 
     def identify(self, line: bytes) -> str:
         """What names the document on a line; raises LineError if it holds none."""
-        return document_id(parse(line, self.key), self.key)
+        return document_id(read_object(line, self.key), self.key)
+
+
+def unchanged(document: Document) -> Document:
+    """The document function that keeps all."""
+    return document
 
 
 class BlockFunction:

@@ -3,6 +3,7 @@
 Docstrings, comments, long documentation strings, Python's help topics and text files become loose JSON lines {"text", "url"},
 one document per source file. No network is used and no module but pydoc_data.topics is imported: sources are parsed. For one
 environment the output is always the same; it changes with versions, so OUTPUT.manifest.json records them and the file's SHA-256.
+The prose of the whole environment is held, whatever --max-mb, so there is no --memory: some 130 MB, and 20 MB a worker.
 
     python -m data_tools sample_corpus --output data/sample/corpus.jsonl
 """
@@ -21,18 +22,19 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.done_marker import check_ours  # noqa: E402
+from data_tools.documents import dump  # noqa: E402
 from data_tools.sample_corpus_faults import plant_faults  # noqa: E402
 from data_tools.sample_corpus_passages import Source, read_passages  # noqa: E402
+from megazero.data.journal import check_ours, full_disk_named  # noqa: E402
 from megazero.data.progress import Progress  # noqa: E402
-from megazero.files import append_suffix, written_aside  # noqa: E402
+from megazero.data.workers import available_cores, ordered_map  # noqa: E402
+from megazero.files import append_suffix, locked, written_aside  # noqa: E402
 
 PACKAGES = ("numpy", "torch")
 HAS_PRIVATE_CODE = {"torch"}  # whose folders with a leading underscore hold code with few words
@@ -85,14 +87,15 @@ def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str],
 
     for topic, text in sorted(_help_topics().items()):
         add(f"python-{versions['python']}/help/{topic}", [text.strip()])
-    with ProcessPoolExecutor(workers, get_context("spawn")) as executor:
-        results = executor.map(read_passages, sources, chunksize=32)
-        sizes = [source.path.stat().st_size for source in sources]
-        progress = Progress("reading", sum(sizes))
-        for source, size, passages in zip(sources, sizes, results, strict=True):
+    total = sum(source.path.stat().st_size for source in sources)
+    with (
+        closing(Progress("reading", total)) as progress,
+        closing(ordered_map(read_passages, sources, workers)) as found,
+    ):
+        for source, passages in found:
             add(source.url, passages)
+            size = source.path.stat().st_size
             progress.update(1, size, size)
-        progress.close()
     return documents, versions, counts
 
 
@@ -119,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="plant what a dump of the web has: duplicates, broken lines, other languages",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes (default: all cores)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,39 +135,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     if args.workers < 1 or args.max_mb <= 0:
         raise ValueError(f"--workers {args.workers} and --max-mb {args.max_mb} must be positive")
-    if (done := _finished(args)) is not None:
-        return {"step": "sample_corpus", "output": str(args.output), **done, "skipped": True}
-    check_ours(args.output, [args.output], "--output", manifest_path(args.output))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with locked(append_suffix(args.output, ".lock")), full_disk_named(str(args.output)):
+        if (done := _finished(args)) is not None:
+            return {"step": "sample_corpus", "output": str(args.output), **done, "skipped": True}
+        check_ours([args.output], "--output", manifest_path(args.output))
+        made = _make(args)
+    seconds = round(time.perf_counter() - start, 2)
+    return {"step": "sample_corpus", "output": str(args.output), **made, "seconds": seconds, "skipped": False}
+
+
+def _make(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the corpus; its manifest, and what was counted."""
     documents, versions, counts = build_documents(args.workers)
-    available = len(documents)
-    documents = select(documents, int(args.max_mb * 1e6))
-    corpus, planted = (plant_faults if args.faults else _to_lines)(documents)
+    chosen = select(documents, int(args.max_mb * 1e6))
+    if not chosen:
+        raise ValueError(f"--max-mb {args.max_mb} is less than any of the {len(documents)} documents. Give more.")
+    corpus, planted = plant_faults(chosen) if args.faults else (b"".join(map(dump, chosen)), {})
     manifest = {
         "bytes": len(corpus),
         "sha256": hashlib.sha256(corpus).hexdigest(),
-        "documents": len(documents),
+        "documents": len(chosen),
         "versions": versions,
         "max_mb": args.max_mb,
         "planted": planted,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(manifest_path(args.output)) as file:
         file.write(json.dumps(manifest, indent=1).encode() + b"\n")
     with written_aside(args.output) as file:
         file.write(corpus)
-    return {
-        "step": "sample_corpus",
-        "output": str(args.output),
-        **manifest,
-        "documents_available": available,
-        **counts,
-        "seconds": round(time.perf_counter() - start, 2),
-        "skipped": False,
-    }
-
-
-def _to_lines(documents: list[dict[str, str]]) -> tuple[bytes, dict[str, int]]:
-    return b"".join(json.dumps(document, ensure_ascii=False).encode() + b"\n" for document in documents), {}
+    return {**manifest, "documents_available": len(documents), **counts}
 
 
 def manifest_path(output: Path) -> Path:
@@ -185,12 +185,7 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     return manifest if {name: manifest.get(name) for name in wanted} == wanted else None
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line as a script."""
-    from data_tools.__main__ import main as run_tools
-
-    run_tools(["sample_corpus", *(sys.argv[1:] if argv is None else argv)])
-
-
 if __name__ == "__main__":
-    main()
+    from data_tools.megatron_names import run_script
+
+    run_script("sample_corpus")

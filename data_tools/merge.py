@@ -9,41 +9,39 @@ error; else the later document is left out, with the reason `duplicate id` in th
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from data_tools.documents import Document, list_inputs, parse
-from data_tools.line_functions import DocumentLines
+from data_tools.documents import list_inputs
+from data_tools.line_functions import DocumentLines, Kept, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, run_lines
 from megazero.data.cache import key_of
-from megazero.data.jsonl import LineError
-from megazero.files import append_suffix
+from megazero.data.jsonl import read_object
 
 DUPLICATE_ID = "duplicate id"
 
 
 class IdDigest:
-    """A digest function: the id of the document on a line; None where it has none, or the line no document."""
+    """A digest function: the id of the document on a line; None where it has none."""
 
     def __init__(self, key: str, id_key: str) -> None:
         self.key, self.id_key = key, id_key
 
     def __call__(self, line: bytes) -> bytes | None:
-        """The id with its type, so that the number 1 is not the string "1"."""
-        try:
-            document = parse(line, self.key)
-        except LineError:
-            return None
-        identity = document.get(self.id_key)
+        """The id with its type, so that the number 1 is not the string "1"; raises LineError if there is no document."""
+        identity = read_object(line, self.key).get(self.id_key)
         return None if identity is None else f"{type(identity).__name__} {identity}".encode("utf-8", "surrogatepass")
 
 
-def unchanged(document: Document) -> Document:
-    """The document function that keeps all."""
-    return document
+class SeenLines(DocumentLines):
+    """Keeps every line as it is: the search for repeats has parsed it, and only what it lists is parsed again, by `identify`."""
+
+    def __call__(self, line: bytes) -> Kept:
+        """The line."""
+        return Kept(line + b"\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,11 +62,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         # An id may come again in any file, so that every file counts for every shard.
         "corpus": key_of({"inputs": contents_of(inputs, options)}) if args.id_key else None,
     }
-    function = DocumentLines(unchanged, args.json_key)
-    with ExitStack() as stack:
-        drops = None
-        if args.id_key:
-            folder = append_suffix(min(shard.record for shard in shards), ".repeats")
-            digest = IdDigest(args.json_key, args.id_key)
-            drops = repeated_lines("merge", inputs, digest, DUPLICATE_ID, folder, options, stack)
-        return run_lines("merge", shards, function, settings, options, drops, frozenset({DUPLICATE_ID}))
+    if not args.id_key:
+        return run_lines("merge", shards, DocumentLines(unchanged, args.json_key), settings, options)
+    search = partial(repeated_lines, "merge", shards, IdDigest(args.json_key, args.id_key), DUPLICATE_ID, options)
+    lines = SeenLines(unchanged, args.json_key)
+    return run_lines("merge", shards, lines, settings, options, search, frozenset({DUPLICATE_ID}))

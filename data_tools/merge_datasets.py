@@ -4,7 +4,8 @@
 
 A folder stands for all pairs in it, sorted by name. The inputs must be of one dtype and, where they record it, of one tokenizer.
 Tokens are copied as bytes, and the index is written in pieces: the time is that of the disk, and the memory the same for any
-size. What is there already, from the same inputs, is not made again; a killed run goes on copying where it stopped.
+size, so there is no --memory. What is there already, from the same inputs, is not made again; a killed run goes on copying
+where it stopped.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.done_marker import check_ours, marker_path, read_marker, write_marker  # noqa: E402
+from data_tools.done_marker import marker_path, read_marker, write_marker  # noqa: E402
 from megazero.data.cache import key_of  # noqa: E402
 from megazero.data.contents import check_unchanged, describe_files  # noqa: E402
 from megazero.data.corpora import find_corpora  # noqa: E402
 from megazero.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megazero.data.journal import JournaledFiles, full_disk_named  # noqa: E402
+from megazero.data.journal import JournaledFiles, check_ours, full_disk_named  # noqa: E402
 from megazero.data.mmidx import publish, write_joined_index  # noqa: E402
 from megazero.data.partial_output import INDEX_ASIDE_SUFFIX, JOURNAL_SUFFIX  # noqa: E402
 from megazero.data.progress import Progress  # noqa: E402
-from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path, write_sidecar  # noqa: E402
+from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar  # noqa: E402
 from megazero.files import append_suffix, locked  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
             logger.info("%s is there already, from the same inputs", output)
         else:
             check_free(output)
-            check_ours(output, outputs, "--output-prefix", append_suffix(output, JOURNAL_SUFFIX))
+            check_ours(outputs, "--output-prefix", marker_path(output), append_suffix(output, JOURNAL_SUFFIX))
             files = JournaledFiles(append_suffix(output, JOURNAL_SUFFIX), [append_suffix(output, ".bin.partial")], key)
             _write(sources, contents, output, record, files)
             write_marker(output, key, outputs, {"result": result})
@@ -129,15 +131,11 @@ def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, A
         first, of_first = known[0]
         if record.tokenizer_sha256 != of_first.tokenizer_sha256:
             raise ValueError(
-                f"{source.prefix} was tokenized with {_described(record)}, {first.prefix} with {_described(of_first)}: the same "
+                f"{source.prefix} was tokenized with {record.tokenizer}, {first.prefix} with {of_first.tokenizer}: the same "
                 "id would mean two different things. Tokenize one of them again with the other's vocabulary."
             )
     for source, record in known:
-        if record.tokens != source.num_tokens:
-            raise ValueError(
-                f"{sidecar_path(source.prefix)} records {record.tokens} tokens, {source.index_path.name} {source.num_tokens}: "
-                "one of them was replaced. Copy the three files again, or make them anew."
-            )
+        check_tokens(source.prefix, record, source.num_tokens)
     if len(known) < len(records):
         unknown = next(source for source, record in records if record is None)
         logger.warning(
@@ -156,10 +154,6 @@ def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, A
         tokens=sum(source.num_tokens for source in sources),
         source={"merged": contents},
     )
-
-
-def _described(record: Sidecar) -> str:
-    return f"{record.tokenizer_type} ({record.vocab_size} entries, sha256 {record.tokenizer_sha256[:12]})"
 
 
 def _files(sources: Sequence[IndexedDataset]) -> list[Path]:
@@ -195,13 +189,11 @@ def _write(
 def _copy(sources: Sequence[IndexedDataset], files: JournaledFiles) -> None:
     """Appends the tokens of all sources, without the first ones, which an earlier run has copied."""
     sizes = [source.bin_path.stat().st_size for source in sources]
-    progress = Progress("merging", sum(sizes))
     done = files.sizes[0]
     if done:
         logger.info("%s: continuing after %.1f MB", files.paths[0], done / 1e6)
+    with closing(Progress("merging", sum(sizes))) as progress:
         progress.skip(done)
-    committed = time.monotonic()
-    try:
         for source, size in zip(sources, sizes, strict=True):
             skipped = min(done, size)
             done -= skipped
@@ -211,11 +203,7 @@ def _copy(sources: Sequence[IndexedDataset], files: JournaledFiles) -> None:
                 while data := file.read(_COPY_BYTES):
                     files.append(data)
                     progress.update(round(documents * len(data)), len(data), len(data))
-                    if time.monotonic() - committed >= _COMMIT_INTERVAL_S:
-                        files.commit({})
-                        committed = time.monotonic()
-    finally:
-        progress.close()
+                    files.commit({}, _COMMIT_INTERVAL_S)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -237,12 +225,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"step": "merge_datasets", **result, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line under Megatron-LM's name of the script."""
-    from data_tools.__main__ import main as run_tools
-
-    run_tools(["merge_datasets", *(sys.argv[1:] if argv is None else argv)])
-
-
 if __name__ == "__main__":
-    main()
+    from data_tools.megatron_names import run_script
+
+    run_script("merge_datasets")

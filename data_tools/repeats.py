@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.documents import document_blocks
+from data_tools.line_functions import numbered_lines
 from data_tools.options import RunOptions
 from data_tools.partial_shard import Shard
-from data_tools.shards import Deferred, numbered_lines
-from megazero.data.jsonl import Block
+from megazero.data.jsonl import Block, LineError
 from megazero.data.progress import Progress
 from megazero.data.workers import ordered_map
+from megazero.files import append_suffix
 
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<i8")])
 Places = npt.NDArray[np.int64]
@@ -35,7 +36,7 @@ _OFFSET_BITS = 44  # 16 TB of text in a file, and half a million files
 _STRETCH_BITS = 26  # 64 MB of text: at most some ten million lines, of eight bytes each
 
 DigestFunction = Callable[[bytes], bytes | None]
-"""Picklable: a line -> what must not repeat, or None for a line that takes no part."""
+"""Picklable: a line -> what must not repeat, or None for a line that takes no part. What raises a LineError is listed too."""
 
 
 class RepeatFinder:
@@ -91,7 +92,7 @@ def _repeats(records: np.ndarray) -> Places:
 
 
 class RepeatedLines:
-    """Lines to drop because they repeat an earlier one: the `drops` of `shards.run_lines`.
+    """Lines to drop because they repeat an earlier one, and lines that hold no document: the drops of `shards.run_lines`.
 
     Args:
         folder: of the places, in a file for each stretch of the text that has any.
@@ -111,7 +112,7 @@ class RepeatedLines:
             with open(self._path(int(stretches[start])), "ab") as file:
                 file.write(places[start:stop].tobytes())
 
-    def __call__(self, shard: Shard, block: Block) -> Mapping[int, str]:
+    def __call__(self, block: Block) -> Mapping[int, str]:
         """The repeated lines of a block: {byte at which a line begins: reason}."""
         base = self._numbers[block.path] << _OFFSET_BITS
         found: dict[int, str] = {}
@@ -128,58 +129,33 @@ class RepeatedLines:
         return self._folder / f"{stretch}.places"
 
 
+@contextmanager
 def repeated_lines(
-    step: str,
-    paths: Sequence[Path],
-    digest: DigestFunction,
-    reason: str,
-    folder: Path,
-    options: RunOptions,
-    stack: ExitStack,
-) -> Deferred:
-    """The `drops` of the lines of all files whose digest is that of an earlier line; looked for when they are first needed.
-
-    Args:
-        folder: for what does not fit in memory; removed when `stack` ends.
-    """
-
-    def find() -> RepeatedLines:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        return _find(step, paths, digest, RepeatedLines(folder / "places", paths, reason), folder, options)
-
-    return Deferred(find)
-
-
-def _find(
-    step: str,
-    paths: Sequence[Path],
-    digest: DigestFunction,
-    found: RepeatedLines,
-    folder: Path,
-    options: RunOptions,
-) -> RepeatedLines:
+    step: str, shards: Sequence[Shard], digest: DigestFunction, reason: str, options: RunOptions
+) -> Iterator[RepeatedLines]:
+    """The lines of all files whose digest is that of an earlier line; what does not fit in memory lies beside the first shard."""
+    paths = list(dict.fromkeys(path for shard in shards for path in shard.inputs))
+    folder = append_suffix(min(shard.record for shard in shards), ".repeats")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     (folder / "places").mkdir(parents=True)
     finder = RepeatFinder(folder / "digests", options.memory_bytes // 2)
-    workers = _half(options).workers_in_memory
-    progress = Progress(f"{step}: looking for repeats", sum(p.stat().st_size for p in paths), options.log_interval_s)
-    disk = dict.fromkeys(paths, 0)
+    found = RepeatedLines(folder / "places", paths, reason)
+    # What is left for the workers beside the digests.
+    workers = replace(options, memory_bytes=max(options.memory_bytes // 2, options.worker_bytes)).workers_in_memory
+    total, disk = sum(path.stat().st_size for path in paths), dict.fromkeys(paths, 0)
     try:
-        with closing(ordered_map(_DigestBlock(digest), _blocks(paths, options), workers)) as results:
-            for block, records in results:
-                finder.add(records)
-                progress.update(len(records), block.stop - block.start, block.disk_stop - disk[block.path])
-                disk[block.path] = block.disk_stop
+        with closing(Progress(f"{step}: looking for repeats", total, options.log_interval_s)) as progress:
+            with closing(ordered_map(_DigestBlock(digest), _blocks(paths, options), workers)) as results:
+                for block, (records, faults) in results:
+                    finder.add(records)
+                    found.add(faults)
+                    progress.update(len(records), block.stop - block.start, block.disk_stop - disk[block.path])
+                    disk[block.path] = block.disk_stop
+        for places in finder.repeats():
+            found.add(places)
+        yield found
     finally:
-        progress.close()
-    for places in finder.repeats():
-        found.add(places)
-    return found
-
-
-def _half(options: RunOptions) -> RunOptions:
-    """What is left for the workers beside the digests."""
-    return replace(options, memory_bytes=max(options.memory_bytes // 2, options.worker_bytes))
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _blocks(paths: Sequence[Path], options: RunOptions) -> Iterator[Block]:
@@ -188,17 +164,26 @@ def _blocks(paths: Sequence[Path], options: RunOptions) -> Iterator[Block]:
 
 
 class _DigestBlock:
+    """A block -> the `RECORD`s of its lines, and the places of those that hold no document."""
+
     def __init__(self, digest: DigestFunction) -> None:
         self._digest = digest
 
-    def __call__(self, block: Block) -> np.ndarray:
-        digests, places = [], []
+    def __call__(self, block: Block) -> tuple[np.ndarray, Places]:
+        digests, places, faults = [], [], []
         for offset, line in numbered_lines(block):
-            content = self._digest(line)
+            if not line or line.isspace():
+                continue
+            place = (block.file << _OFFSET_BITS) + offset
+            try:
+                content = self._digest(line)
+            except LineError:
+                faults.append(place)
+                continue
             if content is not None:
                 digests.append(hashlib.blake2b(content, digest_size=16).digest())
-                places.append((block.file << _OFFSET_BITS) + offset)
+                places.append(place)
         records = np.empty(len(places), RECORD)
         pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         records["high"], records["low"], records["place"] = pairs[:, 0], pairs[:, 1], places
-        return records
+        return records, np.array(faults, np.int64)

@@ -10,19 +10,7 @@ from data_tools.partial_shard import Shard
 from megazero.files import is_compressed
 
 # Of a name that ends so, nobody expects that a folder is made.
-_FILE_SUFFIXES = (
-    ".bz2",
-    ".csv",
-    ".gz",
-    ".jsonl",
-    ".ndjson",
-    ".parquet",
-    ".txt",
-    ".wet",
-    ".xz",
-    ".zip",
-    ".zst",
-)
+_FILE_SUFFIXES = (".bz2", ".csv", ".gz", ".jsonl", ".ndjson", ".parquet", ".txt", ".wet", ".xz", ".zip", ".zst")
 
 
 def names_file(output: str | Path, formats: Sequence[str] = OUTPUT_FORMATS) -> bool:

@@ -18,17 +18,20 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from data_tools.counts import Counts, statistics
-from data_tools.documents import compress, list_inputs, parse
+from data_tools.documents import compress, list_inputs
+from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.partial_shard import PartialShard, Shard, finished
 from data_tools.shard_plan import check_outputs, ending, names_file
-from data_tools.shards import Kept, contents_of, describe, run_lines
+from data_tools.shards import contents_of, describe, run_lines
 from megazero.data.cache import key_of
 from megazero.data.journal import full_disk_named
+from megazero.data.jsonl import check_strict, read_object
 from megazero.data.progress import Progress
 from megazero.data.workers import ordered_map
 from megazero.files import append_suffix, is_compressed, locked
@@ -36,6 +39,7 @@ from megazero.files import append_suffix, is_compressed, locked
 _COPIES = 6  # of a bucket while it is sorted: lines, keys, the sorted text, its compressed form
 _COMPRESSION = 4  # of text, when guessing how much a compressed file holds
 _READ_BYTES = 1 << 20
+_HEX = 16  # letters of the hash of 64 bits before each line in a bucket
 _SEED = 1234
 
 
@@ -62,22 +66,24 @@ class Layout:
 
 
 class Scatter:
-    """A line function: sends each document to its bucket."""
+    """A line function: sends each document to its bucket, behind the hash that puts it in order, in hexadecimal."""
 
     def __init__(self, key: str, seed: int, layout: Layout) -> None:
-        self.key, self.seed, self.layout = key, seed, layout
+        self.key, self.salt, self.layout = key, f"shuffle {seed}".encode(), layout
 
     def __call__(self, line: bytes) -> Kept:
-        """The line as it is; raises LineError if it holds no document."""
-        parse(line, self.key)
-        return Kept(line + b"\n", self.layout.bucket(self.layout.frame(sort_key(line, self.seed))))
+        """The hash and the line; raises LineError if it holds no document."""
+        read_object(line, self.key)
+        digest = hashlib.blake2b(line, digest_size=_HEX // 2, key=self.salt).digest()[::-1]
+        bucket = self.layout.bucket(self.layout.frame(int.from_bytes(digest, "big")))
+        return Kept(b"%b%b\n" % (digest.hex().encode(), line), bucket)
 
 
 class Gather:
     """Sorts a bucket: bucket number -> the frames of each output, and the number of lines."""
 
-    def __init__(self, buckets: Sequence[Path], outputs: Sequence[Path], seed: int, layout: Layout, limit: int) -> None:
-        self.buckets, self.outputs, self.seed, self.layout, self.limit = buckets, outputs, seed, layout, limit
+    def __init__(self, buckets: Sequence[Path], outputs: Sequence[Path], layout: Layout, limit: int) -> None:
+        self.buckets, self.outputs, self.layout, self.limit = buckets, outputs, layout, limit
 
     def __call__(self, number: int) -> tuple[list[bytes], int]:
         """Raises ValueError where the bucket is too large for the memory."""
@@ -88,20 +94,12 @@ class Gather:
                 f"the text is larger than its files let expect: a worker needs {need}M. Give more --memory."
             )
         with open(path, "rb") as file:
-            lines = sorted((sort_key(line[:-1], self.seed), line) for line in file)
-        frames: dict[int, list[bytes]] = {}
-        for key, line in lines:
-            frames.setdefault(self.layout.frame(key), []).append(line)
+            lines = sorted(file)
         parts: list[list[bytes]] = [[] for _ in self.outputs]
-        for frame, content in frames.items():
+        for frame, content in groupby(lines, lambda line: self.layout.frame(int(line[:_HEX], 16))):
             output = frame * self.layout.outputs // self.layout.frames
-            parts[output].append(compress(b"".join(content), self.outputs[output]))
+            parts[output].append(compress(b"".join(line[_HEX:] for line in content), self.outputs[output]))
         return [b"".join(part) for part in parts], len(lines)
-
-
-def sort_key(line: bytes, seed: int) -> int:
-    """The 64 bits by which a line is put in order."""
-    return int.from_bytes(hashlib.blake2b(line, digest_size=8, key=f"shuffle {seed}".encode()).digest(), "little")
 
 
 def plan_layout(inputs: Sequence[Path], outputs: int, options: RunOptions) -> Layout:
@@ -151,7 +149,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shard.record.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(shard.record, ".lock")):
         done = finished(shard, key_of(description))
-        if done is not None and not (options.strict and done.errors):
+        if done is not None:
+            check_strict(done.errors, options.strict, f"when {shard.record} was made")
             shutil.rmtree(_buckets_folder(shard), ignore_errors=True)  # of a run that was killed when it had finished
             return statistics("shuffle", done, time.perf_counter() - start, skipped=1)
         counts = _shuffle(shard, args, options, description)
@@ -183,7 +182,7 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
     folder = _buckets_folder(shard)
     buckets = [folder / f"{number:04}.jsonl" for number in range(layout.buckets)]
     scatter = Shard(shard.inputs, tuple(buckets), folder / "scatter")
-    settings = {"key": args.json_key, "seed": args.seed, "layout": vars(layout)}
+    settings = {"key": args.json_key, "seed": args.seed, "layout": vars(layout), "hex": _HEX}
     # There are many files to write through to the disk at each commit.
     scatter_options = replace(options, commit_interval_s=max(options.commit_interval_s, 0.1 * layout.buckets))
     run_lines("shuffle", [scatter], Scatter(args.json_key, args.seed, layout), settings, scatter_options)
@@ -193,7 +192,7 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
         raise RuntimeError(f"{folder} was changed by another process while its files were sorted. Start again.")
     # What was sorted from other buckets must not be continued, so the layout is a part of the key of the partial files only.
     partial = PartialShard(shard, key_of(description), key_of({**description, "layout": vars(layout)}))
-    gather = Gather(buckets, shard.outputs, args.seed, layout, _bucket_memory(options))
+    gather = Gather(buckets, shard.outputs, layout, _bucket_memory(options))
     try:
         with full_disk_named(f"to {shard.record.parent}"):
             _gather(partial, gather, scatter_counts, options)
@@ -209,18 +208,15 @@ def _gather(partial: PartialShard, gather: Gather, counts: Counts, options: RunO
         with open(gather.buckets[0].with_name("scatter.dropped.jsonl"), "rb") as dropped:
             while data := dropped.read(_READ_BYTES):
                 partial.append([b""] * len(gather.outputs), data)
-    partial.counts = counts
+    partial.counts = replace(counts, text_bytes_out=counts.text_bytes_out - _HEX * counts.kept)
     sizes = [path.stat().st_size for path in gather.buckets]
     first = partial.position.offset  # number of the next bucket
-    progress = Progress("shuffle: sorting", sum(sizes), options.log_interval_s)
-    progress.skip(sum(sizes[:first]))
     numbers = range(first, len(gather.buckets))
-    try:
+    with closing(Progress("shuffle: sorting", sum(sizes), options.log_interval_s)) as progress:
+        progress.skip(sum(sizes[:first]))
         with closing(ordered_map(gather, numbers, min(options.workers_in_memory, max(1, len(numbers))))) as results:
             for number, (frames, lines) in results:
                 partial.append(frames, b"")
                 partial.position.offset = number + 1
                 partial.commit()
                 progress.update(lines, sizes[number], sizes[number])
-    finally:
-        progress.close()

@@ -17,11 +17,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import document_id, list_inputs, parse
+from data_tools.documents import document_id, list_inputs
+from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.partial_shard import Shard
 from data_tools.shard_plan import check_outputs, ending, names_file
-from data_tools.shards import Kept, run_lines
+from data_tools.shards import run_lines
+from megazero.data.jsonl import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class Splitter:
 
     def __call__(self, line: bytes) -> Kept:
         """The line as it is; raises LineError if it holds no document."""
-        identity = document_id(parse(line, self.key), self.key).encode("utf-8", "surrogatepass")
+        identity = document_id(read_object(line, self.key), self.key).encode("utf-8", "surrogatepass")
         value = int.from_bytes(hashlib.blake2b(self._salt + identity, digest_size=8).digest(), "little")
         return Kept(line + b"\n", next(number for number, bound in enumerate(self.bounds) if value < bound))
 

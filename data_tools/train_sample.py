@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_tools.counts import ERRORS_KEPT
-from data_tools.documents import document_blocks, document_id, parse
+from data_tools.documents import document_blocks, document_id
 from data_tools.line_functions import BAD_LINE, numbered_lines
-from megazero.data.jsonl import LineError
+from megazero.data.jsonl import LineError, complain, read_object
 from megazero.data.progress import Progress
 from megazero.files import is_compressed
-
-logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
@@ -63,8 +60,7 @@ def sample_documents(
     total = sum(path.stat().st_size * (_COMPRESSION if is_compressed(path) else 1) for path in paths)
     limit = min(1.0, sample_mb * 1e6 / max(total, 1)) * 0xFFFFFFFF
     sample = Sample()
-    progress = Progress("reading", sum(path.stat().st_size for path in paths))
-    try:
+    with closing(Progress("reading", sum(path.stat().st_size for path in paths))) as progress:
         for file, path in enumerate(paths):
             number = disk = 0
             for block in document_blocks(path, _BLOCK_BYTES, max_line_bytes, 0, file):
@@ -82,14 +78,12 @@ def sample_documents(
                     )
                 progress.update(sample.lines - before, block.stop - block.start, block.disk_stop - disk)
                 disk = block.disk_stop
-    finally:
-        progress.close()
     return sample
 
 
 def _take(sample: Sample, line: bytes, key: str, path: Path, number: int, strict: bool) -> None:
     try:
-        document = parse(line, key)
+        document = read_object(line, key)
     except LineError as error:
         _leave_out(sample, path, number, None, str(error), strict)
         return
@@ -109,11 +103,6 @@ def _leave_out(sample: Sample, path: Path, number: int, identity: str | None, fa
     if fault is None:
         sample.left_out.append(record)
         return
-    message = f"{path}:{number}: {fault}"
-    if strict:
-        raise ValueError(f"{message}. Mend or remove the line, or drop --strict to leave such lines out.")
+    complain(f"{path}:{number}: {fault}", sample.errors, strict)
     sample.left_out.append({**record, "reason": BAD_LINE, "detail": fault})
     sample.bad_lines += 1
-    if len(sample.errors) < ERRORS_KEPT:
-        logger.warning("left out: %s", message)
-        sample.errors.append(message)

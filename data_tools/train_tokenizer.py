@@ -26,13 +26,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.documents import list_inputs  # noqa: E402
-from data_tools.done_marker import check_ours, marker_path, read_marker, write_marker  # noqa: E402
+from data_tools.done_marker import marker_path, read_marker, write_marker  # noqa: E402
 from data_tools.options import size  # noqa: E402
 from data_tools.train_sample import Sample, sample_documents  # noqa: E402
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece  # noqa: E402
 from megazero.data.cache import key_of  # noqa: E402
 from megazero.data.contents import check_unchanged, describe_files  # noqa: E402
-from megazero.data.journal import full_disk_named  # noqa: E402
+from megazero.data.journal import check_ours, full_disk_named  # noqa: E402
+from megazero.data.jsonl import check_strict  # noqa: E402
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer  # noqa: E402
 from megazero.files import append_suffix, locked, sync_folder, written_aside  # noqa: E402
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with locked(append_suffix(prefix, ".lock")):
         if (done := _finished(args, key)) is not None:
             return done
-        check_ours(prefix, _outputs(args), "--model-prefix", _aside(prefix))
+        check_ours(_outputs(args), "--model-prefix", marker_path(prefix), _aside(prefix))
         sample = sample_documents(paths, args.json_key, args.sample_mb, args.strict, int(args.max_line_mb * (1 << 20)))
         check_unchanged(paths, contents)
         if not sample.texts:
@@ -130,8 +131,7 @@ def _finished(args: argparse.Namespace, key: str) -> dict[str, Any] | None:
             return None
     except (ValueError, KeyError, TypeError):
         return None  # damaged: it is made again
-    if args.strict and result["bad_lines"]:
-        raise ValueError(f"{result['first_errors'][0]} (found when {args.model_prefix} was made); drop --strict")
+    check_strict(result["first_errors"], args.strict, f"when {args.model_prefix} was made")
     logger.info("%s is there already, from the same input and settings", result["model"])
     return {**result, "skipped": True}
 
@@ -226,12 +226,7 @@ def _check_round_trip(tokenizer: Tokenizer, texts: Sequence[str], prefix: str) -
     return round(num_bytes / num_tokens, 3)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line as a script."""
-    from data_tools.__main__ import main as run_tools
-
-    run_tools(["train_tokenizer", *(sys.argv[1:] if argv is None else argv)])
-
-
 if __name__ == "__main__":
-    main()
+    from data_tools.megatron_names import run_script
+
+    run_script("train_tokenizer")

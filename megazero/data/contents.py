@@ -6,9 +6,13 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megazero.data.cache import ArrayCache
 from megazero.data.progress import Progress
 from megazero.data.workers import available_cores
 
@@ -50,6 +54,26 @@ def describe_files(
     ]
 
 
+def described_in(cache: ArrayCache, path: Path) -> dict[str, Any]:
+    """As `describe_files` of one file, but whoever shares the cache reads it once, unless somebody touches it.
+
+    Raises:
+        ValueError: the file was changed while it was read, or the cache cannot be written.
+    """
+    stat = path.stat()
+    if time.time_ns() - stat.st_ctime_ns <= _TICK_NS:
+        return describe_files([path])[0]
+    # Without the device, which machines that share a folder number differently.
+    identity = {"inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+
+    def build() -> dict[str, np.ndarray]:
+        return {"sha256": np.frombuffer(bytes.fromhex(describe_files([path])[0]["pieces_sha256"]), np.uint8)}
+
+    description = {"kind": "content", "name": path.name, "bytes": stat.st_size, **identity}
+    digest = cache.load_or_build(description, build)["sha256"]
+    return {"name": path.name, "bytes": stat.st_size, "pieces_sha256": digest.tobytes().hex()}
+
+
 def check_unchanged(paths: Sequence[Path], contents: Sequence[dict[str, Any]], threads: int | None = None) -> None:
     """Raises a ValueError where files are no longer what `describe_files` has said: what was made of them may be of both."""
     for path, before, now in zip(paths, contents, describe_files(paths, threads), strict=True):
@@ -65,18 +89,15 @@ def _identity(path: Path) -> _Identity:
 def _hashes(files: Sequence[_Identity], threads: int, log_interval_s: float) -> Iterator[str]:
     pieces = [(path, start) for path, _, _, size, *_ in files for start in range(0, size, _PIECE_BYTES)]
     progress = Progress("checking input", sum(file[3] for file in files), log_interval_s)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            done = pool.map(_hash_piece, pieces)
-            for _, _, _, size, *_ in files:
-                whole = hashlib.sha256()
-                for start in range(0, size, _PIECE_BYTES):
-                    whole.update(next(done))
-                    length = min(_PIECE_BYTES, size - start)
-                    progress.update(0, length, length)
-                yield whole.hexdigest()
-    finally:
-        progress.close()
+    with closing(progress), ThreadPoolExecutor(threads) as pool:
+        done = pool.map(_hash_piece, pieces)
+        for _, _, _, size, *_ in files:
+            whole = hashlib.sha256()
+            for start in range(0, size, _PIECE_BYTES):
+                whole.update(next(done))
+                length = min(_PIECE_BYTES, size - start)
+                progress.update(0, length, length)
+            yield whole.hexdigest()
 
 
 def _hash_piece(piece: tuple[str, int]) -> bytes:

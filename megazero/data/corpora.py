@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.sidecar import read_sidecar
-from megazero.files import append_suffix
+from megazero.files import append_suffix, is_compressed
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-_COMPRESSED = (".gz", ".xz", ".zst")
 
 # Megatron-LM's names for corpora and where it expects them: a tokenized one is preferred to the text that it came from.
 NAMED_CORPORA = {
@@ -91,7 +90,7 @@ def _find(entry: str, flag: str) -> list[Corpus]:
             return [Corpus(path, False)]
         raise ValueError(
             f"{flag} {entry} is neither an indexed corpus (.bin/.idx) nor loose JSON ({', '.join(_JSON_SUFFIXES)}, also "
-            f"{', '.join(_COMPRESSED)}). Tokenize it with data_tools/preprocess_data.py."
+            f".gz, .xz, .zst). Tokenize it with data_tools/preprocess_data.py."
         )
     raise FileNotFoundError(
         f"{flag} {entry}: found no {entry}.idx, no {entry}_text_document.idx and no file of that name. Give the prefix of a "
@@ -114,7 +113,7 @@ def _find_named(name: str, flag: str) -> list[Corpus]:
 
 def is_json(path: Path) -> bool:
     """Whether the file's name says JSON lines, compressed or not."""
-    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    name = path.with_suffix("") if is_compressed(path) else path
     return name.suffix in _JSON_SUFFIXES
 
 

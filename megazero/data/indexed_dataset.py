@@ -143,6 +143,13 @@ class IndexedDataset:
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
+    def token_starts(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """[n] int64, the place in the .bin, in tokens, where each of these sequences begins; where `len(self)` would, its end."""
+        starts = np.full(len(sequences), self.num_tokens, np.int64)
+        is_there = sequences < len(self)
+        starts[is_there] = self._pointers[sequences[is_there]] // self.dtype.itemsize
+        return starts
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of dtype, sizes and document boundaries: equal for equal indices, wherever and whenever they were written."""

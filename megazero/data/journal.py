@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,20 @@ def full_disk_named(what: str, kept: str = "what is done is kept") -> Iterator[N
         raise FullDiskError(error.errno, message) from error
 
 
+def check_ours(outputs: Sequence[Path], flag: str, *vouchers: Path) -> None:
+    """Raises a ValueError where an output exists that no run of these tools has made: it would be overwritten.
+
+    Args:
+        flag: that names the output, for the message.
+        vouchers: records of finished runs, and journals of unfinished ones: where one of them is there, the outputs are ours.
+    """
+    found = [path for path in outputs if path.exists()]
+    if found and not any(path.exists() for path in vouchers):
+        raise ValueError(
+            f"{flag} {found[0]} exists and was not made by this tool. Move it away, or choose another name."
+        )
+
+
 class JournaledFiles:
     """Appends to files; what was appended after the last `commit` is cut off when another run goes on.
 
@@ -54,6 +69,7 @@ class JournaledFiles:
             self.state, self.sizes = committed
         self._files: list[BinaryIO] = [_cut(path, size) for path, size in zip(self.paths, self.sizes, strict=True)]
         self._write_journal()  # from now on, these files are known to be ours
+        self._commit_time = time.monotonic()
 
     def append(self, *parts: Any) -> None:  # noqa: ANN401 (anything with bytes in it)
         """Adds bytes to each file; they count as done from the next `commit` on."""
@@ -61,13 +77,20 @@ class JournaledFiles:
             file.write(part)
             self.sizes[number] += memoryview(part).nbytes
 
-    def commit(self, state: dict[str, Any]) -> None:
-        """Makes all that was appended survive a kill; `state`, of JSON values, is what the next run is told."""
+    def commit(self, state: dict[str, Any], interval_s: float = 0.0) -> None:
+        """Makes all that was appended survive a kill, unless the last commit is younger than `interval_s`.
+
+        Args:
+            state: JSON values; what the next run is told.
+        """
+        if time.monotonic() - self._commit_time < interval_s:
+            return
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         self.state = state
         self._write_journal()
+        self._commit_time = time.monotonic()
 
     def close(self) -> None:
         """Closes the files; what was committed stays."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megazero.files import DAMAGE, decompressed, is_compressed
 
+logger = logging.getLogger(__name__)
+
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8
 _PIECE_BYTES = 1 << 20
+_STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
+
+ERRORS_KEPT = 20
+"""Complaints about lines that are logged and kept."""
 
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are no documents but damage: they are never held whole."""
@@ -106,21 +113,30 @@ class LineError(ValueError):
     """A line that holds no document; the message says why."""
 
 
-def read_document(line: bytes, key: str) -> str:
-    """The text under `key` of the JSON object on a line.
+def complain(message: str, errors: list[str], strict: bool) -> None:
+    """Logs that a line is left out, and adds it to `errors`, as long as these are few.
 
     Raises:
-        LineError: the line is not valid UTF-8, not a JSON object, or has no string under `key`.
+        ValueError: `strict` is set.
     """
-    text: str = read_object(line, key)[key]
-    return text
+    if strict:
+        raise ValueError(f"{message}. {_STRICT_HINT}")
+    if len(errors) < ERRORS_KEPT:
+        logger.warning("left out: %s", message)
+        errors.append(message)
+
+
+def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
+    """Raises a ValueError where `strict` is set and an earlier run has kept errors; `found` says when."""
+    if strict and errors:
+        raise ValueError(f"{errors[0]} (found {found}). {_STRICT_HINT}")
 
 
 def read_object(line: bytes, key: str) -> dict[str, Any]:
     """The JSON object on a line, which has a string under `key`.
 
     Raises:
-        LineError: as for `read_document`.
+        LineError: the line is not valid UTF-8, not a JSON object, or has no string under `key`; the message says which.
     """
     try:
         content = json.loads(line.decode("utf-8"))

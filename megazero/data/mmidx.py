@@ -142,8 +142,8 @@ def _check(path: Path, index: Index) -> None:
         if not np.array_equal(pointers[begin : begin + _CHUNK], ends - num_bytes):
             raise ValueError(_damaged(path, "its byte pointers do not follow from its lengths"))
         start = int(ends[-1])
-    rises = len(boundaries) > 0 and not np.any(boundaries[1:] < boundaries[:-1])
-    if not rises or boundaries[0] != 0 or boundaries[-1] != n:
+    rises = (bool(np.all(np.diff(boundaries[i : i + _CHUNK + 1]) >= 0)) for i in range(0, len(boundaries), _CHUNK))
+    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != n or not all(rises):
         raise ValueError(_damaged(path, f"its document boundaries do not rise from 0 to {n}"))
 
 

@@ -67,9 +67,9 @@ class PartialOutput:
         """Adds documents, and the record of lines left out; they count as done from the next `commit` on."""
         self._files.append(tokens.data, sizes.astype("<i4", copy=False).data, dropped)
 
-    def commit(self) -> None:
-        """Makes everything up to `position` survive a kill."""
-        self._files.commit(asdict(self.position))
+    def commit(self, interval_s: float = 0.0) -> None:
+        """Makes everything up to `position` survive a kill, unless the last commit is younger than `interval_s`."""
+        self._files.commit(asdict(self.position), interval_s)
 
     def finish(self, sidecar: Sidecar) -> None:
         """Turns the partial files into PREFIX.json, .bin, .idx and, if lines were left out, .dropped.jsonl; the .idx last."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,30 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.cache import key_of
+from megazero.data.contents import describe_files
 from megazero.data.encoding import SURROGATES, BlockEncoder, EncodedBlock, Surrogates
-from megazero.data.journal import full_disk_named
-from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
+from megazero.data.journal import check_ours, full_disk_named
+from megazero.data.jsonl import MAX_LINE_BYTES, Block, check_strict, complain, read_blocks
 from megazero.data.partial_output import JOURNAL_SUFFIX, PartialOutput, Position
 from megazero.data.progress import Progress
 from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.workers import available_cores, ordered_map
-from megazero.files import append_suffix, fingerprint, is_compressed, locked
+from megazero.files import append_suffix, is_compressed, locked
 
 logger = logging.getLogger(__name__)
-
-_ERRORS_KEPT = 20
-_STRICT_HINT = "Mend or remove the line, or drop --strict to leave such lines out."
 
 BlockReader = Callable[..., Iterator[Block]]
 """Called as (path, block_bytes=, start=, file_number=, max_line_bytes=); `read_blocks` is one."""
 FileDescriber = Callable[[Sequence[Path]], list[dict[str, Any]]]
-"""What tells one version of the input files from another, as JSON values."""
-
-
-def describe_by_samples(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Name and `fingerprint` of each file: quick enough for every rank of a job to ask, blind to who forges a file's time."""
-    return [{"name": path.name, **fingerprint(path)} for path in paths]
+"""What tells one version of the input files from another, as JSON values; `describe_files` is one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def tokenize_json(
     surrogates: Surrogates = "replace",
     options: TokenizeOptions | None = None,
     blocks: BlockReader = read_blocks,
-    describe: FileDescriber = describe_by_samples,
+    describe: FileDescriber = describe_files,
 ) -> Sidecar:
     """Writes PREFIX.bin, PREFIX.idx and PREFIX.json from files of JSON lines, and returns what is recorded of them.
 
@@ -89,7 +81,7 @@ def tokenize_json(
         key: which entry is the text.
         append_eod: whether every document ends with the end-of-text token.
         surrogates: "replace" puts U+FFFD in the place of unpaired ones and counts the documents; "reject" leaves such lines out.
-        describe: decides what counts as the same input (`contents.describe_files`: the same bytes).
+        describe: decides what counts as the same input.
 
     Raises:
         FileNotFoundError: an input is missing.
@@ -118,7 +110,8 @@ def tokenize_json(
         if (done := _finished(prefix, source, options.strict)) is not None:
             return done
         check_free(prefix)
-        _check_ours(prefix)
+        outputs = [append_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
+        check_ours(outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL_SUFFIX))
         encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
         with full_disk_named(f"{prefix}.*"):
             output = PartialOutput(prefix, encoder.dtype, key_of(source))
@@ -140,50 +133,27 @@ def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | N
     sidecar = read_sidecar(prefix) if has_files else None
     if sidecar is None or sidecar.source != source:
         return None
-    if strict and sidecar.statistics["bad_lines"]:
-        raise ValueError(f"{sidecar.statistics['first_errors'][0]} (found when {prefix} was made). {_STRICT_HINT}")
+    check_strict(sidecar.statistics["first_errors"], strict, f"when {prefix} was made")
     logger.info("%s is there already, from the same input and settings", prefix)
     return sidecar
-
-
-def _check_ours(prefix: Path) -> None:
-    """Raises a ValueError where files would be overwritten that no run of ours has made."""
-    if sidecar_path(prefix).exists() or append_suffix(prefix, JOURNAL_SUFFIX).exists():
-        return
-    for suffix in (".bin", ".idx"):
-        if (path := append_suffix(prefix, suffix)).exists():
-            raise ValueError(
-                f"{path} exists, and no {sidecar_path(prefix).name} says that it was made here: it would be overwritten. Move "
-                "it away, or choose another --output-prefix."
-            )
 
 
 def _run(
     paths: list[Path], encoder: BlockEncoder, output: PartialOutput, options: TokenizeOptions, reader: BlockReader
 ) -> None:
     position = output.position
-    if options.strict and position.errors:
-        raise ValueError(f"{position.errors[0]} (found before the run was stopped). {_STRICT_HINT}")
+    check_strict(position.errors, options.strict, "before the run was stopped")
     blocks = _blocks(paths, position, options, reader)
-    progress = Progress(
-        "tokenizing",
-        sum(path.stat().st_size for path in paths),
-        log_documents=options.log_interval,
-        is_shown=options.progress,
-    )
-    progress.skip(sum(path.stat().st_size for path in paths[: position.input]) + position.disk_bytes)
-    committed = time.monotonic()
-    try:
+    total = sum(path.stat().st_size for path in paths)
+    shown = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
+    with closing(shown) as progress:
+        progress.skip(sum(path.stat().st_size for path in paths[: position.input]) + position.disk_bytes)
         with closing(ordered_map(encoder, blocks, _worker_count(paths, options))) as results:
             for block, encoded in results:
                 left_out, disk_bytes = _count(position, block, encoded, options.strict)
                 output.append(encoded.tokens, encoded.sizes, left_out)
                 progress.update(len(encoded.sizes), block.stop - block.start, disk_bytes, len(encoded.tokens))
-                if time.monotonic() - committed >= options.commit_interval_s:
-                    output.commit()
-                    committed = time.monotonic()
-    finally:
-        progress.close()
+                output.commit(options.commit_interval_s)
 
 
 def _worker_count(paths: list[Path], options: TokenizeOptions) -> int:
@@ -220,7 +190,7 @@ def _count(position: Position, block: Block, encoded: EncodedBlock, strict: bool
         else:
             position.bad += 1
             record |= {"reason": "bad line", "detail": line.fault}
-            _complain(f"{block.path}:{number}: {line.fault}", position, strict)
+            complain(f"{block.path}:{number}: {line.fault}", position.errors, strict)
         records.append(json.dumps(record).encode() + b"\n")
     disk_bytes = block.disk_stop - position.disk_bytes
     position.offset, position.disk_bytes = block.stop, block.disk_stop
@@ -231,14 +201,6 @@ def _count(position: Position, block: Block, encoded: EncodedBlock, strict: bool
     position.text_bytes += block.stop - block.start
     position.replaced += encoded.replaced
     return b"".join(records), disk_bytes
-
-
-def _complain(message: str, position: Position, strict: bool) -> None:
-    if strict:
-        raise ValueError(f"{message}. {_STRICT_HINT}")
-    if len(position.errors) < _ERRORS_KEPT:
-        logger.warning("left out: %s", message)
-        position.errors.append(message)
 
 
 def _check_result(position: Position, paths: list[Path], key: str) -> None:

@@ -32,6 +32,11 @@ class Sidecar:
     source: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def tokenizer(self) -> str:
+        """What made the tokens, for messages."""
+        return _described(self.tokenizer_type, self.vocab_size, self.tokenizer_sha256)
+
 
 def sidecar_path(prefix: str | Path) -> Path:
     """Where the record of the corpus `prefix` lies."""
@@ -82,18 +87,23 @@ def check_tokenizer(prefix: str | Path, num_tokens: int, tokenizer: Tokenizer) -
     sidecar = read_sidecar(prefix)
     if sidecar is None:
         return False
+    check_tokens(prefix, sidecar, num_tokens)
+    if sidecar.tokenizer_sha256 != tokenizer.sha256:
+        raise ValueError(
+            f"{prefix} was tokenized with {sidecar.tokenizer}, "
+            f"but this run uses {_described(tokenizer.name, tokenizer.vocab_size, tokenizer.sha256)}. Give the vocabulary that "
+            "made the data (--tokenizer-type, --vocab-file, --merge-file, --tokenizer-path), or tokenize it again."
+        )
+    return True
+
+
+def check_tokens(prefix: str | Path, sidecar: Sidecar, num_tokens: int) -> None:
+    """Raises a ValueError where the record of a corpus was made of other files than the one of `num_tokens` tokens beside it."""
     if sidecar.tokens != num_tokens:
         raise ValueError(
             f"{sidecar_path(prefix)} records {sidecar.tokens} tokens, {prefix}.idx {num_tokens}: one of them was replaced. Copy "
             "the three files again, make them anew with data_tools/preprocess_data.py, or delete the record to do without it."
         )
-    if sidecar.tokenizer_sha256 != tokenizer.sha256:
-        raise ValueError(
-            f"{prefix} was tokenized with {_described(sidecar.tokenizer_type, sidecar.vocab_size, sidecar.tokenizer_sha256)}, "
-            f"but this run uses {_described(tokenizer.name, tokenizer.vocab_size, tokenizer.sha256)}. Give the vocabulary that "
-            "made the data (--tokenizer-type, --vocab-file, --merge-file, --tokenizer-path), or tokenize it again."
-        )
-    return True
 
 
 def _described(name: str, vocab_size: int, sha256: str) -> str:

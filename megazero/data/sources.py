@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megazero.data.cache import ArrayCache, key_of
+from megazero.data.contents import described_in
 from megazero.data.corpora import Corpus
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
@@ -66,11 +68,16 @@ class Sources:
     def _tokenized(self, path: Path) -> Path:
         """The prefix of the tokens of a JSON file, made at its first use and kept for others."""
         folder = self._cache_folder(path.parent)
-        content = {**fingerprint(path), "key": self.text_key, "tokenizer": self.tokenizer.sha256}
+        contents = ArrayCache(folder)
+
+        def describe(paths: Sequence[Path]) -> list[dict[str, Any]]:
+            return [described_in(contents, each) for each in paths]
+
+        content = {"inputs": describe([path]), "key": self.text_key, "tokenizer": self.tokenizer.sha256}
         prefix = folder / f"{path.name.split('.')[0]}-{key_of(content)[:16]}_{self.text_key}_document"
         options = TokenizeOptions(log_interval=100_000, progress=self.rank == 0)
         try:
-            tokenize_json([path], prefix, self.tokenizer, key=self.text_key, options=options)
+            tokenize_json([path], prefix, self.tokenizer, key=self.text_key, options=options, describe=describe)
         except PermissionError as error:
             raise ValueError(
                 f"cannot store the tokens of {path} in {folder}: {error}. Choose a folder that this job can write with "

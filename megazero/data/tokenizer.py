@@ -40,6 +40,10 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int
     sha256: str
+    _files: tuple[str, ...]  # that it was built from
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, ...]]:
+        return type(self), self._files
 
     @abstractmethod
     def encode_array(self, text: str) -> npt.NDArray[np.integer]:
@@ -97,9 +101,6 @@ class GPT2BPETokenizer(Tokenizer):
         """Text of the ids."""
         return self._encoding.decode(self._known(ids))
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, str]]:
-        return GPT2BPETokenizer, self._files
-
 
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model file (BPE or unigram). `eod` is the piece `<|endoftext|>` where there is one, else the model's </s>.
@@ -117,7 +118,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         path = _existing(Path(model_file), "--tokenizer-path")
         content = path.read_bytes()
-        self._file = str(path)
+        self._files = (str(path),)
         self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -154,9 +155,6 @@ class SentencePieceTokenizer(Tokenizer):
                 parts[-1].append(i)
         return END_OF_TEXT.join(self._model.decode(part) for part in parts)
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str]]:
-        return SentencePieceTokenizer, (self._file,)
-
 
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json, through the package `tokenizers`.
@@ -176,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"--tokenizer-type {self.name} needs the package tokenizers (pip install tokenizers)"
             ) from error
         path = _existing(Path(tokenizer_file), "--tokenizer-path")
-        self._file = str(path)
+        self._files = (str(path),)
         content = path.read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         self._tokenizer = _load_tokenizer_json(tokenizers.Tokenizer, path, content)
@@ -197,9 +195,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens shown."""
         return self._tokenizer.decode(self._known(ids), skip_special_tokens=False)
-
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str]]:
-        return HuggingFaceTokenizer, (self._file,)
 
 
 TOKENIZER_TYPES = (GPT2BPETokenizer.name, SentencePieceTokenizer.name, HuggingFaceTokenizer.name)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megazero.data import contents
 from megazero.data.blend import BlendedDataset
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import build_tokenizer
+from tests.data.test_contents import change_a_byte
 from tests.ranks import run_ranks
 from tests.vocabularies import make_texts, write_jsonl
 
@@ -107,6 +109,26 @@ def test_json_equals_its_preprocessed_files(corpora, tokenizer):
     write_jsonl(corpora / "a.jsonl", make_texts(50))
     changed, _, _ = build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1")
     assert len(changed.indexed) == 50 and len(list((corpora / "cache").glob("a-*.bin"))) == 2
+
+
+def test_json_is_known_by_every_byte_and_read_once_for_each_time_that_it_is_touched(corpora, tokenizer, monkeypatch):
+    monkeypatch.setattr(contents, "_TICK_NS", 0)  # the file is old enough for its hash to be remembered
+    read, hash_piece = [], contents._hash_piece
+    monkeypatch.setattr(contents, "_hash_piece", lambda piece: read.append(piece) or hash_piece(piece))
+    data, found = corpora / "a.jsonl", []
+
+    def tokens():
+        contents._known.clear()  # as in another process
+        train, _, _ = build(tokenizer, train_data=[str(data)], split="1")
+        found.append((len(read), len(list((corpora / "cache").glob("a-*.bin"))), train.indexed.num_tokens))
+
+    tokens()
+    tokens()
+    os.utime(data)  # as if it had been fetched again
+    tokens()
+    change_a_byte(data)
+    tokens()
+    assert [entry[:2] for entry in found] == [(1, 1), (1, 1), (2, 1), (3, 2)] and found[0] == (1, 1, found[2][2])
 
 
 def test_json_is_kept_for_each_tokenizer(corpora, tokenizer, spm_file):

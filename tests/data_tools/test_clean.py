@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from data_tools.clean import check_length
 from data_tools.language import LanguageIdentifier, TextFixer
-from data_tools.shards import Dropped
+from data_tools.line_functions import Dropped
 from megazero.data.tokenizer import build_tokenizer
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary

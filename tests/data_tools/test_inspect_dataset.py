@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from data_tools import inspect_statistics
 from data_tools.__main__ import main
 from data_tools.inspect_dataset import choose_documents, document_tokens
-from data_tools.inspect_statistics import count_tokens, describe
+from data_tools.inspect_statistics import PERCENTILES, count_tokens, describe, document_lengths
+from megazero.data import mmidx
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.mmidx import write_index
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import build_tokenizer
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
@@ -80,7 +83,7 @@ def test_without_a_tokenizer_ids_are_shown(corpus, capsys):
 def test_statistics_that_can_be_counted_by_hand(tmp_path):
     documents = [[[5, 6], [7, EOD]], [], [[EOD]], [[9, EOD, 9]], [[8, 8, 8, 8, 8, EOD]]]
     data = write(tmp_path / "c", documents)
-    assert describe(data, vocab_size=9, eod=EOD) == {
+    assert describe(data, document_lengths(data), vocab_size=9, eod=EOD) == {
         "documents": 5,
         "sequences": 5,
         "tokens": 14,
@@ -107,11 +110,29 @@ def test_counts_do_not_depend_on_chunks(tmp_path, monkeypatch, chunk):
     found = count_tokens(data, EOD)
     assert found.counts.tolist() == np.bincount(tokens).tolist()
     assert found.ending_in_eod == sum(len(d[0]) > 0 and d[0][-1] == EOD for d in documents)
+    sizes, lengths = [len(d[0]) for d in documents], document_lengths(data)
+    assert np.repeat(lengths.values, lengths.counts).tolist() == sorted(sizes)
+    assert [lengths.percentile(p) for p in PERCENTILES] == np.percentile(sizes, PERCENTILES, method="lower").tolist()
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path, monkeypatch):
+    """Less than a byte for each document is held at any time."""
+    count = 2_000_000
+    np.zeros(count, "<u2").tofile(tmp_path / "c.bin")
+    write_index(tmp_path / "c.idx", np.dtype("<u2"), np.ones(count, np.int32))
+    for module in (inspect_statistics, mmidx):
+        monkeypatch.setattr(module, "_CHUNK", 1 << 14)
+    tracemalloc.start()
+    data = IndexedDataset(tmp_path / "c")
+    result = describe(data, document_lengths(data), eod=EOD)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert result["documents_ending_in_eod"] == count > peak
 
 
 def test_absurd_ids_are_reported_not_counted(tmp_path):
     data = write(tmp_path / "c", [[[-1, 2**31 - 1]]], np.int32)
-    result = describe(data, vocab_size=9, eod=EOD)
+    result = describe(data, document_lengths(data), vocab_size=9, eod=EOD)
     assert (result["smallest_id"], result["largest_id"]) == (-1, 2**31 - 1) and "distinct_ids" not in result
 
 

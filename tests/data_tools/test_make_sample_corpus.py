@@ -13,6 +13,7 @@ import pytest
 
 from data_tools import make_sample_corpus as corpus
 from data_tools.sample_corpus_passages import Source, is_prose, read_passages
+from megazero.files import append_suffix, locked
 
 ROOT = str(Path(corpus.__file__).parents[1])
 IMPORT = f"import sys; sys.path.insert(0, {ROOT!r}); from data_tools import make_sample_corpus as corpus"
@@ -59,7 +60,8 @@ corpus.PACKAGES = ("numpy",)
 all_sources = corpus.find_sources
 corpus.find_sources = lambda: (all_sources()[0][::9], all_sources()[1])
 if __name__ == "__main__":
-    corpus.main()
+    from data_tools.__main__ import main
+    main(["sample_corpus", *sys.argv[1:]])
 """)
     for name, workers in (("a", "1"), ("b", "2")):
         flags = ["--output", str(folder / f"{name}.jsonl"), "--max-mb", "0.8", "--workers", workers]
@@ -144,7 +146,13 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     args = argparse.Namespace(output=tmp_path / "new" / "c.jsonl", max_mb=1.0, workers=1, faults=False)
     documents = [{"text": "x" * 300, "url": "u"}]
     monkeypatch.setattr(corpus, "find_sources", lambda: ([], {"python": "3.14"}))
-    monkeypatch.setattr(corpus, "build_documents", lambda *_: (documents, corpus.find_sources()[1], {}))
+
+    def build(_):
+        with pytest.raises(BlockingIOError), locked(append_suffix(args.output, ".lock"), wait=False):
+            pass  # no second run can make it at the same time
+        return documents, corpus.find_sources()[1], {}
+
+    monkeypatch.setattr(corpus, "build_documents", build)
     first = corpus.run(args)
     again = corpus.run(args)
     assert (first["skipped"], again["skipped"], again["sha256"]) == (False, True, first["sha256"])
@@ -156,11 +164,14 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     assert not corpus.run(args)["skipped"]
     monkeypatch.setattr(corpus, "find_sources", lambda: ([], {"python": "2.7"}))
     assert not corpus.run(args)["skipped"]
+    args.max_mb = 1e-6
+    with pytest.raises(ValueError, match="--max-mb 1e-06 is less than any of the 1 documents"):
+        corpus.run(args)
     args.output = tmp_path / "precious.jsonl"
     args.output.write_bytes(b"mine")
     with pytest.raises(ValueError, match="--output .*precious.jsonl exists and was not made by this tool"):
         corpus.run(args)
-    assert args.output.read_bytes() == b"mine"
+    assert args.output.read_bytes() == b"mine" and not list(tmp_path.rglob("*.lock"))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.31, 0.01])

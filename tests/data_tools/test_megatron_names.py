@@ -76,6 +76,37 @@ def test_copies_of_copies_are_one_group_whatever_their_order(tmp_path):
     assert groups == [{"a", "b", "c", "f"}, {"d", "e"}]
 
 
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_lists_may_be_compressed(tmp_path, monkeypatch, ending):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data_tools.documents._PIECE_BYTES", 100)  # several members or frames
+    write_documents(tmp_path / "in.jsonl", [{**d.line, "url": d.id} for d in planted_documents(60, seed=2)])
+    made = []
+    for packed in ("", f".{ending}"):
+        copies, groups, unique = (f"{name}.jsonl{packed}" for name in ("copies", "groups", "unique"))
+        found = run_step("find_duplicates", "--input", "in.jsonl", "--output", copies)
+        assert found["copies"] == run_one("group_duplicates", "--input", copies, "--output", groups)["copies"] > 1
+        run_step("remove_group_duplicates", "--groups", groups, "--input", "in.jsonl", "--output", unique)
+        made.append([read_documents(tmp_path / name) for name in (copies, groups, unique)])
+    assert made[0] == made[1] and all(made[0])
+    data = (tmp_path / f"copies.jsonl.{ending}").read_bytes()
+    (tmp_path / f"cut.jsonl.{ending}").write_bytes(data[:-5])
+    with pytest.raises(ValueError, match=f"--input cut.jsonl.{ending}: damaged or cut off"):
+        run_one("group_duplicates", "--input", f"cut.jsonl.{ending}", "--output", "new.jsonl")
+
+
+def test_lists_of_a_kind_that_is_not_written_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "in.jsonl", [{"text": "a"}])
+    with pytest.raises(
+        ValueError, match="--output copies.jsonl.xz: such lists are not written. Name one that ends in "
+    ):
+        run_step("find_duplicates", "--input", "in.jsonl", "--output", "copies.jsonl.xz")
+    with pytest.raises(ValueError, match="--output groups.parquet: such lists are not written"):
+        run_one("group_duplicates", "--input", "in.jsonl", "--output", "groups.parquet")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_lists_of_another_kind_and_copies_of_the_same_name_are_told(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     texts = make_texts(6, longest=60)

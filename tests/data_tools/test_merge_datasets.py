@@ -161,11 +161,11 @@ def test_a_merge_that_is_killed_goes_on_where_it_stopped(tmp_path, monkeypatch, 
     monkeypatch.setattr(merging, "_COMMIT_INTERVAL_S", 0)
     commits, commit = [], merging.JournaledFiles.commit
 
-    def dies(files, state):
+    def dies(files, *state):
         commits.append(files.sizes[0])
         if commits[-1] > 6000:
             raise KeyboardInterrupt
-        commit(files, state)
+        commit(files, *state)
 
     with monkeypatch.context() as patch:
         patch.setattr(merging.JournaledFiles, "commit", dies)

@@ -13,6 +13,7 @@ import pytest
 
 from data_tools.options import RunOptions
 from data_tools.shuffle import plan_layout
+from megazero.files import open_bytes
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,21 @@ def test_merge_keeps_all_in_order_and_reports_a_repeated_id(tmp_path, corpus):
         run_step("merge", "--input", corpus, "--output", tmp_path / "strict.jsonl", "--strict")
     assert not (tmp_path / "strict.jsonl").exists()
     assert run_step("merge", *flags, "--id-key", "")["kept"] == 604
+
+
+@pytest.mark.parametrize("step", ["merge", "shuffle"])
+def test_each_line_is_parsed_once(tmp_path, corpus, monkeypatch, step):
+    """And once more, to say what it is, where it is left out."""
+    (corpus / "z.jsonl").write_text('{"id": "1.7", "text": "again"}\n{"id": "bad"\n\n')
+    parsed, loads = [], json.loads
+    monkeypatch.setattr("megazero.data.jsonl.json.loads", lambda text: parsed.append(text) or loads(text))
+    statistics = run_step(step, "--input", corpus, "--output", tmp_path / "a.jsonl")
+    again = [] if step == "shuffle" else ['{"id": "1.7", "text": "again"}', '{"id": "bad"']
+    lines = [
+        line.decode() for path in sorted(corpus.iterdir()) for line in open_bytes(path).read().splitlines() if line
+    ]
+    assert sorted(text for text in parsed if isinstance(text, str) and '"id"' in text) == sorted([*lines, *again])
+    assert (statistics["kept"], statistics["bad_lines"], statistics["blank_lines"]) == (601 - (step == "merge"), 1, 1)
 
 
 def test_shuffle_is_a_permutation_that_only_the_seed_changes(tmp_path, corpus):

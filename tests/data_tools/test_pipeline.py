@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools import make_sample_corpus
 from data_tools.__main__ import main
 from data_tools.partial_shard import PartialShard
 from data_tools.registry import ALIASES, STEPS, step_parser
@@ -76,7 +77,7 @@ def test_faults_and_copies_are_found_and_the_tokens_are_those_of_the_rest(dump, 
     names = []
     for part in ("train", "valid", "test"):
         data = IndexedDataset(tmp_path / "web" / f"{part}_text_document")
-        documents = read_documents(tmp_path / "web" / "split" / f"{part}.jsonl.zst")
+        documents = split_of(tmp_path / "web", part)
         assert [data.get(i).tolist() for i in range(len(documents))] == [
             [*tokenizer.encode(document["text"]), tokenizer.eod] for document in documents
         ]
@@ -97,11 +98,11 @@ def test_workers_kills_and_repetition_change_nothing(dump, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "two")
     commit, commits = PartialShard.commit, []
 
-    def dies(partial):
-        commits.append(partial)
-        if len(commits) == 4:
+    def dies(partial, interval_s=0.0):
+        commits.append(interval_s)
+        if commits.count(0.0) == 4:
             raise KeyboardInterrupt
-        commit(partial)
+        commit(partial, interval_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(PartialShard, "commit", dies)
@@ -143,6 +144,33 @@ def test_script_goes_from_the_dump_to_tokens(dump, tmp_path):
     assert f"--train-data {tmp_path}/web/train_text_document" in done.stderr
 
 
+def test_script_without_a_dump_trains_a_vocabulary_and_finds_what_was_planted(tmp_path, monkeypatch):
+    """On a fiftieth of the sources that the sample corpus is made of."""
+    all_sources = make_sample_corpus.find_sources
+    monkeypatch.setattr(make_sample_corpus, "find_sources", lambda: (all_sources()[0][::50], all_sources()[1]))
+    sample = run_step("sample_corpus", "--faults", "--output", tmp_path / "web" / "sample.jsonl")
+    variables = {"OUTPUT": str(tmp_path / "web"), "PYTHON": sys.executable, "VOCAB_SIZE": "400", "VOCABULARY": ""}
+    command = ["bash", "scripts/prepare_webtext.sh", "--workers", "1", *FLAGS]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads(done.stdout.splitlines()[-1])["steps"]
+    check_planted(sample["planted"], *steps[:2])
+    assert sum(step["documents"] for step in steps[5:]) == steps[4]["kept"] > 20
+    urls = [document["url"] for part in ("train", "valid", "test") for document in split_of(tmp_path / "web", part)]
+    unwanted = ("exact_duplicate", "other_language", "too_short")
+    assert urls and not [url for url in urls if url.split("/")[:2] in [["planted", fault] for fault in unwanted]]
+
+
+def split_of(folder, part):
+    return read_documents(folder / "split" / f"{part}.jsonl.zst")
+
+
+def check_planted(planted, clean, dedup):
+    lines = ("cut_json", "invalid_utf8", "no_text_key", "no_object")
+    assert clean["bad_lines"] == sum(count for name, count in planted.items() if name in lines) > 0
+    assert clean["blank_lines"] == planted["blank_line"] and sum(dedup["dropped"].values()) > 0
+
+
 @pytest.mark.slow
 def test_script_without_a_dump_goes_through_the_sample_corpus_with_its_faults(tmp_path):
     variables = {"OUTPUT": str(tmp_path / "web"), "PYTHON": sys.executable, "SAMPLE_MB": "3", "VOCAB_SIZE": "2000"}
@@ -153,10 +181,7 @@ def test_script_without_a_dump_goes_through_the_sample_corpus_with_its_faults(tm
     assert done.returncode == 0, done.stderr
     planted = json.loads((tmp_path / "web" / "sample.jsonl.manifest.json").read_bytes())["planted"]
     steps = json.loads((tmp_path / "web" / "manifest.json").read_bytes())["steps"]
-    clean, dedup = steps[0]["statistics"], steps[1]["statistics"]
-    lines = ("cut_json", "invalid_utf8", "no_text_key", "no_object")
-    assert clean["bad_lines"] == sum(count for name, count in planted.items() if name in lines) > 0
-    assert sum(dedup["dropped"].values()) > 0
+    check_planted(planted, steps[0]["statistics"], steps[1]["statistics"])
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
     assert all(step.get("shards_skipped") for step in json.loads(again.stdout.splitlines()[-1])["steps"][:5])
 

@@ -17,13 +17,13 @@ import tokenizers
 import zstandard
 
 from data_tools import preprocess_data
+from data_tools.__main__ import main
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import GPT2BPETokenizer, build_tokenizer
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data, write_jsonl
 
 SCRIPT = Path(preprocess_data.__file__)
-ROOT = SCRIPT.parents[1]
 
 # Text that tokenizers trip over, with the ids that GPT-2's own vocabulary gives it.
 HARD_TEXTS = {
@@ -80,7 +80,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, *flags):
-    preprocess_data.main([*flags])
+    main(["tokenize", *flags])
     (line,) = capsys.readouterr().out.splitlines()
     return json.loads(line)
 
@@ -168,7 +168,7 @@ def test_other_tokenizers(folder, capsys):
 def test_errors_are_one_line(folder, flags, message):
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{\n')
     with pytest.raises(SystemExit) as error:
-        preprocess_data.main([*flags, "--output-prefix", "c"])
+        main(["tokenize", *flags, "--output-prefix", "c"])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -176,8 +176,6 @@ def test_script_runs_by_itself_and_keeps_standard_output_for_the_result(folder):
     flags = ["--input", "in.jsonl", "--output-prefix", "c", "--tokenizer-path", "v", "--log-interval", "10"]
     done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["documents"] == 30 and "tokens/s" in done.stderr
-    again = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=True)
-    assert "is there already" in again.stderr
 
 
 def ids_of(text):
@@ -252,7 +250,7 @@ def test_shards_of_all_kinds_are_one_corpus(folder, capsys):
 def test_a_file_that_is_cut_off_is_an_error_and_makes_nothing(folder):
     (folder / "cut.jsonl.zst").write_bytes(zstandard.compress((folder / "in.jsonl").read_bytes())[:-20])
     with pytest.raises(SystemExit, match="error: cut.jsonl.zst: damaged or cut off"):
-        preprocess_data.main(["--input", "cut.jsonl.zst", "--output-prefix", "c", "--tokenizer-path", "v"])
+        main(["tokenize", "--input", "cut.jsonl.zst", "--output-prefix", "c", "--tokenizer-path", "v"])
     assert not list(folder.glob("c_*"))
 
 
@@ -309,7 +307,7 @@ def test_every_line_left_out_is_listed_and_strict_remembers(folder, capsys):
     ]
     assert "a line of 2000013 bytes, more than the 1048576 allowed" in records[2]["detail"]
     with pytest.raises(SystemExit, match="error: bad.jsonl:4: no key 'text'.*found when c_text_document was made"):
-        preprocess_data.main([*flags, "--strict"])
+        main(["tokenize", *flags, "--strict"])
     (folder / "bad.jsonl").write_bytes(good)
     assert run(capsys, *flags)["documents"] == 1
     assert not Path(result["dropped_list"]).exists(), "the list of another run is not left beside the new files"
@@ -363,12 +361,3 @@ def test_a_full_disk_is_one_clear_line_and_the_run_goes_on(folder, caplog):
     assert "continuing after" in caplog.text
     tokenize_json(["in.jsonl"], "one", tokenizer, options=options)
     assert files_of("c") == files_of("one")
-
-
-def test_step_of_the_one_command_line(folder):
-    flags = ["--input", "in.jsonl", "--output-prefix", "c", "--tokenizer-path", "v"]
-    command = [sys.executable, "-m", "data_tools", "tokenize", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert json.loads(done.stdout)["documents"] == 30

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_tools.sample_corpus_faults import SHARES, plant_faults
-from megazero.data.jsonl import LineError, read_document
+from megazero.data.jsonl import LineError, read_object
 from tests.vocabularies import make_texts
 
 DOCUMENTS = [{"text": text, "url": f"u{i}"} for i, text in enumerate(make_texts(400, longest=300))]
@@ -43,7 +43,7 @@ def test_numbers_of_faults_are_those_reported(dump):
     for line in lines:
         try:
             if line.strip():
-                read_document(line, "text")
+                read_object(line, "text")
             else:
                 reasons["blank"] += 1
         except LineError:

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from data_tools.documents import dump, list_inputs
-from data_tools.line_functions import DocumentLines
+from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.partial_shard import PartialShard
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import Dropped, run_lines
+from data_tools.shards import run_lines
 from megazero.data.jsonl import read_blocks
 from megazero.data.progress import Progress
 from megazero.files import open_bytes

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_tools import train_tokenizer
+from data_tools.__main__ import main
 from megazero.data.gpt2_bpe import END_OF_TEXT
 from megazero.data.tokenizer import SentencePieceTokenizer, build_tokenizer
 from tests.vocabularies import make_texts, write_jsonl
@@ -21,7 +22,7 @@ def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("t")
     path = write_jsonl(folder / "in.jsonl", make_texts(400))
     flags = ["--input", str(path), "--vocab-size", "430", "--model-type", request.param]
-    train_tokenizer.main([*flags, "--model-prefix", str(folder / "new" / "spm")])
+    main(["train_tokenizer", *flags, "--model-prefix", str(folder / "new" / "spm")])
     return SentencePieceTokenizer(folder / "new" / "spm.model")
 
 
@@ -55,7 +56,7 @@ def test_same_text_gives_the_same_file_wherever_it_lies(tmp_path, capsys):
             "--model-prefix",
             str(tmp_path / name / "m"),
         ]
-        train_tokenizer.main(flags)
+        main(["train_tokenizer", *flags])
         contents.append((tmp_path / name / "m.model").read_bytes())
         result = json.loads(capsys.readouterr().out)
     assert contents[0] == contents[1] and str(tmp_path).encode() not in contents[0]
@@ -91,7 +92,7 @@ def test_compressed_input_another_key_and_bad_lines(tmp_path):
 
 
 def run(capsys, *flags):
-    train_tokenizer.main(list(flags))
+    main(["train_tokenizer", *flags])
     return json.loads(capsys.readouterr().out)
 
 
@@ -151,7 +152,7 @@ def test_a_kill_while_it_trains_leaves_the_old_one_and_a_kill_later_nothing_half
         with monkeypatch.context() as patch:
             patch.setattr(f"data_tools.train_tokenizer.{name}", dies)
             with pytest.raises(SystemExit, match="stopped"):
-                train_tokenizer.main([*flags, "410"])
+                main(["train_tokenizer", *flags, "410"])
         if name == "_train":
             assert content() == old and run(capsys, *flags, "400")["skipped"]
     assert not (tmp_path / "m.done.json").exists() and content().keys() == old.keys()
@@ -167,7 +168,9 @@ def test_memory_bounds_the_sample(tmp_path):
     with pytest.raises(
         SystemExit, match="error: --memory 512M is too little to train bpe on --sample-mb 1000, which needs"
     ):
-        train_tokenizer.main(["--input", str(path), "--model-prefix", "m", "--memory", "512M", "--sample-mb", "1000"])
+        main(
+            ["train_tokenizer", "--input", str(path), "--model-prefix", "m", "--memory", "512M", "--sample-mb", "1000"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,6 +197,6 @@ def test_errors_are_one_line(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", make_texts(50))
     with pytest.raises(SystemExit) as error:
-        train_tokenizer.main([*flags, "--model-prefix", "m"])
+        main(["train_tokenizer", *flags, "--model-prefix", "m"])
     assert str(error.value).startswith(message)
     assert not (tmp_path / "m.model").exists()
