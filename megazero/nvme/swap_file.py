@@ -77,6 +77,7 @@ class SwapFile:
 
     Methods may be called from any thread. Buffers are contiguous CPU tensors of any dtype, of whole pages, starting at one:
     `aligned_empty(padded(nbytes))` and its slices at pages. What a region holds before the first write is zero or old bytes.
+    After a write that failed the file is lost: every later `read` and `write` raises that error again.
 
     Attributes:
         path: what messages call the file.
@@ -195,6 +196,7 @@ class SwapFile:
         Raises:
             ValueError: `buffer` or `offset` is not in whole pages, or reaches beyond the region.
             RuntimeError: the region was freed, or the file closed.
+            OSError: an earlier write has failed.
         """
         return self._start("read", region, buffer, offset, after)
 
@@ -213,6 +215,14 @@ class SwapFile:
             filled: returns when the buffer has its bytes, where a device still sends them; called by the threads that write.
         """
         return self._start("write", region, buffer, offset, after, filled)
+
+    def raise_failure(self) -> None:
+        """Returns where every write that has ended has ended well.
+
+        Raises:
+            OSError: one has not: file, offset, errno and rank of the first, at every call.
+        """
+        self._requests.raise_failure()
 
     def close(self) -> None:
         """Waits for what is under way and gives the space back. Closing twice is harmless."""

@@ -16,21 +16,27 @@ from megazero.nvme.transport import Transport
 logger = logging.getLogger(__name__)
 
 Kind = Literal["read", "write"]
+_LOST = "What the file should hold is lost, so nothing more is read or written: resume from a checkpoint"
 
 
 class Transfer:
     """A read or write under way. Its buffer must stay untouched (a read: also unread) until `wait` returns.
 
+    Args:
+        requests: that it consists of.
+        at_end: called as `then` would; whoever waits or not is told all the same.
+
     Attributes:
         ended: holds the error, if any.
     """
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, at_end: Callable[[BaseException | None], None] | None = None) -> None:
         self.ended: Future[None] = Future()
         self._lock = threading.RLock()  # `then` may be called by a finalizer, which runs while this thread has it
         self._left = requests
         self._error: BaseException | None = None
-        self._calls: list[Callable[[BaseException | None], None]] | None = []  # None: it has ended
+        # None: it has ended
+        self._calls: list[Callable[[BaseException | None], None]] | None = [] if at_end is None else [at_end]
         self._is_told = False
 
     def wait(self) -> None:
@@ -108,6 +114,8 @@ class Requests:
 
     def __init__(self, transport: Transport, aio: AioConfig, path: Path, rank: int) -> None:
         self.moved: dict[Kind, int] = {"read": 0, "write": 0}
+        # Of the first write that went wrong: errno, text, path. Not the error, whose traceback holds the buffer.
+        self._failure: tuple[int, str, str] | None = None
         self._transport, self._aio, self._path, self._rank = transport, aio, path, rank
         self._threads = ThreadPoolExecutor(aio.threads, thread_name_prefix=f"nvme-rank{rank}")
         self._lock = threading.Lock()
@@ -125,12 +133,16 @@ class Requests:
 
         Args:
             ready: waited for by each request.
+
+        Raises:
+            OSError: as `raise_failure`.
         """
+        self.raise_failure()
         if not self._aio.overlap_events:
             self.drain()
         block = self._aio.block_size
         starts = range(0, len(view), block)
-        transfer = Transfer(len(starts))
+        transfer = Transfer(len(starts), self._end_write if kind == "write" else None)
 
         def begin(error: BaseException | None) -> None:
             if error is not None or not starts:
@@ -144,6 +156,15 @@ class Requests:
         begin(None) if after is None else after.then(begin)
         return transfer
 
+    def raise_failure(self) -> None:
+        """Returns where every write that has ended has ended well.
+
+        Raises:
+            OSError: one has not; the first one's error, at every call.
+        """
+        if self._failure is not None:
+            raise OSError(*self._failure)
+
     def drain(self) -> None:
         """Waits until nothing is under way; errors stay with their transfers."""
         for ended in list(self._under_way):
@@ -153,6 +174,14 @@ class Requests:
         """Waits for what is under way and ends the threads."""
         self.drain()
         self._threads.shutdown()
+
+    def _end_write(self, error: BaseException | None) -> None:
+        if error is not None and self._failure is None:
+            if isinstance(error, OSError):
+                code, text = error.errno or errno.EIO, error.strerror or ""
+            else:  # of the device that fills the buffer
+                code, text = errno.EIO, f"rank {self._rank}: a write failed: {error}. {_LOST}"
+            self._failure = code, text, str(self._path)
 
     def _submit(
         self, transfer: Transfer, kind: Kind, view: memoryview, offset: int, ready: Callable[[], None] | None
@@ -177,14 +206,16 @@ class Requests:
             except InterruptedError:
                 continue
             except OSError as error:
-                raise self._failure(kind, view, offset, moved, error.errno or errno.EIO, error.strerror) from error
+                raise self._error(kind, view, offset, moved, error.errno or errno.EIO, error.strerror) from error
             if count == 0:
                 what = "the file ends there: something has truncated it" if kind == "read" else "nothing was written"
-                raise self._failure(kind, view, offset, moved, errno.EIO, what)
+                raise self._error(kind, view, offset, moved, errno.EIO, what)
             moved += count
         with self._lock:
             self.moved[kind] += moved
 
-    def _failure(self, kind: Kind, view: memoryview, offset: int, moved: int, code: int, why: str | None) -> OSError:
+    def _error(self, kind: Kind, view: memoryview, offset: int, moved: int, code: int, why: str | None) -> OSError:
         text = f"rank {self._rank}: {kind} of {len(view)} bytes at offset {offset} failed after {moved} bytes: {why}"
+        if kind == "write":
+            text += f". {_LOST}"
         return OSError(code, text, str(self._path))

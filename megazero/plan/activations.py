@@ -29,16 +29,16 @@ ID_BYTES = 8
 class Activations:
     """Bytes of one micro-batch on a rank. `kept`, `outside` and `logits` are what forward saves."""
 
-    kept: int  # by all blocks until their backward: activations, or what they are recomputed from
-    kept_on_host: int  # with --checkpoint-in-cpu beside a GPU: what blocks are recomputed from
-    block: int  # all that one block saves
-    recomputed: int  # what is made again at a time, with --checkpoint-activations or --recompute
-    outside: int  # of embeddings, final norm and head, without the logits
-    logits: int  # 0 where the loss makes them in chunks
-    loss_working: int  # beside these, in the backward of loss and head
-    block_working: int  # in the backward of a block: gradients of its largest activations and of a weight
-    head_gradient: int  # of the tied weight: held from the head's backward to the embedding's
+    kept: int = 0  # by all blocks until their backward: activations, or what they are recomputed from
+    kept_on_host: int = 0  # with --checkpoint-in-cpu beside a GPU: what blocks are recomputed from
     kept_on_disk: int = 0  # with --checkpoint-nvme-path: what blocks are recomputed from
+    block: int = 0  # all that one block saves
+    recomputed: int = 0  # what is made again at a time, with --checkpoint-activations or --recompute
+    outside: int = 0  # of embeddings, final norm and head, without the logits
+    logits: int = 0  # 0 where the loss makes them in chunks
+    loss_working: int = 0  # beside these, in the backward of loss and head
+    block_working: int = 0  # in the backward of a block: gradients of its largest activations and of a weight
+    head_gradient: int = 0  # of the tied weight: held from the head's backward to the embedding's
 
     @property
     def saved(self) -> int:
@@ -77,16 +77,16 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
     kept, elsewhere, recomputed = _kept(model, shape, checkpoints)
     is_on_disk = checkpoints.checkpoint_nvme_path is not None
     return Activations(
-        kept,
-        0 if is_on_disk else elsewhere,
-        block_bytes(model, shape),
-        recomputed,
-        outside + _per_token(shape),
+        kept=kept,
+        kept_on_host=0 if is_on_disk else elsewhere,
+        kept_on_disk=elsewhere if is_on_disk else 0,
+        block=block_bytes(model, shape),
+        recomputed=recomputed,
+        outside=outside + _per_token(shape),
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
         block_working=2 * hidden + wide + h * model.mlp_size * e // t,
         head_gradient=vocabulary * h * e,
-        kept_on_disk=elsewhere if is_on_disk else 0,
     )
 
 

@@ -61,11 +61,12 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
         certain, in_all = plan.per_node(plan.device_states + plan.states.host), plan.per_node(plan.device + plan.host)
         return [_Need(where, certain, in_all, limits.host, partial(_for_device, setup)), on_disk]
     states, host = plan.per_node(plan.states.host), plan.per_node(plan.host)
-    lock = "Raise it (ulimit -l), or give --no-use-pin-memory."
+    unlock = "Raise the limit (ulimit -l), or give --no-use-pin-memory."
+    locked = _Need("locked memory per rank", plan.states.states_at("cpu"), plan.host, limits.memlock, lambda _: unlock)
     return [
         _Need("device memory per rank", plan.device_states, plan.device, limits.device, partial(_for_device, setup)),
         _Need("host memory per node", states, host, limits.host, lambda _: _for_host(setup)),
-        _Need("locked memory per rank", 0, plan.host if setup.pin_memory else 0, limits.memlock, lambda _: lock),
+        *([locked] if setup.pin_memory else []),
         on_disk,
     ]
 
@@ -73,8 +74,7 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
 def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
     """What does not fit; empty where all does, as far as the limits are known.
 
-    Certain is what states alone are too large for, counted to the byte; activations are an estimate. CUDA's driver locks host
-    memory by itself, on most systems beyond a process's limit, so that is never certain either.
+    Certain is what states alone are too large for, counted to the byte; activations are an estimate.
     """
     problems = []
     for need in _needs(plan, limits):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megazero.activation_checkpointing import CheckpointSettings
 from megazero.config import Config
 from megazero.model.config import GPT2Config
 from megazero.plan.activations import Activations, Shape, plan_activations
-from megazero.plan.moments import step_moments, without_activations
+from megazero.plan.moments import step_moments
 from megazero.plan.states import gpt2_buckets
 from megazero.plan.traffic import Traffic, plan_traffic
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings
@@ -27,7 +25,6 @@ class Setup:
     shape: Shape
     data_parallel_size: int
     ranks_per_node: int
-    micro_batches: int  # per optimizer step
     states: StateSettings
     checkpoints: CheckpointSettings
     pin_memory: bool = True
@@ -52,7 +49,6 @@ class Setup:
             ),
             data_parallel,
             min(ranks_per_node, world_size),
-            config.accumulation_steps(data_parallel),
             StateSettings(
                 zero.stage,
                 zero.grad_dtype,
@@ -67,6 +63,8 @@ class Setup:
                 param_buffer_count=zero.param_buffer_count,
                 device_type=device_type,
                 gather_limits=zero.gather_limits,
+                micro_batches=config.accumulation_steps(data_parallel),
+                delays_update=zero.delayed_param_update > 0,
             ),
             config.checkpoint_settings(),
             zero.pin_memory,
@@ -134,23 +132,11 @@ def plan_job(setup: Setup) -> JobPlan:
     shape, settings = setup.shape, setup.states
     persistence = setup.persistence if settings.stage == 3 else 0
     buckets = gpt2_buckets(setup.model, shape.model_parallel_size, setup.data_parallel_size, shape.dtype, persistence)
+    needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, setup.data_parallel_size, settings)
     work = plan_activations(setup.model, shape, setup.checkpoints)
-
-    def moments(work: Activations) -> dict[str, int]:
-        needs = BucketBytes.of_all(buckets, settings)
-        return step_moments(needs, settings, states, work, setup.model.num_layers, setup.micro_batches)
-
-    return JobPlan(
-        setup,
-        states,
-        work,
-        plan_traffic(setup.model, shape, buckets, settings, setup.data_parallel_size, setup.micro_batches),
-        moments(work),
-        max(moments(without_activations(work)).values()),
+    traffic = plan_traffic(setup.model, shape, needs, settings, setup.data_parallel_size)
+    moments, certain = (
+        step_moments(needs, settings, states, each, setup.model.num_layers) for each in (work, Activations())
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bf16", "fp16" or "fp32"."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    return JobPlan(setup, states, work, traffic, moments, max(certain.values()))

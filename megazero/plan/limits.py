@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+
+from megazero.nvme import PAGE, aligned_empty
 
 UNLIMITED = 1 << 60  # bytes; cgroup v1 writes "no limit" as about 2^63
 
@@ -19,32 +23,58 @@ class Limits:
 
     device: int | None = None  # of each rank's accelerator
     host: int | None = None  # of a node, for all of its ranks
-    memlock: int | None = None  # of a process: pages that it may lock into memory
+    memlock: int | None = None  # of a process: pages that CUDA may lock into memory for it
     disk: int | None = None  # of a node, where the swap files go
 
 
-def measure_limits(
-    device: torch.device | None = None, nvme_path: str | None = None, root: Path | str = "/", memlock: int | None = None
-) -> Limits:
+def measure_limits(device: torch.device | None = None, nvme_path: str | None = None, root: Path | str = "/") -> Limits:
     """What is free now, before a job allocates anything.
 
     Args:
         device: this rank's; host memory is all that a CPU has.
         nvme_path: folder of the swap files; where it does not exist yet, its nearest parent counts.
         root: where /proc and /sys lie; a test has its own.
-        memlock: RLIMIT_MEMLOCK, else asked of the system.
 
     Raises:
         ValueError: there is no such path, nor any parent of it.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device is not None and device.type == "cuda" else None
-    lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if memlock is None else memlock
-    return Limits(
-        free,
-        available_host_memory(Path(root)),
-        None if lock == resource.RLIM_INFINITY or lock >= UNLIMITED else lock,
-        None if nvme_path is None else free_disk(nvme_path),
-    )
+    free = memlock = None
+    if device is not None and device.type == "cuda":
+        free, memlock = torch.cuda.mem_get_info(device)[0], lock_limit(partial(_lock_a_page, device))
+    disk = None if nvme_path is None else free_disk(nvme_path)
+    return Limits(free, available_host_memory(Path(root)), memlock, disk)
+
+
+def lock_limit(pin: Callable[[], object]) -> int | None:
+    """RLIMIT_MEMLOCK, bytes; None where there is no limit, or nobody heeds it.
+
+    The kernel leaves that to each driver. NVIDIA's for Linux pins pages without asking for the limit (os_lock_user_pages in its
+    open kernel modules), so a small one, 8 MiB by default, is no reason to refuse a job; another driver may heed it. So it is
+    tried: for a moment nothing may be locked, and a page is.
+
+    Args:
+        pin: locks a page, or raises MemoryError.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= UNLIMITED:
+        return None
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, hard))
+    try:
+        pin()
+    except MemoryError:
+        return soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    return None
+
+
+def _lock_a_page(device: torch.device) -> None:
+    try:
+        aligned_empty(PAGE, pin=True)
+    except MemoryError:
+        with suppress(RuntimeError):  # CUDA tells its last error to whoever looks next: let that be this kernel
+            torch.zeros(1, device=device)
+        raise
 
 
 def available_host_memory(root: Path) -> int | None:

@@ -8,10 +8,10 @@ it is reduced, which goes on during the next block's backward. The update finds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megazero.plan.activations import Activations
-from megazero.zero.bucket_bytes import BucketBytes, StateSettings
+from megazero.zero.bucket_bytes import BucketBytes, StateSettings, adding_bytes
 from megazero.zero.link import MOST_TO_HOST
 from megazero.zero.memory import MemoryPlan
 from megazero.zero.residency import GatherLimits
@@ -24,9 +24,9 @@ class _Block:
     """Bytes of one block, or of the root; where tiles make a block several units, one of them is whole at a time."""
 
     gathered: int = 0  # of the largest unit's parameters, whole
-    gradient: int = 0  # of its gradient, whole, where that is sharded
+    gradient: int = 0  # of its gradient, whole
     wire: int = 0  # of what travels, where that is not the gradient itself
-    shards: int = 0  # of this rank's part of the block's gradients, where it is apart and on the accelerator
+    reduced: int = 0  # what stays of the block's gradients on the accelerator: this rank's part, or the whole
     leaving: int = 0  # of this part, where it goes over the link to another home
     coming: int = 0  # of this rank's part of the parameters, where it comes over the link ahead of its gather
 
@@ -37,11 +37,11 @@ class _Block:
         is_sharded = settings.sharding.gradients
         return cls(
             max(sum(need.whole_parameters for need in unit) for unit in units) if settings.sharding.parameters else 0,
-            max(sum(need.whole_gradient for need in unit) for unit in units) if is_sharded else 0,
+            max(sum(need.whole_gradient for need in unit) for unit in (units if is_sharded else [needs])),
             max(need.wire for need in needs),
-            sum(need.gradients for need in needs) if is_sharded else 0,
-            sum(need.reduced for need in needs) if settings.has_link(settings.optimizer_home) else 0,
-            sum(_shard_bytes(need) for need in needs) if settings.has_link(settings.param_home) else 0,
+            sum(need.gradients for need in needs),
+            sum(need.leaving(settings) for need in needs) if is_sharded else 0,
+            sum(need.coming for need in needs) if settings.has_link(settings.param_home) else 0,
         )
 
 
@@ -51,20 +51,20 @@ def step_moments(
     states: MemoryPlan,
     work: Activations,
     num_layers: int,
-    micro_batches: int,
 ) -> dict[str, int]:
     """Bytes on the accelerator at the loss, in the blocks' and the embedding's backward, and in the update.
 
-    Shards of gradients are made by backward, one after the other. So with one micro-batch the peak lies where most activations
-    are; a later micro-batch finds the gradients of the first.
+    Gradients are made by backward, one after the other. So with one micro-batch the peak lies where most activations are; a later
+    micro-batch finds the gradients of the first.
 
     Args:
         needs: of each bucket, the blocks' and the root's.
         states: the sums of these.
     """
     blocks, root = _blocks(needs, settings, num_layers)
-    earlier = states.gradients if settings.sharding.gradients and micro_batches > 1 else 0
-    rest = states.at_rest + earlier
+    has_earlier = settings.micro_batches > 1
+    adding = adding_bytes(needs, settings)
+    rest = states.at_rest + (states.gradients if has_earlier else 0)
     is_default = settings.gather_limits == GatherLimits()
     between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
     backward = 0
@@ -75,28 +75,22 @@ def step_moments(
         if settings.overlap:
             fetched = blocks[max(0, first - 1 - FETCHES_BEFORE_GATHER) : max(0, first - 1)]
             here += (blocks[first - 1].gathered if first else 0) + sum(block.coming for block in fetched)
-        gradients = _gradients(blocks, root, last, settings, has_earlier=earlier > 0)
+        gradients = _gradients(blocks, root, last, settings, has_earlier, adding)
         kept = work.kept * (last + 1) // num_layers + work.recomputed + work.block_working + work.head_gradient
         backward = max(backward, (between + here if is_default else between) + gradients + kept)
-    embedding = _gradients(blocks, root, -1, settings, has_earlier=earlier > 0)
+    embedding = _gradients(blocks, root, -1, settings, has_earlier, adding)
     embedding += max(2 * work.head_gradient, root.wire)
+    last_to_go = sum(block.leaving for block in [root, *blocks][:MOST_TO_HOST])
+    copies_apart = (
+        settings.delays_update and not settings.sharding.gradients
+    )  # what stays goes as a copy, to be updated from
+    copies = MOST_TO_HOST * max(need.leaving(settings) for need in needs) if copies_apart else 0
     return {
-        "loss": between + work.saved + work.loss_working,
+        "loss": between + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
         "blocks' backward": backward,
         "embedding's backward": between + embedding,
-        "update": states.resident + max(states.updating, root.leaving + blocks[0].leaving),
+        "update": states.resident + max(states.updating, last_to_go, copies),
     }
-
-
-def _shard_bytes(need: BucketBytes) -> int:
-    """Of a bucket's parameters; where a rank has the whole it comes right into its place."""
-    is_part = need.shard < need.layout_numel
-    return need.whole_parameters // need.layout_numel * need.shard if is_part else 0
-
-
-def without_activations(work: Activations) -> Activations:
-    """The same with nothing in it: for what the states alone need."""
-    return replace(work, **dict.fromkeys(vars(work), 0))
 
 
 def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: int) -> tuple[list[_Block], _Block]:
@@ -110,12 +104,23 @@ def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: i
     return [_Block.of(block, settings) for block in by_block], _Block.of(root, settings)
 
 
-def _gradients(blocks: list[_Block], root: _Block, index: int, settings: StateSettings, has_earlier: bool) -> int:
-    """What is there of gradients in the backward of a block, -1 being the embedding, beyond those that stay anyway."""
+def _gradients(
+    blocks: list[_Block], root: _Block, index: int, settings: StateSettings, has_earlier: bool, adding: int
+) -> int:
+    """What is there of gradients in the backward of a block, -1 being the embedding, beyond those that stay anyway.
+
+    Args:
+        has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.
+        adding: while one leaves, for the sum that it goes into.
+    """
     under_way = [] if not settings.overlap else blocks[index + 1 : index + 1 + MAX_REDUCTIONS]
     done = blocks[index + 1 + len(under_way) :]
-    whole = root.gradient + (blocks[index].gradient if index >= 0 else 0)
-    parts = sum(block.wire or block.gradient for block in under_way) + sum(
-        block.leaving for block in done[:MOST_TO_HOST]
-    )
-    return whole + parts + (0 if has_earlier else sum(block.shards for block in done))
+    here = [root, *blocks[index : index + 1]] if index >= 0 else [root]
+    whole = sum(block.gradient for block in here)
+    if not settings.sharding.gradients:
+        stay = 0 if has_earlier else whole + sum(block.reduced for block in blocks[index + 1 :])
+        return stay + sum(block.wire for block in under_way)
+    sent = [*done, root, *blocks] if has_earlier else done
+    leaving = sent[: MOST_TO_HOST + (root.wire > 0)]  # one more than that while it is cast
+    parts = sum(block.wire or block.gradient for block in under_way) + sum(block.leaving for block in leaving)
+    return whole + parts + (adding if done else 0) + (0 if has_earlier else sum(block.reduced for block in done))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from megazero.metrics import table
 from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
-from megazero.plan.job_plan import JobPlan, dtype_name
+from megazero.plan.job_plan import JobPlan
 from megazero.plan.limits import Limits
 from megazero.plan.modes import activation_modes
+from megazero.zero.build import DTYPES
 from megazero.zero.memory import size
 
 HOME_NAMES = {"accelerator": "device", "cpu": "host", "nvme": "nvme"}
@@ -25,9 +28,9 @@ def as_json(plan: JobPlan, limits: Limits) -> dict[str, Any]:
         "model_parallel_size": shape.model_parallel_size,
         "data_parallel_size": setup.data_parallel_size,
         "batch_size": shape.batch_size,
-        "micro_batches": setup.micro_batches,
+        "micro_batches": setup.states.micro_batches,
         "seq_length": shape.seq_length,
-        "precision": dtype_name(shape.dtype),
+        "precision": _precision(shape.dtype),
         "parameters": setup.model.num_parameters(),
         "states": {**asdict(states), "resident": states.resident, "at_rest": states.at_rest, "peak": states.peak},
         "activations": asdict(plan.activations),
@@ -62,14 +65,18 @@ def _job(plan: JobPlan) -> str:
     ranks = (
         f"{setup.world_size} = {shape.model_parallel_size} tensor-parallel x {setup.data_parallel_size} data-parallel"
     )
-    batch = f"{shape.batch_size} sequences x {shape.seq_length} tokens, {setup.micro_batches} per step"
+    batch = f"{shape.batch_size} sequences x {shape.seq_length} tokens, {setup.states.micro_batches} per step"
     rows = [
         ("parameters", f"{model.num_parameters():,} ({width})"),
         ("ranks", f"{ranks}, {setup.ranks_per_node} on a node"),
         ("micro-batch", batch),
-        ("ZeRO", f"stage {setup.states.stage}, {dtype_name(shape.dtype)}, gradients in {setup.states.grad_dtype}"),
+        ("ZeRO", f"stage {setup.states.stage}, {_precision(shape.dtype)}, gradients in {setup.states.grad_dtype}"),
     ]
     return table("job", rows)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def _states(plan: JobPlan) -> str:

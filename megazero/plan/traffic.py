@@ -9,7 +9,7 @@ from megazero.model.config import GPT2Config
 from megazero.plan.activations import Shape
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings
 from megazero.zero.build import dtype_of
-from megazero.zero.units import ROOT, BucketPlan
+from megazero.zero.units import ROOT
 
 
 @dataclass(frozen=True)
@@ -36,42 +36,45 @@ class Traffic:
 def plan_traffic(
     model: GPT2Config,
     shape: Shape,
-    plans: Sequence[BucketPlan],
+    needs: Sequence[BucketBytes],
     settings: StateSettings,
     data_parallel_size: int,
-    micro_batches: int,
 ) -> Traffic:
-    """The traffic of a step of `micro_batches`: psi is the parameters of `plans`, with their padding."""
-    n, m, stage = data_parallel_size, micro_batches, settings.stage
-    trained = [plan for plan in plans if plan.is_trainable]
-    psi = sum(plan.layout.numel for plan in trained)
-    root = sum(plan.layout.numel for plan in trained if plan.unit == ROOT)
+    """The traffic of a step: psi is the parameters of the trained buckets of `needs`, with their padding."""
+    n, m, stage = data_parallel_size, settings.micro_batches, settings.stage
+    trained = [need for need in needs if need.owned]
+    psi = sum(need.layout_numel for need in trained)
+    root = sum(need.layout_numel for need in trained if need.unit == ROOT)
     reduced = psi * (m if stage >= 2 else 1)
     gathered = 2 * m * psi - m * root if stage == 3 else psi  # the root is gathered once per micro-batch
     grad_dtype = dtype_of(settings.grad_dtype, shape.dtype)
     wire = dtype_of(settings.reduce_dtype, shape.dtype, grad_dtype).itemsize
-    needs = BucketBytes.of_all(trained, settings)
-    away = [need for need in needs if need.optimizer_home != "accelerator"]
-    owned, owned_away = (sum(need.owned for need in some) for some in (needs, away))
+    away = [need for need in trained if need.optimizer_home != "accelerator"]
+    owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
     states = sum(need.master + need.moments for need in away)
-    gradients = (
-        owned_away * grad_dtype.itemsize * (m if stage >= 2 else 1)
-    )  # sharded, each micro-batch's is added where O rests
+    # Where they are sharded, each micro-batch's are added where O rests.
+    gradients = owned_away * grad_dtype.itemsize * (m if stage >= 2 else 1)
     shards = gathered * shape.dtype.itemsize // n  # of parameters, each time that they are gathered
     on_disk = settings.optimizer_home == "nvme"
     params_away, params_on_disk = settings.param_home != "accelerator", settings.param_home == "nvme"
     has_link = settings.device_type != "cpu"
     # The device adds each further micro-batch's to the sum in host memory; to one in a file the host does.
     sums = owned_away * grad_dtype.itemsize * (m - 1) if stage >= 2 and settings.optimizer_home == "cpu" else 0
-    swapped = gradients if stage >= 2 else 0  # whole ones stay on the accelerator until the update
+    swapped = (
+        gradients if stage >= 2 or settings.delays_update else 0
+    )  # whole ones stay on the accelerator till the update
+    staged = (
+        owned * shape.dtype.itemsize if settings.delays_update else 0
+    )  # a copy of P, for weights that are not P's yet
+    weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
         (reduced + gathered) * (n - 1) // n,
         (reduced * wire + gathered * shape.dtype.itemsize) * (n - 1) // n,
         _model_parallel(model, shape) * m,
         # New weights cross the link where O and P do not rest on one side of it.
-        to_host=(gradients + ((owned - owned_away) * shape.dtype.itemsize if params_away else 0)) * has_link,
+        to_host=(gradients + weights) * has_link,
         from_host=(sums + (shards if params_away else owned_away * shape.dtype.itemsize)) * has_link,
-        disk_read=(states + swapped if on_disk else 0) + (shards if params_on_disk else 0),
+        disk_read=(states + swapped if on_disk else 0) + (shards + staged if params_on_disk else 0),
         disk_written=(states + swapped if on_disk else 0) + (owned * shape.dtype.itemsize if params_on_disk else 0),
     )
 

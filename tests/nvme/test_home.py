@@ -99,6 +99,29 @@ def test_a_failed_transfer_is_told_by_place_and_rank(tmp_path, pipelined, kind, 
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
+def test_who_goes_on_after_a_failed_write_is_stopped_at_every_later_use(tmp_path, pipelined):
+    home, transport, vectors = gated_home(tmp_path, reads_ahead=pipelined, writes_behind=pipelined)
+    transport.failing["write", PAGE] = BROKEN_DRIVE
+    vectors[5].prefetch()
+    with pytest.raises(OSError, match=f"offset {PAGE} failed"):
+        update(vectors[:4])
+        home.flush()
+    transport.failing.clear()
+    uses = [lambda vector=vector: update([vector]) for vector in vectors]  # with what was not touched, or read before
+    for use in (
+        *uses,
+        vectors[0].prefetch if pipelined else home.flush,
+        home.flush,
+        lambda: home.hold(torch.ones(NUMEL)),
+    ):
+        with pytest.raises(
+            OSError, match=f"rank 7: write of {PAGE} bytes at offset {PAGE} failed .*injected"
+        ) as caught:
+            use()
+        assert caught.value.errno == BROKEN_DRIVE and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
 def test_after_a_failed_read_all_buffers_are_there(tmp_path, pipelined):
     home, transport, vectors = gated_home(tmp_path, reads_ahead=pipelined, writes_behind=pipelined)
     for _ in range(10):

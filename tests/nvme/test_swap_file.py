@@ -154,10 +154,9 @@ def test_a_transfer_starts_after_another_and_fails_with_it(tmp_path):
         read.wait()
         write.wait()  # which may take a moment more: what comes after it is started first
         assert write.done() and torch.equal(got, data)
-        made[0].failing["write", 0] = BROKEN_DRIVE
-        read = swap.read(region, got, after=swap.write(region, data))
-        with pytest.raises(OSError, match="write of"):
-            read.wait()
+        made[0].failing["read", 0] = BROKEN_DRIVE
+        with pytest.raises(OSError, match="read of"):
+            swap.read(region, got, after=swap.read(region, data)).wait()
         assert swap.bytes_read == PAGE
 
 
@@ -176,13 +175,13 @@ def test_io_errors_say_file_place_length_and_rank(tmp_path, caplog):
     make, made = gated()
     swap = SwapFile(tmp_path, 3, AioConfig(block_size=2 * PAGE), transport=make)
     region, data = swap.allocate(6 * PAGE), random_pages(6 * PAGE)
-    made[0].failing["write", 2 * PAGE] = BROKEN_DRIVE
+    made[0].failing["read", 2 * PAGE] = BROKEN_DRIVE
     for _ in range(2):  # it stays usable
-        with pytest.raises(OSError, match=f"rank 3: write of {2 * PAGE} bytes at offset {2 * PAGE}") as caught:
-            swap.write(region, data).wait()
+        with pytest.raises(OSError, match=f"rank 3: read of {2 * PAGE} bytes at offset {2 * PAGE}") as caught:
+            swap.read(region, data).wait()
         assert caught.value.errno == BROKEN_DRIVE and str(tmp_path) in str(caught.value)
     made[0].failing.clear()
-    swap.write(region, data).wait()
+    swap.read(region, data).wait()
     made[0].failing["write", 0] = BROKEN_DRIVE
     with caplog.at_level(logging.ERROR, "megazero"):
         forgotten = swap.write(region, data)
@@ -190,6 +189,47 @@ def test_io_errors_say_file_place_length_and_rank(tmp_path, caplog):
         del forgotten
         gc.collect()
     assert "nobody waited for" in caplog.text and "rank 3" in caplog.text
+
+
+def test_after_a_failed_write_every_use_of_the_file_tells_that_error_again(tmp_path):
+    make, made = gated()
+    with SwapFile(tmp_path, 3, transport=make) as swap:
+        region, other, data = swap.allocate(2 * PAGE), swap.allocate(2 * PAGE), random_pages(2 * PAGE)
+        swap.write(other, data).wait()
+        swap.raise_failure()
+        made[0].failing["write", 0] = BROKEN_DRIVE
+        with pytest.raises(OSError, match=f"rank 3: write of {2 * PAGE} bytes at offset 0") as first:
+            swap.write(region, data).wait()
+        made[0].failing.clear()
+        uses = [lambda: swap.read(region, data), lambda: swap.write(region, data), lambda: swap.read(other, data)]
+        for use in (*uses, swap.raise_failure):
+            with pytest.raises(OSError, match="nothing more is read or written: resume from a checkpoint") as again:
+                use()
+            assert (again.value.errno, str(again.value)) == (BROKEN_DRIVE, str(first.value))
+        swap.free(region)
+
+
+def test_a_write_behind_a_read_that_failed_is_a_failed_write(tmp_path):
+    make, made = gated()
+    with SwapFile(tmp_path, 3, transport=make) as swap:
+        region, data = swap.allocate(PAGE), random_pages(PAGE)
+        made[0].failing["read", 0] = BROKEN_DRIVE
+        write = swap.write(region, data, after=swap.read(region, data))
+        assert isinstance(write.error(), OSError)
+        with pytest.raises(OSError, match="rank 3: read of"):
+            swap.read(region, data)
+
+
+def test_a_write_whose_buffer_the_device_cannot_fill_is_a_failed_write(tmp_path):
+    def filled() -> None:
+        raise RuntimeError("the device is gone")
+
+    with SwapFile(tmp_path, 3) as swap:
+        region, data = swap.allocate(PAGE), random_pages(PAGE)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            swap.write(region, data, filled=filled).wait()
+        with pytest.raises(OSError, match="rank 3: a write failed: the device is gone.*resume from a checkpoint"):
+            swap.read(region, data)
 
 
 def test_a_truncated_file_is_told(tmp_path):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megazero.activation_checkpointing as checkpointing
-from megazero import comm, mpu
+from megazero import comm, engine, mpu
 from megazero.config import Config
 from megazero.job import Job, build_job
+from megazero.nvme import Region, SwapFile, Transfer
 from megazero.optim import adam_kernels
-from megazero.zero import link
+from megazero.zero import delayed, homes, init, link, nvme_home
+from megazero.zero.placement import placed
 from pretrain_gpt2 import forward_step, make_model
 from tests.plan.live_bytes import LiveBytes, tensors_in
 
@@ -57,6 +60,74 @@ class Held(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class Gauge:
+    """Measures the pretended accelerator, of `total` bytes, for --placement auto."""
+
+    def __init__(self, held: Held, total: int) -> None:
+        self._held, self._total = held, total
+
+    def used_bytes(self) -> int:
+        """The most since the last call."""
+        return self._held.lap()[ACCELERATOR.type]
+
+    def free_bytes(self) -> int:
+        """What is left."""
+        return self._total - self._held.now[ACCELERATOR.type]
+
+
+class SlowTransfer(Transfer):
+    """Has begun and ended when somebody waits for it, and not before: so as much memory is in use as may be."""
+
+    def __init__(self, filled: Callable[[], None] | None) -> None:
+        super().__init__(1)
+        self._filled = filled
+
+    def error(self) -> BaseException | None:
+        if not self.done():
+            if self._filled is not None:
+                self._filled()
+            self.end(None)
+        return super().error()
+
+
+class PretendedSwapFile(SwapFile):
+    """Gives places in a file that nothing is written to."""
+
+    def __init__(self, folder: str, rank: int, aio: Any = None) -> None:
+        with unset_fake_temporarily():
+            super().__init__(tempfile.gettempdir(), rank, aio)
+
+    def _grow(self, size: int) -> None:
+        pass
+
+    def _start(
+        self,
+        kind: Any,
+        region: Region,
+        buffer: Tensor,
+        offset: int,
+        after: Transfer | None,
+        filled: Callable[[], None] | None = None,
+    ) -> Transfer:
+        assert after is None and 0 <= offset <= offset + buffer.nbytes <= region.nbytes
+        transfer = SlowTransfer(filled)
+        self._used[region].add(transfer)
+        return transfer
+
+
+class ThreadAtOnce:
+    """Runs when it is started: modes of fake tensors are each thread's own."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        self._targets = [target]
+
+    def start(self) -> None:
+        self._targets.pop()()  # and forgets it, as a thread does
+
+    def join(self) -> None:
+        pass
+
+
 def device_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
 ) -> Tensor:
@@ -71,15 +142,28 @@ def device_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 @contextmanager
-def fake_world(world_size: int, model_parallel_size: int = 1, rank: int = 0) -> Iterator[Held]:
-    """This process is one of many ranks, and what it makes inside has no memory. Nothing that it makes may be used outside."""
+def fake_world(
+    world_size: int, model_parallel_size: int = 1, rank: int = 0, device_bytes: int | None = None
+) -> Iterator[Held]:
+    """This process is one of many ranks, and what it makes inside has no memory. Nothing that it makes may be used outside.
+
+    Args:
+        device_bytes: memory of the accelerator, for --placement auto.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "local_device", lambda: ACCELERATOR)
         patch.setattr(F, "scaled_dot_product_attention", device_attention)
         patch.setattr(F, "dropout", device_dropout)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
-        patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: adam_kernels.tiled)  # numba's reads memory
-        patch.setattr(link, "aligned_empty", lambda nbytes, pin=False: torch.empty(nbytes, dtype=torch.uint8))
+        # Numba's kernel reads memory, and makes none.
+        patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: lambda *_: None)
+        for module in (link, nvme_home):
+            patch.setattr(module, "aligned_empty", lambda nbytes, pin=False: torch.empty(nbytes, dtype=torch.uint8))
+        for module in (homes, init):
+            patch.setattr(module, "SwapFile", PretendedSwapFile)
+        patch.setattr(homes, "check_space", lambda folder, nbytes: None)
+        patch.setattr(delayed, "threading", SimpleNamespace(Thread=ThreadAtOnce))
+        patch.setattr(comm, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group))
         channel = comm.Channel
 
         def open_channel(group: comm.ProcessGroup) -> comm.Channel:
@@ -92,7 +176,11 @@ def fake_world(world_size: int, model_parallel_size: int = 1, rank: int = 0) -> 
         try:
             mpu.initialize_model_parallel(model_parallel_size)
             mpu.model_parallel_cuda_manual_seed(1)
-            with FakeTensorMode(), Held() as held:
+            # torch.tensor makes no fake of a number on the meta device: a step counter that moves there.
+            with FakeTensorMode(allow_non_fake_inputs=device_bytes is not None), Held() as held:
+                if device_bytes is not None:
+                    gauge = Gauge(held, device_bytes)
+                    patch.setattr(engine, "placed", lambda zero, _: placed(zero, gauge))
                 yield held
         finally:
             mpu.destroy_model_parallel()
@@ -102,14 +190,16 @@ def fake_world(world_size: int, model_parallel_size: int = 1, rank: int = 0) -> 
 
 
 @contextmanager
-def fake_job(config: Config, world_size: int, rank: int = 0) -> Iterator[tuple[Job, Held]]:
+def fake_job(
+    config: Config, world_size: int, rank: int = 0, device_bytes: int | None = None
+) -> Iterator[tuple[Job, Held]]:
     """The job that `config` describes, built as `pretrain_gpt2.py` builds it, on one of `world_size` ranks."""
     tokenizer: Any = SimpleNamespace(eod=0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with fake_world(world_size, config.parallel.model_parallel_size, rank) as held:
+    with fake_world(world_size, config.parallel.model_parallel_size, rank, device_bytes) as held:
         try:
             job = build_job(config, mpu.get_groups(), tokenizer, make_model, forward_step)
-            held.watch(bucket.flat for bucket in job.engine.buckets)
+            held.watch(bucket.weights.flat for bucket in job.engine.buckets)
             yield job, held
         finally:
             for number, handler in handlers.items():

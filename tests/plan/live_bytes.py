@@ -23,6 +23,7 @@ class LiveBytes(TorchDispatchMode):
         self._resized: list[torch.UntypedStorage] = []
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
+        self._lap: Counter[str] = Counter()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Looks at the storages of `tensors` at every operation: they are resized where no operation tells."""
@@ -33,6 +34,11 @@ class LiveBytes(TorchDispatchMode):
         self._look_at(storage for storage in [find() for find in self._storage.values()] if storage is not None)
         self.peak = Counter(self.now)
 
+    def lap(self) -> Counter[str]:
+        """The peak since the last call of this."""
+        lap, self._lap = self._lap | self.now, Counter(self.now)
+        return lap
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._look_at(self._resized)
@@ -40,6 +46,7 @@ class LiveBytes(TorchDispatchMode):
             if tensor.layout == torch.strided:
                 self._count(tensor.untyped_storage(), tensor.device.type)
         self.peak |= self.now  # the larger of each
+        self._lap |= self.now
         return out
 
     def _look_at(self, storages: Iterable[torch.UntypedStorage]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.arguments import load_config
+from megazero.job import Job
 from megazero.plan import JobPlan, Setup, plan_job
 from tests.plan.fake_world import ACCELERATOR, Held, fake_job, fake_step
 
@@ -25,24 +26,32 @@ def check(billions: float, ranks: int, flags: str, layers: int | None = None, ra
     config = load_config(argv, world_size=ranks)
     plan = plan_job(Setup.of(config, ranks, 8, "cuda"))
     what = f"{flags}, rank {rank} of {ranks}"
+    states = plan.states
+    steps += 1 if config.zero.delayed_param_update else 0  # the second one's update is the first to be delayed
     with fake_job(config, ranks, rank) as (job, held):
         held.restart()
         memory = job.engine.memory()
-        assert (memory["P"], memory["O"]) == (plan.states.parameters, plan.states.master), what
-        if plan.states.host == 0:
-            assert held.now[ACCELERATOR.type] == plan.states.at_rest - plan.states.moments, what
+        for state, home, planned in (
+            ("P", states.param_home, states.parameters),
+            ("O", states.optimizer_home, states.master),
+        ):
+            assert memory[state] == (0 if home == "nvme" else planned), f"{state} of {what}"
+        if states.host == 0:
+            assert held.now[ACCELERATOR.type] == states.at_rest - states.moments, what
         for _ in range(steps):  # moments come with the first
             held.restart()
             fake_step(job)
         if steps:
-            compare(held, plan, what)
+            compare(job, held, plan, what)
 
 
-def compare(held: Held, plan: JobPlan, what: str) -> None:
+def compare(job: Job, held: Held, plan: JobPlan, what: str) -> None:
     device, host = held.peak[ACCELERATOR.type], held.peak["cpu"]
-    planned = plan.device - plan.runtime
+    planned, swap = plan.device - plan.runtime, job.engine.homes.swap
     assert device == pytest.approx(planned, rel=0.03), f"{what}: {device / planned:.4f} of {plan.moments}"
-    assert host == pytest.approx(plan.host, rel=0.03, abs=1000), f"{what}: {host} bytes of host memory"
+    assert host == pytest.approx(plan.host, rel=0.03, abs=1000), f"{what}: {host} bytes of host memory, not {plan.host}"
+    disk = 0 if swap is None else swap.nbytes
+    assert disk == pytest.approx(plan.disk, rel=0.03), f"{what}: {disk} bytes of disk, not {plan.disk}"
 
 
 # By what they are for: billions of parameters, ranks, flags. Each has its peak where another term decides.
@@ -64,12 +73,71 @@ CASES = {
     "O on the host": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --checkpoint-activations"),
     "whole G, O on the host": (1.5, 2, "--zero-stage 1 --batch-size 1 --offload-optimizer cpu"),
     "all on the host": (10, 8, "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu"),
+    "a part of O on the host": (
+        1.5,
+        2,
+        "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --offload-optimizer-ratio 0.5",
+    ),
+    "sums on the host": (1.5, 2, "--zero-stage 2 --batch-size 1 --global-batch-size 6 --offload-optimizer cpu"),
+    "16-bit sums on the host": (
+        1.5,
+        1,
+        "--zero-stage 3 --batch-size 1 --global-batch-size 2 --offload-optimizer cpu --grad-dtype compute",
+    ),
+    "O on nvme": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer nvme --nvme-path /drive"),
+    "sums on nvme": (
+        10,
+        2,
+        "--zero-stage 2 --batch-size 1 --global-batch-size 4 --offload-optimizer nvme --nvme-path /drive",
+    ),
+    "P on nvme": (
+        10,
+        8,
+        "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param nvme --nvme-path /drive",
+    ),
+    "all on nvme": (
+        10,
+        8,
+        "--zero-stage 3 --batch-size 1 --offload-optimizer nvme --offload-param nvme --nvme-path /drive",
+    ),
+    "delayed, of whole G": (1.5, 2, "--zero-stage 1 --batch-size 1 --offload-optimizer cpu --delayed-param-update 1"),
+    "delayed": (
+        10,
+        8,
+        "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu --delayed-param-update 1",
+    ),
+    "delayed, on nvme": (
+        1.5,
+        2,
+        "--zero-stage 2 --batch-size 1 --offload-optimizer nvme --delayed-param-update 1 --nvme-path /drive",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_of_a_few_wide_layers_holds_what_was_planned(case):
     check(*CASES[case], layers=3)
+
+
+def test_a_placement_by_plan_holds_what_was_planned_and_no_more_than_the_device_has():
+    width = "--hidden-size 4096 --num-attention-heads 32 --num-layers 3"
+    config = load_config(f"{COMMON} {width} --zero-stage 3 --placement auto --batch-size 1".split(), world_size=8)
+    plan = plan_job(Setup.of(config, 8, 8, "cuda"))
+    planned = plan.device - plan.runtime
+    for total in (11 * planned // 10, 2 * planned):
+        with fake_job(config, 8, device_bytes=total) as (job, held):
+            assert job.engine.placement is not None
+            job.engine.homes.link.close()  # what building has sent is on the device until something else is sent
+            held.restart()
+            fake_step(job)  # traced: all rests on the host
+            assert held.peak[ACCELERATOR.type] == pytest.approx(planned, rel=0.03)
+            assert held.peak["cpu"] == pytest.approx(plan.host, rel=0.05), "the first step's moments are made apart"
+            held.restart()
+            for _ in range(2):
+                fake_step(job)
+            most = held.peak[ACCELERATOR.type]
+            assert most <= total and held.peak["cpu"] <= 1.03 * plan.host, f"{most / total:.4f} of the budget"
+            assert (held.now[ACCELERATOR.type] > 10**6) == (total == 2 * planned), "states have moved to the device"
 
 
 def test_the_last_of_1024_ranks_holds_as_much():
@@ -89,7 +157,9 @@ def test_every_stage_on_every_number_of_ranks(ranks, tensor_parallel, stage):
         pytest.skip("not so many ranks")
     for batch, mode in ((1, ""), (2, "--checkpoint-activations")):
         flags = f"--zero-stage {stage} --model-parallel-size {tensor_parallel} --batch-size {batch} {mode}"
-        check(1.5, ranks, flags, layers=4, rank=ranks - 1)
+        check(
+            1.5, ranks, flags, layers=4, rank=ranks - tensor_parallel
+        )  # the last one has a part of the vocabulary less
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Plans of small jobs against what real engines hold, activations included: every tensor of a step on 1 and 2 real ranks."""
+"""Plans of small jobs against what real engines hold, activations included: every tensor of a step on 1 and 2 real ranks.
+
+On a CPU all of it is the host's memory, and offloaded to it is nothing; to a swap file there is, and that is a real one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model import GPT2Config, GPT2Model
 from megazero.plan import Setup, Shape, plan_job
 from megazero.zero.bucket_bytes import StateSettings
+from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine
@@ -27,40 +31,56 @@ MODEL = GPT2Config(
 )
 
 
-JOBS = [  # stage, dtype, batch size, what is recomputed
-    (0, torch.float32, 4, None),
-    (0, torch.bfloat16, 8, "full"),
-    (1, torch.bfloat16, 4, None),
-    (2, torch.bfloat16, 1, None),
-    (3, torch.float32, 4, None),
-    (3, torch.bfloat16, 8, "full"),
+# In small tiles, as it is up to the drive how many buffers are used.
+ON_NVME = {"offload_optimizer": "nvme", "sub_group_size": 2 * TILE_MULTIPLE}
+JOBS = [  # stage, dtype, batch size, what is recomputed, micro-batches, what else
+    (0, torch.float32, 4, None, 1, {}),
+    (0, torch.bfloat16, 8, "full", 1, {}),
+    (1, torch.bfloat16, 4, None, 1, {}),
+    (2, torch.bfloat16, 1, None, 1, {}),
+    (3, torch.float32, 4, None, 1, {}),
+    (3, torch.bfloat16, 8, "full", 1, {}),
+    (2, torch.bfloat16, 1, None, 2, {}),
+    (1, torch.bfloat16, 4, None, 1, ON_NVME),
+    (3, torch.bfloat16, 4, None, 2, ON_NVME),
+    (2, torch.bfloat16, 4, None, 1, {**ON_NVME, "delayed_param_update": 1}),
+    (3, torch.float32, 4, None, 1, {"offload_optimizer": "cpu", "delayed_param_update": 1}),
 ]
 
 
-def engine_case() -> None:
+def engine_case(path: str) -> None:
     groups = mpu.initialize_model_parallel(1)
     n = groups.data_parallel_size
     with LiveBytes() as live:
         channel = comm.Channel(groups.data)
     staging = live.now["cpu"]  # of the transport, whatever the model
     channel.close()
-    for stage, dtype, batch_size, recompute in JOBS:
+    for stage, dtype, batch_size, recompute, micro_batches, zero in JOBS:
         mpu.model_parallel_cuda_manual_seed(1)
         config, shape = replace(MODEL, recompute=recompute), Shape(batch_size, 64, 1, dtype, "cpu")
-        plan = plan_job(Setup(config, shape, n, n, 1, StateSettings(stage, device_type="cpu"), CheckpointSettings()))
+        settings = {key: value for key, value in zero.items() if key != "delayed_param_update"}
+        settings |= {"micro_batches": micro_batches, "delays_update": "delayed_param_update" in zero}
+        states = StateSettings(stage, device_type="cpu", **settings)
+        plan = plan_job(Setup(config, shape, n, n, states, CheckpointSettings()))
         ids = torch.zeros(batch_size, 64, dtype=torch.int64)
         with LiveBytes() as live:
-            engine = make_engine(GPT2Model(config, dtype=dtype), stage)
-            live.watch(bucket.flat for bucket in engine.buckets)
-            for _ in range(2):  # moments come with the first
+            options = {"zero": {**zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
+            engine = make_engine(GPT2Model(config, dtype=dtype), stage, **options)
+            live.watch(bucket.weights.flat for bucket in engine.buckets)
+            for _ in range(
+                2 + ("delayed_param_update" in zero)
+            ):  # moments come with the first, what is delayed after it
                 live.restart()
-                engine.backward(engine(ids, targets=ids).mean())
-                engine.step()
-        what = f"stage {stage}, {dtype}, batch {batch_size}, {recompute}, {n} ranks: {plan.moments}"
-        assert live.peak["cpu"] - staging == pytest.approx(plan.device, rel=0.03), what
+                for _ in range(micro_batches):
+                    engine.backward(engine(ids, targets=ids).mean())
+                    engine.step()
+        what = f"stage {stage}, {dtype}, batch {batch_size}, {recompute}, {micro_batches}, {zero}, {n} ranks: {plan.moments}"
+        assert live.peak["cpu"] - staging == pytest.approx(plan.device + plan.host, rel=0.03), what
+        if plan.disk:
+            assert engine.homes.swap.nbytes == pytest.approx(plan.disk, rel=0.03), what
         engine.destroy()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_of_a_real_engine_holds_what_was_planned(world_size):
-    run_ranks(world_size, engine_case)
+def test_a_step_of_a_real_engine_holds_what_was_planned(world_size, tmp_path):
+    run_ranks(world_size, engine_case, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 
 import pytest
@@ -105,11 +106,36 @@ def memory_case(path: str) -> dict[str, list[int]]:
 def test_nothing_of_the_states_stays_in_memory_under_nvme(tmp_path):
     for held in run_ranks(2, memory_case, str(tmp_path)):
         (owned,) = held["owned"]
-        assert held["none"][0] == 2 * owned and held["none"][1] >= 12 * owned
+        assert held["none"][0] == 0 and held["none"][1] >= 12 * owned  # shards on the device are their master weights
         p, o, on_disk = held["nvme"]
         assert p == 0 and o < 1000  # the step counters
         pages = 6 * 4 * 4096  # each of 6 buckets' 4 vectors begins at a page, and gradients had a place too
         assert (2 + 12) * owned <= on_disk <= (2 + 12 + 4) * owned + pages
+
+
+@pytest.mark.parametrize("offload_param", ["none", "nvme"])
+def test_who_goes_on_after_a_failed_write_gets_its_error_at_every_use_of_the_drive(one_rank, tmp_path, offload_param):
+    options = {"offload_optimizer": "nvme", "offload_param": offload_param, "nvme_path": str(tmp_path)}
+    engine = make_engine(Wide(), 3, zero=options)
+    batches = token_batches(1, 1, 1)
+    dict(train(engine, batches))
+    drive = engine.homes.swap._requests._transport
+
+    def write(view, offset):
+        raise OSError(errno.EIO, "injected")
+
+    drive.write = write
+    with pytest.raises(OSError, match="rank 0: write of .* failed after 0 bytes: injected") as first:
+        dict(train(engine, batches))
+    del drive.write  # it works again, and the file holds old bytes
+    uses = [
+        lambda: dict(train(engine, batches)),
+        lambda: safe_get_full_optimizer_state(engine.module.embedding.weight, "exp_avg"),
+    ]
+    for use in (*uses, engine.state_dict) if offload_param == "nvme" else uses:
+        with pytest.raises(OSError) as again:
+            use()
+        assert str(again.value) == str(first.value)
 
 
 def access_case(path: str, home: str) -> None:
