@@ -471,8 +471,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
 
-        Buffers are what is whole of sharded parameters and gradients, and what is being reduced. Sharded gradients exist from
-        their reduction to the update. Staging is the host memory that offloaded states pass through.
+        Buffers are what is whole of sharded parameters and gradients, and what is being reduced. G is there from backward to the
+        update. Staging is the host memory that offloaded states pass through.
         """
         total = {"P": 0, "G": 0, "O": 0, "buffers": 0, "staging": self.homes.nbytes}
         for bucket in self.buckets:

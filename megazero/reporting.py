@@ -89,6 +89,8 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
         gather_limits=zero.gather_limits,
         param_persistence_threshold=zero.param_persistence_threshold,
         model_persistence_threshold=zero.model_persistence_threshold,
+        micro_batches=engine.gradient_accumulation_steps(),
+        delays_update=zero.delayed_param_update > 0,
         group_of=weight_decay_groups(engine.module, 0.0)[0],
     )
     return table(title, memory_rows(plan, measured))

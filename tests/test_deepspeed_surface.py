@@ -153,10 +153,13 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
 def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_path):
     for name, value in {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items():
         no_world.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
         no_world.setenv(name, "x")  # so that what is set below is taken away afterwards
         no_world.delenv(name)
-    no_world.setenv("MASTER_ADDR", "127.0.0.1")
+    no_world.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 ranks on several hosts and do not say where these meet"):
+        deepspeed.init_distributed("gloo")
+    no_world.setenv("OMPI_COMM_WORLD_SIZE", "1")
     deepspeed.init_distributed("gloo", distributed_port=0)
     assert os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] == "1" and torch.distributed.get_world_size() == 1
     torch.distributed.destroy_process_group()

@@ -51,9 +51,11 @@ def export_huggingface(
     """
     client = client_state(reader)
     config = _model_config(reader, client)
-    tokenizer = _tokenizer(client)
+    tokenizer, problem = _tokenizer(client)
     if tokenizer_files is None:
         tokenizer_files = [] if tokenizer is None else _files(**client["tokenizer"])
+        if problem:
+            logger.warning("the model is exported without a tokenizer, which --tokenizer-files can give: %s", problem)
     end_of_text = None if tokenizer is None else tokenizer.eod
     write_huggingface(directory, reader.read_weight, config, dtype, tokenizer_files, end_of_text=end_of_text)
 
@@ -71,22 +73,19 @@ def _model_config(reader: Reader, client: Any) -> GPT2Config:
         raise ValueError(f"{reader.path} is of a model that this version does not know: {error}.") from error
 
 
-def _tokenizer(client: dict[str, Any]) -> Tokenizer | None:
-    """The training job's tokenizer; None, with a word about it, where it is no longer to be had."""
+def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
+    """The training job's tokenizer; or None, and why it is not to be had."""
     saved = client.get("tokenizer")
     if saved is None:
-        logger.warning("the model is exported without a tokenizer: the checkpoint names none. --tokenizer-files does")
-        return None
+        return None, "the checkpoint names none"
     files = {"vocab_file": saved.get("vocab_file"), "merge_file": saved.get("merge_file")}
     try:
         tokenizer = build_tokenizer(saved["tokenizer_type"], **files, model_file=saved.get("tokenizer_path"))
     except (OSError, ValueError) as error:
-        logger.warning("the model is exported without its tokenizer, which --tokenizer-files can give: %s", error)
-        return None
+        return None, str(error)
     if tokenizer.sha256 != client.get("tokenizer_sha256"):
-        logger.warning("the model is exported without its tokenizer: the files that it was trained with have changed")
-        return None
-    return tokenizer
+        return None, "the files that it was trained with have changed"
+    return tokenizer, ""
 
 
 def _files(

@@ -93,10 +93,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     files = sharded(stem, suffix, sizes, _bytes(max_shard_size))
     for file, shard in files.items():
         _write_file(reader, output / file, shard)
+    index = output / f"{stem}{suffix}.index.json"
     if len(files) > 1:
         weight_map = {name: f for f, shard in files.items() for name in (*shard, *_aliases_of(reader, shard, suffix))}
         text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
-        _replace(output / f"{stem}{suffix}.index.json", lambda path: path.write_text(text))
+        _replace(index, lambda path: path.write_text(text))
+    else:
+        index.unlink(missing_ok=True)
+    # Of an earlier conversion, which whoever reads the directory would take for this one.
+    digits = "[0-9]" * 5
+    for older in (output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
+        if older.name not in files:
+            older.unlink(missing_ok=True)
 
 
 def sharded(stem: str, suffix: str, sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:

@@ -1,4 +1,7 @@
-"""torch.distributed's functions as `deepspeed.comm` offers them: in place, over the world by default. For scripts, not for us."""
+"""torch.distributed's functions as `deepspeed.comm` offers them: in place, over the world by default. For scripts, not for us.
+
+`isend` and `irecv` are torch's very own, without DeepSpeed's profiling arguments: `P2POp` knows them by identity.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def init_distributed(
         dist_init_required: False says that the caller has joined already.
 
     Raises:
-        ValueError: nccl was asked for on a machine without CUDA.
+        ValueError: nccl was asked for on a machine without CUDA, DEEPSPEED_TIMEOUT is no number, or Open MPI's ranks on several
+            hosts were not given a MASTER_ADDR.
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
@@ -56,7 +57,7 @@ def init_distributed(
         _adopt_open_mpi(distributed_port)
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    timeout = timeout or timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
+    timeout = timeout or _default_timeout()
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -65,11 +66,27 @@ def init_distributed(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def _default_timeout() -> timedelta:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
+    try:
+        return timedelta(minutes=float(minutes))
+    except ValueError:
+        raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be a number of minutes.") from None
+
+
 def _adopt_open_mpi(port: int) -> None:
     """Says in torchrun's variables what Open MPI's say, where torchrun has said nothing."""
     theirs = "OMPI_COMM_WORLD_"
     if "RANK" in os.environ or f"{theirs}RANK" not in os.environ:
         return
+    size = os.environ[f"{theirs}SIZE"]
+    if size == os.environ.get(f"{theirs}LOCAL_SIZE"):  # all on one host
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            f"rank {os.environ[f'{theirs}RANK']}: Open MPI's variables describe {size} ranks on several hosts and do not say "
+            "where these meet. Set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=...)."
+        )
     os.environ.setdefault("MASTER_PORT", str(port))
     names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
     for ours, name in names.items():

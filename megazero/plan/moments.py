@@ -81,15 +81,11 @@ def step_moments(
     embedding = _gradients(blocks, root, -1, settings, has_earlier, adding)
     embedding += max(2 * work.head_gradient, root.wire)
     last_to_go = sum(block.leaving for block in [root, *blocks][:MOST_TO_HOST])
-    copies_apart = (
-        settings.delays_update and not settings.sharding.gradients
-    )  # what stays goes as a copy, to be updated from
-    copies = MOST_TO_HOST * max(need.leaving(settings) for need in needs) if copies_apart else 0
     return {
         "loss": between + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
         "blocks' backward": backward,
         "embedding's backward": between + embedding,
-        "update": states.resident + max(states.updating, last_to_go, copies),
+        "update": states.resident + max(states.updating, last_to_go),
     }
 
 
@@ -107,7 +103,7 @@ def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: i
 def _gradients(
     blocks: list[_Block], root: _Block, index: int, settings: StateSettings, has_earlier: bool, adding: int
 ) -> int:
-    """What is there of gradients in the backward of a block, -1 being the embedding, beyond those that stay anyway.
+    """What is there of gradients in the backward of a block, -1 being the embedding, beyond those of earlier micro-batches.
 
     Args:
         has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.

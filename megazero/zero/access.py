@@ -16,6 +16,7 @@ from megazero.zero.bucket import MASTER, Bucket, gradient_of
 from megazero.zero.layout import Segment
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import bucket_of
+from megazero.zero.storage import view_of
 
 _UNTRAINED = "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
 
@@ -90,7 +91,7 @@ def full_states(optimizer: BucketOptimizer) -> Iterator[tuple[str, str, Tensor]]
                 assert owned is not None
                 whole = bucket.whole(owned)
             for segment in bucket.layout.segments:
-                yield segment.name, key, Bucket.view(whole, segment)
+                yield segment.name, key, view_of(whole, segment)
 
 
 def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +119,7 @@ def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor |
     bucket, segment, optimizer = found
     name = "safe_get_full_fp32_param" if key == MASTER else "safe_get_full_optimizer_state"
     with _owned_state(bucket, optimizer, key) as owned, _collective(f"{name} of {segment.name}"):
-        return None if owned is None else Bucket.view(bucket.whole(owned), segment).clone()
+        return None if owned is None else view_of(bucket.whole(owned), segment).clone()
 
 
 def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
@@ -128,7 +129,7 @@ def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None
     bucket, segment, factor = found
     with gradient_of(bucket).at_hand() as owned, _collective(f"safe_get_full_grad of {segment.name}"):
-        return Bucket.view(bucket.whole(owned), segment).float() * factor
+        return view_of(bucket.whole(owned), segment).float() * factor
 
 
 def safe_get_local_fp32_param(parameter: nn.Parameter) -> Tensor | None:
@@ -159,7 +160,7 @@ def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
 def safe_set_full_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
     bucket, segment, _ = _trained(parameter, values, "safe_set_full_fp32_param")
-    with bucket.states[MASTER].at_hand(writes=True) as master:
+    with bucket.master_to_write() as master:
         bucket.write(master, segment, values)
     bucket.publish_master()
 
@@ -201,7 +202,7 @@ def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     bucket, segment, _ = found
     bucket.refuse_if_held("setting a value")
     bucket.channel.meet(f"safe_set_local_fp32_param of {segment.name}")
-    with bucket.states[MASTER].at_hand(writes=True) as master:
+    with bucket.master_to_write() as master:
         _set_local(bucket.owned_part(master, segment)[0], values)
     bucket.publish_master()
 

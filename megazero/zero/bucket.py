@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm import Channel
-from megazero.zero.gradient import Gradient, view_of
+from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector
 from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import set_bucket
-from megazero.zero.storage import is_same_memory, storage_id
+from megazero.zero.storage import is_same_memory, storage_id, view_of
 from megazero.zero.weights import Weights
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,8 +87,7 @@ class Bucket:
         self._grad_dtype, self._reduce_dtype, self._predivide = grad_dtype, reduce_dtype or grad_dtype, predivide
         device = device or first.device
         self.optimizer_home: Home = optimizer_home or MemoryHome(device)
-        start, stop = layout.shard_range(channel.rank)
-        self.shard_range = slice(start, stop)
+        self.shard_range = slice(*layout.shard_range(channel.rank))
         self.owned_range = self.shard_range if sharding.optimizer else slice(0, layout.numel)
         self.owned_numel = self.owned_range.stop - self.owned_range.start
         self.tile_numel = tile_numel or max(1, self.owned_numel)
@@ -98,7 +97,7 @@ class Bucket:
         source = first.dtype if len(dtypes) == 1 else torch.float32
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
-            self.view(whole, segment).copy_(parameters[segment.name].detach())
+            view_of(whole, segment).copy_(parameters[segment.name].detach())
         flat, is_sharded = whole if dtype in (None, source) else whole.to(dtype), sharding.parameters
         self.weights = Weights(
             name, parameters, flat, layout, channel, self.owned_range, is_sharded=is_sharded, home=param_home
@@ -130,7 +129,7 @@ class Bucket:
         else:
             master = home.hold(whole[self.owned_range].float(), copy=whole.dtype == torch.float32)
         self.states[MASTER] = master
-        if weights.shard is not None and not self._separate_master and _are_side_by_side(weights.shard, master):
+        if weights.shard is not None and not self._separate_master and _is_one_memory(weights.shard, master):
             weights.shard = master
         self.gradient = Gradient(
             self.name,
@@ -155,11 +154,6 @@ class Bucket:
         """Those that lie here, by name."""
         return self.weights.parameters
 
-    @staticmethod
-    def view(flat: Tensor, segment: Segment) -> Tensor:
-        """The parameter-shaped view of `segment` in a flat tensor of this bucket's layout."""
-        return view_of(flat, segment)
-
     def segment_of(self, parameter: nn.Parameter) -> Segment:
         """The parameter's place in the bucket.
 
@@ -175,12 +169,11 @@ class Bucket:
 
     def keep_gathered(self) -> None:
         """Makes what the gathered P holds in this rank's range its weights: after the parameters were written to."""
-        shard, part = self.weights.shard, self.weights.part
-        if shard is not None and shard.dtype != part.dtype:
-            self._adopt(part)
-        elif shard is not None:
-            with self.weights.owned(writes=True) as values:
-                values.copy_(part)
+        if self.weights.is_cast:
+            self._adopt(self.weights.part)
+        elif self.weights.is_sharded:
+            with self.weights.owned(writes=True) as shard:
+                shard.copy_(self.weights.part)
         self.adopt_parameters()
 
     def adopt_parameters(self) -> None:
@@ -226,6 +219,11 @@ class Bucket:
         master, p = self.states[MASTER].resident, self.weights.resident
         return master is not None and p is not None and is_same_memory(master, p)
 
+    @property
+    def has_16_bits_beside(self) -> bool:
+        """Whether P has 16-bit values beside the master weights, which an update has to write."""
+        return self.weights.flat.dtype != torch.float32 and not self.weights.is_cast
+
     def write_back(self, start: int, stop: int, master: Tensor) -> None:
         """Writes new master weights, elements [start, stop) of the owned range, into P; `publish` comes after the last."""
         if self.master_is_p:
@@ -247,7 +245,7 @@ class Bucket:
 
         None where there is none: P has fp32, is the master weights, or rests in a file. `publish` comes after the last.
         """
-        if self.weights.flat.dtype == torch.float32 or self.master_is_p:
+        if not self.has_16_bits_beside:
             return None
         if (link := self._link_to_p) is not None:
             return link.outbox.fill(self._p_on_device(start, stop), parts)
@@ -275,6 +273,11 @@ class Bucket:
             self.weights.release()
         elif self.sharding.optimizer:
             self.weights.exchange()
+
+    def master_to_write(self) -> AbstractContextManager[Tensor]:
+        """The master weights at hand, once nothing reads them as the shard of P. `publish_master` comes after it."""
+        self.weights.settle()
+        return self.states[MASTER].at_hand(writes=True)
 
     def publish_master(self) -> None:
         """Writes all master weights into P, here and on the other ranks: after they were set. Collective."""
@@ -358,7 +361,7 @@ class Bucket:
         """
         self.refuse_if_held("loading")
         if self.is_trainable:
-            target, place = self.states[MASTER].at_hand(writes=True), self.owned_range
+            target, place = self.master_to_write(), self.owned_range
         elif self.weights.shard is not None:
             self.weights.settle()
             target, place = self.weights.shard.at_hand(writes=True), self.shard_range
@@ -397,9 +400,8 @@ class Bucket:
         A shard that is cast from the master weights counts as O.
         """
         weights, g = self.weights, self.gradient
-        p = weights.flat if weights.shard is None else weights.shard.resident
         states: dict[str, list[Tensor | None]] = {
-            "P": [p if p is not None and p.dtype == weights.flat.dtype else None],
+            "P": [] if weights.is_cast else [weights.flat if weights.shard is None else weights.shard.resident],
             "G": [] if g is None else [*g.held],
             "O": [vector.resident for vector in self.states.values()],
             "buffers": [*weights.buffers, *(() if g is None else g.buffers)],
@@ -421,8 +423,8 @@ def gradient_of(bucket: Bucket) -> Gradient:
     return bucket.gradient
 
 
-def _are_side_by_side(shard: Vector, master: Vector) -> bool:
-    """Whether both rest in the memory of the device that computes, so that one of them is enough."""
+def _is_one_memory(shard: Vector, master: Vector) -> bool:
+    """Whether both rest in the memory of one device, with no link to another that computes: then one of them is enough."""
     here, there = shard.resident, master.resident
     is_linked = shard.link is not None or master.link is not None
     return not is_linked and here is not None and there is not None and here.device == there.device

@@ -117,7 +117,7 @@ class BucketBytes:
     """Bytes of one bucket on a rank."""
 
     unit: int
-    parameters: int  # these five stay
+    parameters: int  # these five are there from the first gradient to the update, and all but gradients between steps
     gradients: int  # on the accelerator
     reduced: int  # gradients that wait beside O, away from the accelerator: sharded ones, and those of a delayed update
     master: int

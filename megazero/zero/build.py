@@ -59,6 +59,8 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
         sums.append(bucket.weights.flat.sum(dtype=torch.float64))
         bucket.weights.release()
         buckets.append(bucket)
+    if homes.link is not None:
+        homes.link.to_host.finish()  # what has gone to the host lets go of device memory
     _check_replicas(sums, channel)
     return buckets
 

@@ -10,14 +10,9 @@ from torch import Tensor
 from megazero.comm import Channel, Work
 from megazero.zero.home import Home, MemoryVector, Vector
 from megazero.zero.layout import BucketLayout, Segment, Span
-from megazero.zero.storage import is_same_memory
+from megazero.zero.storage import is_same_memory, view_of
 
 NORM_ROW = 256  # elements that one fp32 sum of the gradient norm runs over
-
-
-def view_of(flat: Tensor, segment: Segment) -> Tensor:
-    """The parameter-shaped view of `segment` in a flat tensor of its bucket's layout."""
-    return flat[segment.start : segment.stop].view(segment.shape)
 
 
 class Gradient:
@@ -25,7 +20,7 @@ class Gradient:
 
     `whole` lives from the first gradient to the update, and the owned part is a part of it; reduction happens in place, once per
     step. Where G is sharded, `whole` lives to the reduction only, and the owned part from the first reduction to the update, in
-    the optimizer's home. While forward piles up activations, nothing of G is there.
+    the optimizer's home. While the first micro-batch's forward piles up activations, nothing of G is there.
 
     Args:
         name: of the bucket, which ranks compare before they exchange anything.
@@ -178,8 +173,8 @@ class Gradient:
         if self.is_sharded:
             vector, self._owned = self.owned, None
             return vector
-        with self.at_hand() as owned:
-            return self.home.hold(owned, copy=True)
+        with self.at_hand() as owned:  # without a copy a part would keep the whole alive
+            return self.home.hold(owned, copy=self.home.link is None and owned.numel() < self.layout.numel)
 
     def zero(self) -> None:
         """Forgets this step's gradients."""

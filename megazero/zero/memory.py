@@ -22,7 +22,7 @@ from megazero.zero.units import BucketPlan, plan_buckets, select_units
 class MemoryPlan:
     """Bytes on each rank: the model's states (P, G, O), and what a step needs on top for a while.
 
-    P and O stay. G stays where it is whole; sharded, it is made by backward and freed by the update. P rests in `param_home`, O
+    P and O stay; G is made by backward and freed by the update. P rests in `param_home`, O
     in `optimizer_home`; where that is not the accelerator, the reduced gradient waits for the update there.
 
     Not in it: activations, module buffers, temporaries of the torch optimizer, its step counters, what the transport stages,
@@ -121,6 +121,8 @@ def plan_memory(
     gather_limits: GatherLimits | None = None,
     param_persistence_threshold: int = 0,
     model_persistence_threshold: int | None = None,
+    micro_batches: int = 1,
+    delays_update: bool = False,
     zero_units: Sequence[nn.Module | type[nn.Module]] | None = None,
     group_of: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
@@ -151,6 +153,8 @@ def plan_memory(
         device_type=device_type or comm.local_device().type,
         gather_limits=gather_limits or GatherLimits(),
         offload_optimizer_ratio=offload_optimizer_ratio,
+        micro_batches=micro_batches,
+        delays_update=delays_update,
     )
     if data_parallel_size < 1:
         raise ValueError(f"plan_memory needs data_parallel_size >= 1, got {data_parallel_size}.")

@@ -162,7 +162,7 @@ class SlicedOptimizer:
             state[key] = _part_in_memory(bucket, key, piece)
         for key, value in counters.items() if not self._counts_in_group else ():
             if key not in bucket.states:
-                state[key] = torch.tensor(value, dtype=torch.float32, device=bucket.optimizer_home.device)
+                state[key] = torch.full((), value, dtype=torch.float32, device=bucket.optimizer_home.device)
 
     def adopt_state(self, piece: Slice, tile: Mapping[str, Tensor] | None = None) -> None:
         """Makes what the torch optimizer has allocated for a slice part of the bucket's O.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megazero.zero.layout import Segment
+
 
 def storage_id(tensor: Tensor) -> int:
     """A number that tensors of one storage have in common, and no others that are alive. Stays as the storage is resized."""
@@ -13,3 +15,8 @@ def storage_id(tensor: Tensor) -> int:
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both begin at the same place of one storage."""
     return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
+
+
+def view_of(flat: Tensor, segment: Segment) -> Tensor:
+    """The parameter-shaped view of `segment` in a flat tensor of its bucket's layout."""
+    return flat[segment.start : segment.stop].view(segment.shape)

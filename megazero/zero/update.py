@@ -116,7 +116,9 @@ class Update:
             # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
             piece.master.grad = owned[part].to(piece.master.device, torch.float32)
             if factor != 1.0 and not self._scales_itself:
-                piece.master.grad.mul_(factor)
+                piece.master.grad.div_(
+                    1.0 / factor
+                )  # as a pass over memory and torch's fused kernels do: the same bits
 
     def _set_scale(self) -> None:
         """Has torch's fused kernels divide gradients in the pass that they make anyway. All buckets have one group's mean."""
@@ -132,9 +134,8 @@ class Update:
 
     def _is_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> bool:
         bucket = tile[0]
-        reads_16_bits = gradient_of(bucket).dtype != torch.float32
-        writes_16_bits = bucket.weights.flat.dtype != torch.float32 and not bucket.master_is_p
-        is_wanted = reads_16_bits or writes_16_bits or self._staged is not None
+        has_16_bits = gradient_of(bucket).dtype != torch.float32 or bucket.has_16_bits_beside
+        is_wanted = has_16_bits or self._staged is not None
         return is_wanted and self.is_adam and states[MASTER].device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
-from megazero.zero.gradient import view_of
 from megazero.zero.home import Home, MemoryHome, Vector
 from megazero.zero.layout import BucketLayout
 from megazero.zero.parameter import ReleasedParameter
+from megazero.zero.storage import view_of
 
 
 class Weights:
@@ -69,7 +69,7 @@ class Weights:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether a gather is on its way."""
+        """Whether values of other ranks are on their way: a gather, or the exchange after an update."""
         return self._gather_work is not None
 
     def gather(self) -> None:
@@ -132,6 +132,11 @@ class Weights:
             parameter.data = self._views[name]
 
     # ---- what this rank has of it
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the shard is the fp32 master weights of parameters that are narrower."""
+        return self.shard is not None and self.shard.dtype != self.flat.dtype
 
     @property
     def part(self) -> Tensor:

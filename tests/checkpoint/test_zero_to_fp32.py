@@ -127,6 +127,19 @@ def test_a_directory_gets_one_bin_file(saved, tmp_path):
     assert index["weight_map"]["tied.weight"] == index["weight_map"]["out.weight"]
 
 
+def test_a_conversion_replaces_an_earlier_one_of_another_number_of_files(saved, tmp_path):
+    folder, weights = saved
+    out = tmp_path / "out"
+    convert_zero_checkpoint_to_fp32_state_dict(folder, out, max_shard_size="1KiB", safe_serialization=True)
+    assert len([*out.glob("model-*.safetensors")]) > 1
+    convert_zero_checkpoint_to_fp32_state_dict(folder, out, max_shard_size=None, safe_serialization=True)
+    assert [file.name for file in out.iterdir()] == ["model.safetensors"]
+    convert_zero_checkpoint_to_fp32_state_dict(folder, out, max_shard_size="2KiB", safe_serialization=True)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    names = {*index["weight_map"].values(), "model.safetensors.index.json"}
+    assert {file.name for file in out.iterdir()} == names and len(names) > 2
+
+
 def test_tensor_parallel_parts_are_merged_bit_for_bit(tmp_path):
     make(tmp_path, model_parallel_size=2, data_parallel_size=2)
     state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)

@@ -176,8 +176,7 @@ def fake_world(
         try:
             mpu.initialize_model_parallel(model_parallel_size)
             mpu.model_parallel_cuda_manual_seed(1)
-            # torch.tensor makes no fake of a number on the meta device: a step counter that moves there.
-            with FakeTensorMode(allow_non_fake_inputs=device_bytes is not None), Held() as held:
+            with FakeTensorMode(), Held() as held:
                 if device_bytes is not None:
                     gauge = Gauge(held, device_bytes)
                     patch.setattr(engine, "placed", lambda zero, _: placed(zero, gauge))

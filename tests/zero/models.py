@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import megazero.activation_checkpointing as ours
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.cpu_adam import CPUAdam
 from megazero.zero.config import ZeroConfig
 
 
@@ -224,6 +225,7 @@ OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
     # A key's bias has no gradient but rounding, which a small eps would blow up to a full step.
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
+    "CPUAdam": lambda groups: CPUAdam(groups, lr=1e-2, eps=1e-3),
     "adamw, not fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),
 }
 

@@ -122,7 +122,9 @@ def resting_case() -> None:
             assert held == (plan.parameters, plan.gradients, plan.optimizer) and memory["buffers"] == 0, what
             if dtype == "bf16" and grad_dtype == "compute":
                 paper = (16 * psi, 4 * psi + 12 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n)
-                twice = 2 * psi // n if stage == 3 else 0  # the paper keeps shards in 16 bits beside their master weights
+                twice = (
+                    2 * psi // n if stage == 3 else 0
+                )  # the paper keeps shards in 16 bits beside their master weights
                 assert sum(held) == plan.resident == paper[stage] - twice, what
             assert all(bucket.weights.is_gathered == (stage < 3) for bucket in engine.buckets), what
             assert held_now(engine) == sum(memory.values()), what
@@ -399,7 +401,9 @@ def test_table_1_of_the_zero_paper(numel):
                 model, stage=stage, data_parallel_size=int(ranks), dtype=torch.float16, grad_dtype="compute"
             )
             last_digit = 10.0 ** -len(want.partition(".")[2])
-            twice = 2 * plan.numel / plan.data_parallel_size if stage == 3 else 0  # 16-bit shards beside their master weights
+            twice = (
+                2 * plan.numel / plan.data_parallel_size if stage == 3 else 0
+            )  # 16-bit shards beside their master weights
             held = (plan.resident + twice) / 1e9
             assert abs(held - float(want)) < last_digit, f"{numel:g} on {ranks} ranks, stage {stage}"
 

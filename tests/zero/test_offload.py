@@ -79,6 +79,11 @@ def test_every_home_trains_as_the_accelerator_bit_for_bit_with(options, tmp_path
     run_ranks(2, homes_case, str(tmp_path), Wide, options, (2, 3))
 
 
+def test_adam_on_the_host_is_the_same_bit_for_bit_whichever_pass_takes_the_clipped_factor(tmp_path):
+    """Of 3 ranks and clipping: a factor that is no power of two, by which one pass would divide and another multiply."""
+    run_ranks(3, homes_case, str(tmp_path), Wide, {"dtype": torch.bfloat16, "optimizer": "CPUAdam"}, (1, 3))
+
+
 def test_nvme_trains_ties_unused_and_frozen_parameters(tmp_path):
     run_ranks(2, models_case, str(tmp_path))
 
