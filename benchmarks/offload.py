@@ -239,8 +239,8 @@ def model_config(args: argparse.Namespace) -> GPT2Config:
 
 def launch(args: argparse.Namespace, name: str, script: str = __file__) -> dict[str, Any]:
     """One side's figures, or why there are none."""
-    many = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(args.ranks)] if args.ranks > 1 else []
-    command = [sys.executable, *many, script, *sys.argv[1:], "--nvme-path", args.nvme_path, "--side", name]
+    ranks = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(args.ranks)]
+    command = [sys.executable, *ranks, script, *sys.argv[1:], "--nvme-path", args.nvme_path, "--side", name]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"median_s"')]
     if done.returncode or not lines:
