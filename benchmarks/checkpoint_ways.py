@@ -76,7 +76,8 @@ class MegazeroWay(Way):
 
     def is_writing(self) -> bool:
         """As the engine's saver says."""
-        return self.side.engine._checkpointed.saver.is_writing
+        thread = self.side.engine._checkpointed.saver._thread
+        return thread is not None and thread.is_alive()
 
     def wait(self) -> None:
         """Waits."""

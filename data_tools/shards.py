@@ -107,7 +107,7 @@ class _Run:
     place: Place | None
     total: Counts = field(default_factory=Counts)
     skipped: int = 0
-    open: dict[Shard, PartialShard] = field(default_factory=dict)
+    partials: dict[Shard, PartialShard] = field(default_factory=dict)
     descriptions: dict[Shard, dict[str, Any]] = field(default_factory=dict)
 
     def make(self, shards: Sequence[Shard]) -> None:
@@ -142,19 +142,19 @@ class _Run:
                     for (shard, block, _), result in results:
                         while waiting[0] != shard:
                             self._finish(waiting.pop(0))
-                        self._take(self.open[shard], block, result, progress)
-                        self.open[shard].commit(self.options.commit_interval_s)
+                        self._take(self.partials[shard], block, result, progress)
+                        self.partials[shard].commit(self.options.commit_interval_s)
                 for shard in waiting:
                     self._finish(shard)
         finally:
-            for partial in self.open.values():
+            for partial in self.partials.values():
                 partial.close()
 
     def _items(
         self, shards: Sequence[Shard], drops: Drops, progress: Progress
     ) -> Iterator[tuple[Shard, Block, Mapping[int, Reason]]]:
         for shard in shards:
-            self.open[shard] = partial = PartialShard(shard, key_of(self.descriptions[shard]))
+            self.partials[shard] = partial = PartialShard(shard, key_of(self.descriptions[shard]))
             check_strict(partial.counts.errors, self.options.strict, "before the run was stopped")
             # Read now: the position moves on while blocks are still being handed out.
             first, offset = partial.position.input, partial.position.offset
@@ -188,10 +188,10 @@ class _Run:
 
     def _finish(self, shard: Shard) -> None:
         # It stays among the open ones, to be closed if this fails.
-        partial, description = self.open[shard], self.descriptions[shard]
+        partial, description = self.partials[shard], self.descriptions[shard]
         check_unchanged(shard.inputs, description["inputs"], self.options.workers)
         partial.finish(description)
-        self.total.add(self.open.pop(shard).counts)
+        self.total.add(self.partials.pop(shard).counts)
 
 
 def contents_of(paths: Sequence[Path], options: RunOptions) -> list[dict[str, Any]]:

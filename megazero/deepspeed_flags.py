@@ -136,7 +136,10 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_zero(document: dict[str, Any], flags: Flags) -> None:
-    """ZeRO's stage and homes: what the file says of a home then holds for the one that the flag names."""
+    """ZeRO's stage and homes: what the file says of a home then holds for the one that the flag names.
+
+    `--cpu-optimizer` gives `--offload-optimizer cpu` too, unless the file's home is nvme.
+    """
     zero = document.get(ZERO, {})
     if not isinstance(zero, dict):
         return  # the reader will say what is wrong

@@ -125,9 +125,12 @@ def fingerprint(path: Path) -> dict[str, int | str]:
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "samples_sha256": digest.hexdigest()}
 
 
+COMPRESSED = (".gz", ".xz", ".zst")
+
+
 def is_compressed(path: Path) -> bool:
     """Whether `open_bytes` decompresses this file."""
-    return path.suffix in (".gz", ".xz", ".zst")
+    return path.suffix in COMPRESSED
 
 
 def open_bytes(path: Path) -> BinaryIO:

@@ -119,6 +119,6 @@ def settings_from(source: Any, given: Mapping[str, Any]) -> CheckpointSettings:
         DeepSpeedConfigError: a key or a value is wrong, or two of them contradict each other.
     """
     document = {} if source is None else read_source(source)
-    section = Reader({}).section(ActivationCheckpointingSection, document.get(SECTION, {}), SECTION)
+    section = Reader({}).section(ActivationCheckpointingSection, document.get(SECTION) or {}, SECTION)
     values = {field: getattr(section, key) for key, field in FIELD_OF_KEY.items()}
     return CheckpointSettings(**{**values, **{name: value for name, value in given.items() if value is not None}})

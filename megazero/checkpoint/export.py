@@ -56,6 +56,10 @@ def export_huggingface(
         tokenizer_files = [] if tokenizer is None else _files(**client["tokenizer"])
         if problem:
             logger.warning("the model is exported without a tokenizer, which --tokenizer-files can give: %s", problem)
+    elif problem and config.vocab_size != _GPT2_VOCABULARY:
+        logger.warning(
+            "the exported model does not know which token ends a text, where generate() would stop: %s", problem
+        )
     end_of_text = None if tokenizer is None else tokenizer.eod
     write_huggingface(directory, reader.read_weight, config, dtype, tokenizer_files, end_of_text=end_of_text)
 

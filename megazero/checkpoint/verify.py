@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,14 +56,21 @@ def verify(directory: str | Path, tag: str) -> Verification:
             extents = _extents(reader)
         _check_files(found, reader, extents)
         for name in reader.tensors:
-            missing, numel = reader.missing(name), math.prod(reader.shape(name))
-            if missing:
-                found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
+            _check_parameter(found, reader, name)
         if not found.problems:
             client_state(reader)
     except CheckpointError as error:
         found.problems.append(str(error))
     return found
+
+
+def _check_parameter(found: Verification, reader: Reader, name: str) -> None:
+    try:
+        missing, numel = reader.missing(name), math.prod(reader.shape(name))
+        if missing:
+            found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
+    except CheckpointError as error:
+        found.problems.append(str(error))
 
 
 def _extents(reader: Reader) -> list[list[_Extent]]:
@@ -84,6 +92,9 @@ def _check_files(found: Verification, reader: Reader, extents: list[list[_Extent
     with tqdm(total=found.nbytes, desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
         for file, held in zip(reader.files, extents, strict=True):
             nbytes, name = file.found_size(), file.path.name
+            for one, next_one in pairwise(held):
+                if next_one.low < one.high:
+                    found.problems.append(f"{name}: {one.what} and {next_one.what} overlap in it")
             if nbytes != file.nbytes:
                 state = "is missing" if nbytes is None else f"has {nbytes:,} bytes where {file.nbytes:,} were written"
                 found.problems.append(f"{name} {state}. In it: {_names(held)}")

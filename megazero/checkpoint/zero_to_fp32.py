@@ -78,6 +78,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Raises:
         ValueError, FileNotFoundError: as `get_fp32_state_dict_from_zero_checkpoint`.
+        ValueError: safetensors are there, which readers would take instead of a new .bin.
         OSError: a file could not be written; files appear under their names when they are whole.
     """
     reader, output = _open(checkpoint_dir, tag), Path(output)
@@ -89,6 +90,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     output.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    first = [output / f"model.safetensors{end}" for end in ("", ".index.json")]
+    if not safe_serialization and any(path.exists() for path in first):
+        raise ValueError(
+            f"{output} has a model.safetensors already, which is read before the pytorch_model.bin that would be written beside "
+            "it. Choose another directory, or --safe_serialization."
+        )
     sizes = {name: _fp32(reader, name).nbytes for name in names}
     files = sharded(stem, suffix, sizes, _bytes(max_shard_size))
     for file, shard in files.items():

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed import (
     new_group,
 )
 
+from megazero.comm.world import get_local_rank
 from megazero.comm.world import world as get_world_group
 
 __all__ = [
@@ -94,8 +94,3 @@ reduce_scatter = _ported(dist.reduce_scatter)
 reduce_scatter_tensor = reduce_scatter_fn = _ported(dist.reduce_scatter_tensor, output_tensor="output", tensor="input")
 scatter = _ported(dist.scatter)
 send = _ported(dist.send)
-
-
-def get_local_rank() -> int:
-    """This process's rank on its node, as the launcher counts them; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))

@@ -53,10 +53,10 @@ def init_distributed(
         raise ValueError(
             "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
         )
-    if auto_mpi_discovery:
+    if auto_mpi_discovery and init_method is None:
         _adopt_open_mpi(distributed_port)
     if has_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
     timeout = timeout or _default_timeout()
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
@@ -64,6 +64,11 @@ def init_distributed(
         _join_by_environment(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def get_local_rank() -> int:
+    """This process's rank on its node, as the launcher counts them; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
 
 
 def _default_timeout() -> timedelta:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.sidecar import read_sidecar
-from megazero.files import append_suffix, is_compressed
+from megazero.files import COMPRESSED, append_suffix, is_compressed
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
@@ -90,7 +90,7 @@ def _find(entry: str, flag: str) -> list[Corpus]:
             return [Corpus(path, False)]
         raise ValueError(
             f"{flag} {entry} is neither an indexed corpus (.bin/.idx) nor loose JSON ({', '.join(_JSON_SUFFIXES)}, also "
-            f".gz, .xz, .zst). Tokenize it with data_tools/preprocess_data.py."
+            f"{', '.join(COMPRESSED)}). Tokenize it with data_tools/preprocess_data.py."
         )
     raise FileNotFoundError(
         f"{flag} {entry}: found no {entry}.idx, no {entry}_text_document.idx and no file of that name. Give the prefix of a "

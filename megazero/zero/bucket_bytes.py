@@ -246,8 +246,8 @@ def _whole_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """The root's whole gradient, complete at the end only; that of the unit in backward; and reductions under way.
 
-    A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Where whole gradients
-    stay they are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
+    A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Whole gradients that are
+    not sharded are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
     """
     on_their_way = MAX_REDUCTIONS if settings.overlap else 0
     has_wire = any(need.wire for need in needs)

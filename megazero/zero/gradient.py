@@ -62,7 +62,7 @@ class Gradient:
     @property
     def owned(self) -> Vector:
         """The group's sum of the owned range, once `is_reduced`."""
-        assert self._owned is not None, "gradients are there from their reduction to zero()"
+        assert self._owned is not None, "G is there from its first gradient, sharded from its reduction, to zero()"
         return self._owned
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Tensor]:

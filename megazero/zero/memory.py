@@ -22,8 +22,8 @@ from megazero.zero.units import BucketPlan, plan_buckets, select_units
 class MemoryPlan:
     """Bytes on each rank: the model's states (P, G, O), and what a step needs on top for a while.
 
-    P and O stay; G is made by backward and freed by the update. P rests in `param_home`, O
-    in `optimizer_home`; where that is not the accelerator, the reduced gradient waits for the update there.
+    P and O stay; G is made by backward and freed by the update. P rests in `param_home`, O in `optimizer_home`; where that is not
+    the accelerator, the reduced gradient waits for the update there.
 
     Not in it: activations, module buffers, temporaries of the torch optimizer, its step counters, what the transport stages,
     and the gradient of one parameter that autograd hands over.

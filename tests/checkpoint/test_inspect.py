@@ -144,6 +144,12 @@ def shift_piece(index):
     index["tensors"]["norm"]["pieces"][0][4][1] += 10**6
 
 
+def same_bytes(index):
+    """One of two states of a piece lies where the other does."""
+    offsets = index["tensors"]["norm"]["pieces"][0][4]
+    offsets[1] = offsets[0]
+
+
 def other_rank(index):
     index["tensors"]["norm"]["pieces"][0][0] = 1
 
@@ -170,6 +176,7 @@ def version_of_the_future(index):
         (drop_piece, r"qkv: \d+ of its 252 elements are in no file"),
         (repeat_piece, "malformed at qkv_bias: .* overlaps another"),
         (shift_piece, "malformed at norm: .* outside of the parameter or its files"),
+        (same_bytes, "of norm and .* of norm overlap in it"),
         (other_rank, "malformed at norm: .* outside of the parameter"),
         (no_states, "index.json is malformed.*'states'"),
         (other_file, "'../secret' is no name of a file"),

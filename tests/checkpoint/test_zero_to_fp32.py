@@ -138,6 +138,8 @@ def test_a_conversion_replaces_an_earlier_one_of_another_number_of_files(saved, 
     index = json.loads((out / "model.safetensors.index.json").read_text())
     names = {*index["weight_map"].values(), "model.safetensors.index.json"}
     assert {file.name for file in out.iterdir()} == names and len(names) > 2
+    with pytest.raises(ValueError, match="is read before the pytorch_model.bin"):
+        convert_zero_checkpoint_to_fp32_state_dict(folder, out)
 
 
 def test_tensor_parallel_parts_are_merged_bit_for_bit(tmp_path):

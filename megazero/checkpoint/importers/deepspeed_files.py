@@ -94,7 +94,8 @@ def _load_optimizer(path: Path) -> dict[str, Any]:
 def _load(path: Path, key: str, kind: str) -> dict[str, Any]:
     content = load_torch_file(path)
     if not isinstance(content, dict) or not isinstance(content.get(key), dict):
-        raise ValueError(f"{path} has no dict {key!r}: it is no {kind} file of DeepSpeed, or one of a pipeline.")
+        pipeline = ", or one of a pipeline" if kind == "model" else ""
+        raise ValueError(f"{path} has no dict {key!r}: it is no {kind} file of DeepSpeed{pipeline}.")
     return content
 
 
