@@ -181,14 +181,10 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
     if valid:
         rows.append(("validation perplexity", f"{valid[-1]['perplexity']:.2f} (loss {valid[-1]['loss']:.4f})"))
     if train:
-        speed = sorted(line["tokens_per_s"] for line in train)[len(train) // 2]
-        rows.append(("tokens/s", f"{speed:.0f} (median log line)"))
-        rows.append(
-            (
-                "model TFLOP/s per rank",
-                f"{train[-1]['tflops']:.3f} ({100 * train[-1]['mfu']:.1f}% of the device's peak)",
-            )
-        )
+        median = sorted(train, key=lambda line: line["tokens_per_s"])[len(train) // 2]
+        rows.append(("tokens/s", f"{median['tokens_per_s']:.0f} (median log line)"))
+        share = f"{100 * median['mfu']:.1f}% of the device's peak"
+        rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}, in the same line)"))
     rows.append(("peak memory per rank (MB)", ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)))
     save = flags.checkpoint.save
     if save:

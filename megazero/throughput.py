@@ -61,7 +61,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux and bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    statm = Path("/proc/self/statm")  # the kernel notes the peak now and then only
+    return max(peak, int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0)
 
 
 def keep_freed_memory() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megazero import comm
+from megazero.checkpoint.store import DirectoryInUseError
 from megazero.config import Config
 from megazero.data.build import build_datasets
 from megazero.data.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
     job = build_job(config, groups, tokenizer, model_provider, forward_step)
     if config.checkpoint.save:
-        job.engine.claim_checkpoints(config.checkpoint.save)
+        _claim(job, config.checkpoint.save)
     load(job)
     eval_samples = flags.eval_iters * eval_batch_size(config) * groups.data_parallel_size
     train, valid, test = build_datasets(
@@ -203,3 +204,12 @@ def _finish(job: Job, metrics: MetricsWriter) -> None:
     metrics.close()
     comm.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _claim(job: Job, save: str) -> None:
+    try:
+        job.engine.claim_checkpoints(save)
+    except DirectoryInUseError:
+        raise
+    except OSError as error:
+        raise OSError(f"--save {save} cannot be written: {error}") from error

@@ -72,6 +72,14 @@ launch() {
   return "$status"
 }
 
+# json_has KEYS ARG...: whether the JSON file after --deepspeed_config says something of a key (a|b), and not "auto"
+json_has() {
+  local keys=$1
+  shift
+  while [ $# -gt 1 ] && [ "$1" != --deepspeed_config ]; do shift; done
+  [ $# -gt 1 ] && [ -f "$2" ] && sed 's:^ *//.*::' "$2" | grep -qE "\"($keys)\" *: *([^\" ]|\"[^a])"
+}
+
 # check_port PORT: one clear line instead of torchrun's traceback
 check_port() {
   "$PYTHON" - "$1" <<'PYTHON'

@@ -60,6 +60,11 @@ def export_huggingface(
         logger.warning(
             "the exported model does not know which token ends a text, where generate() would stop: %s", problem
         )
+    if any(path.suffix == ".model" for path in tokenizer_files):
+        logger.warning(
+            "transformers reads no sentencepiece model beside a GPT-2: its AutoTokenizer would give no tokens. Encode with "
+            "sentencepiece.SentencePieceProcessor(model_file=...), or train with --tokenizer-type HuggingFaceTokenizer."
+        )
     end_of_text = None if tokenizer is None else tokenizer.eod
     write_huggingface(directory, reader.read_weight, config, dtype, tokenizer_files, end_of_text=end_of_text)
 

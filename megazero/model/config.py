@@ -169,7 +169,7 @@ class GPT2Config:
             ValueError: it was neither given nor taken from a tokenizer.
         """
         if self.vocab_size is None:
-            raise ValueError("vocab_size is not set: pass --vocab-size, or build the tokenizer first and use its size.")
+            raise ValueError("vocab_size is not set: pass --vocab-size, or let the job take that of its tokenizer.")
         return self.vocab_size
 
     def padded_vocab_size(self, model_parallel_size: int) -> int:

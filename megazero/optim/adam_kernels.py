@@ -146,7 +146,9 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
     try:
         from megazero.optim import adam_numba
     except ImportError as error:
-        logger.info(f"CPU Adam: 16-bit numbers by torch in tiles of {TILE_NUMEL} ({error}; megazero[offload] has it)")
+        logger.info(
+            f"CPU Adam: 16-bit numbers by torch in tiles of {TILE_NUMEL}; numba would be faster ({error}): megazero[offload]"
+        )
         return tiled
     if needs_float16 and not adam_numba.has_float16():
         logger.info(f"CPU Adam: float16 by torch in tiles of {TILE_NUMEL} (this CPU has no instruction for it)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from megazero.zero.home import Home, MemoryHome
 from megazero.zero.link import Link
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.units import ROOT, BucketPlan
+
+logger = logging.getLogger(__name__)
 
 FP32_BYTES = 4
 TILES = 8  # of an offloaded update: enough that what does not overlap, the first read and the last write, is small
@@ -48,6 +51,12 @@ class Homes:
             OSError: the swap file cannot be made in `nvme_path`, or the disk has no room for what this rank will write there.
         """
         pin, swap, link = config.pin_memory, None, None
+        if config.offload_param != "none" and config.offload_optimizer == "none" and torch.distributed.get_rank() == 0:
+            logger.warning(
+                "--offload-param %s frees nothing on the device while --offload-optimizer is none: the fp32 master weights there "
+                "would be the shards of the parameters. Offload the optimizer as well.",
+                config.offload_param,
+            )
         kept = kept_on_device(plans, config.offload_optimizer_ratio)
         away = [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
