@@ -77,7 +77,8 @@ json_has() {
   local keys=$1
   shift
   while [ $# -gt 1 ] && [ "$1" != --deepspeed_config ]; do shift; done
-  [ $# -gt 1 ] && [ -f "$2" ] && sed 's:^ *//.*::' "$2" | grep -qE "\"($keys)\" *: *([^\" ]|\"[^a])"
+  # -c reads to the end: with -q, sed could die of a closed pipe, and `pipefail` would say no
+  [ $# -gt 1 ] && [ -f "$2" ] && [ "$(sed 's:^ *//.*::' "$2" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
 }
 
 # check_port PORT: one clear line instead of torchrun's traceback
