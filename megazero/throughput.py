@@ -52,8 +52,7 @@ def memory_bytes(device: torch.device) -> int:
     """What this rank holds now: allocated on its GPU, or resident in its process on a CPU (the peak, where /proc is missing)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_memory_bytes(device)
+    return _resident_bytes() or peak_memory_bytes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -61,9 +60,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux and bytes on macOS
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    statm = Path("/proc/self/statm")  # the kernel notes the peak now and then only
-    return max(peak, int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0)
+    # The kernel notes the peak now and then only.
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where /proc is missing."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 def keep_freed_memory() -> None:

@@ -60,12 +60,9 @@ def plan_traffic(
     has_link = settings.device_type != "cpu"
     # The device adds each further micro-batch's to the sum in host memory; to one in a file the host does.
     sums = owned_away * grad_dtype.itemsize * (m - 1) if stage >= 2 and settings.optimizer_home == "cpu" else 0
-    swapped = (
-        gradients if stage >= 2 or settings.delays_update else 0
-    )  # whole ones stay on the accelerator till the update
-    staged = (
-        owned * shape.dtype.itemsize if settings.delays_update else 0
-    )  # a copy of P, for weights that are not P's yet
+    # Whole gradients stay on the accelerator till the update; a delayed one takes a copy of P, for weights that are not P's yet.
+    swapped = gradients if stage >= 2 or settings.delays_update else 0
+    staged = owned * shape.dtype.itemsize if settings.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
         (reduced + gathered) * (n - 1) // n,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.comm import Channel
 from megazero.zero.gradient import Gradient
-from megazero.zero.home import Home, MemoryHome, Vector
+from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import set_bucket
@@ -296,9 +296,7 @@ class Bucket:
         """
         assert self.gradient is not None, "a frozen bucket has no O"
         for key, vector in self.states.items():
-            with vector.at_hand() as values:
-                self.states[key] = home.hold(values, copy=vector.resident is None)
-            vector.free()
+            self.states[key] = moved(vector, home)
         self.optimizer_home = self.gradient.home = home
         self.tile_numel = max(1, self.owned_numel)
 

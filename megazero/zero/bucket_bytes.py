@@ -295,9 +295,8 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute
         total += tile * FP32_BYTES
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
         largest = max((need.owned_gradient for need in needs if need.optimizer_home == "nvme"), default=0)
-        total += largest * (
-            (largest > tile * FP32_BYTES) + settings.has_link("nvme")
-        )  # a buffer of its own; what is added
+        own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")
+        total += largest * (own_buffer + what_is_added)
     if settings.delays_update:
         total += sum(need.owned for need in needs) * compute_dtype.itemsize
         total += 0 if away else sum(need.owned_gradient for need in needs)

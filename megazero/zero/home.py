@@ -200,3 +200,11 @@ class MemoryHome:
 
     def flush(self) -> None:
         """Nothing is under way but what `at_hand` waits for."""
+
+
+def moved(vector: Vector, home: Home) -> Vector:
+    """A vector of the same values in another home; the old one is given back."""
+    with vector.at_hand() as values:
+        there = home.hold(values, copy=vector.resident is None)
+    vector.free()
+    return there

@@ -116,9 +116,8 @@ class Update:
             # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
             piece.master.grad = owned[part].to(piece.master.device, torch.float32)
             if factor != 1.0 and not self._scales_itself:
-                piece.master.grad.div_(
-                    1.0 / factor
-                )  # as a pass over memory and torch's fused kernels do: the same bits
+                # As one pass over memory and torch's fused kernels do: the same bits.
+                piece.master.grad.div_(1.0 / factor)
 
     def _set_scale(self) -> None:
         """Has torch's fused kernels divide gradients in the pass that they make anyway. All buckets have one group's mean."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
-from megazero.zero.home import Home, MemoryHome, Vector
+from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import BucketLayout
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.storage import view_of
@@ -52,13 +52,12 @@ class Weights:
     ) -> None:
         self.name, self.parameters, self.flat, self.is_sharded = name, parameters, flat, is_sharded
         self._channel, self._owned_range = channel, owned_range
-        self._shard_range = slice(*layout.shard_range(channel.rank))
         self._views = {segment.name: view_of(flat, segment) for segment in layout.segments}
         self._empty = flat.new_empty(0)
         self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # that release hides
         self.shard: Vector | None = None
         if is_sharded:
-            self.shard = (home or MemoryHome(flat.device)).hold(flat[self._shard_range], copy=True)
+            self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
         self.is_gathered, self.is_held = True, False
         self._gather_work: Work | None = None
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
@@ -140,8 +139,8 @@ class Weights:
 
     @property
     def part(self) -> Tensor:
-        """This rank's shard as a part of the whole, while P is gathered."""
-        return self.flat[self._shard_range]
+        """The owned range as a part of the whole, while P is whole: this rank's shard, where P is sharded."""
+        return self.flat[self._owned_range]
 
     def view(self, name: str) -> Tensor:
         """What a parameter is while P is whole."""
@@ -150,7 +149,7 @@ class Weights:
     @property
     def resident(self) -> Tensor | None:
         """The owned range of P in its home, if that is memory."""
-        return self.flat[self._owned_range] if self.shard is None else self.shard.resident
+        return self.part if self.shard is None else self.shard.resident
 
     def owned(self, start: int = 0, stop: int | None = None, *, writes: bool = False) -> AbstractContextManager[Tensor]:
         """Elements [start, stop) of the owned range of P."""
@@ -158,7 +157,7 @@ class Weights:
             self.settle()
         if self.shard is not None:
             return self.shard.at_hand(start, stop, reads=not writes, writes=writes)
-        return nullcontext(self.flat[self._owned_range][start:stop])
+        return nullcontext(self.part[start:stop])
 
     def settle(self) -> None:
         """Before the shard is written to: returns when no device reads it."""
@@ -174,10 +173,7 @@ class Weights:
         """Lets this rank's shard rest in another home. Between two steps, while P is released."""
         assert self.shard is not None, "P is whole"
         self.settle()
-        with self.shard.at_hand() as values:
-            moved = home.hold(values, copy=self.shard.resident is None)
-        self.shard.free()
-        self.shard = moved
+        self.shard = moved(self.shard, home)
 
     # ---- what the user writes into whole parameters
 
