@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,16 +12,23 @@ from torch import Tensor
 
 def moved(value: Any, device: torch.device | None = None, floating: torch.dtype | None = None) -> Any:
     """`value` with the tensors in its lists, tuples and mappings on `device`, floating-point ones in the dtype `floating`."""
+    return mapped(
+        value, lambda tensor: tensor.to(device=device, dtype=floating if tensor.is_floating_point() else None)
+    )
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `function` of each tensor in its lists, tuples and mappings; other objects stay as they are."""
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=floating if value.is_floating_point() else None)
+        return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(moved(item, device, floating) for item in value))
+        return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(moved(item, device, floating) for item in value)
+        return type(value)(mapped(item, function) for item in value)
     if isinstance(value, MutableMapping):
         result = copy.copy(value)  # of the same class, as transformers' BatchEncoding, whose entries are attributes too
         for key in value:
-            result[key] = moved(value[key], device, floating)
+            result[key] = mapped(value[key], function)
         return result
     return value
 

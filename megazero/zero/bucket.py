@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from megazero.zero.link import Link
 from megazero.zero.parameter import set_bucket
 from megazero.zero.storage import is_same_memory, storage_id, view_of
 from megazero.zero.weights import Weights
+
+if TYPE_CHECKING:
+    from megazero.zero.schedule import Schedule
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 MASTER = "master"  # the fp32 weights' name among the states of O
@@ -104,7 +108,7 @@ class Bucket:
         )
         for parameter in parameters.values():
             set_bucket(parameter, self)
-        self.is_driven = False  # an engine's hooks act on it
+        self.driver: Schedule | None = None  # whose hooks act on it
         self._separate_master = separate_master
         self.is_pending = False  # an update of it goes on in the background
         self.states: dict[str, Vector] = {}

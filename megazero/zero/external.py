@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 
+from megazero.zero.parameter import bucket_of
+
 if TYPE_CHECKING:
+    from megazero.zero.bucket import Bucket
     from megazero.zero.schedule import Schedule
 
 _external: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
@@ -17,7 +21,8 @@ _schedules: WeakSet[Schedule] = WeakSet()  # those that gather parameters
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Has `parameter` whole around the forward and backward of `module`, which reads it without owning it.
 
-    May be called before or after the engine is made: in the module's constructor, for instance.
+    May be called before or after the engine is made: in the module's constructor, for instance. The first read does the same by
+    itself; so this spares a wait, and a graph break where the module is compiled.
 
     Raises:
         RuntimeError: one of the arguments is something else.
@@ -46,6 +51,35 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     """What was registered for `module`."""
     return _external.get(module, [])
+
+
+class Forwards:
+    """The modules whose forwards are under way, outermost first."""
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Counts the module in from now on, before hooks that are registered later; returns the handles."""
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        before = module.register_forward_pre_hook(enter, prepend=True)
+        return [before, module.register_forward_hook(leave, always_call=True)]
+
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The one that runs now, if any does."""
+        return self._modules[-1] if self._modules else None
+
+    def read(self, bucket: Bucket) -> bool:
+        """Whether one of them reads a parameter of the bucket that it does not own."""
+        return any(bucket_of(p) is bucket for module in self._modules for p in external_parameters(module))
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self._modules.append(module)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while module in self._modules and self._modules.pop() is not module:
+            pass  # a part that an exception has left without its hook
 
 
 def register_schedule(schedule: Schedule) -> None:

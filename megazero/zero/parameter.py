@@ -67,8 +67,9 @@ def remove_writer(writer: Writer) -> None:
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather, as torch's own UninitializedParameter is between two states.
 
-    It is an empty tensor of shape (0,). Asking for its dtype or device is fine; every operation that would read or write
-    values raises, because what it read would be nothing and what it wrote would be lost. While there is a writer (`zero.Init`
+    It is an empty tensor of shape (0,). Asking for its dtype or device is fine. A forward that reads values of it, which belong
+    to another module, finds it gathered. Every other operation that would read or write values raises, because what it read would
+    be nothing and what it wrote would be lost. While there is a writer (`zero.Init`
     is active), in-place functions on it, deep copies, questions about its shape, and without autograd whatever returns no
     view of it work as if it were whole.
     """
@@ -87,6 +88,8 @@ class ReleasedParameter(nn.Parameter):
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if target is not None and not _writes(func, flat[0], target) and _gather_for_reading(target):
+            return func(*args, **(kwargs or {}))
         raise RuntimeError(_message(func, target))
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -170,6 +173,17 @@ def _is_in_place(func: Callable, first: Any, target: nn.Parameter) -> bool:
     return first is target and name.endswith("_") and not name.endswith("__")
 
 
+def _writes(func: Callable, first: Any, target: nn.Parameter) -> bool:
+    return _is_in_place(func, first, target) or getattr(func, "__name__", "") in ("__set__", "__setitem__")
+
+
+def _gather_for_reading(parameter: nn.Parameter) -> bool:
+    """Whether a forward is under way that may read the parameter, which then is whole."""
+    record = _record(parameter)
+    driver = None if record is None else record[0].driver
+    return driver is not None and driver.gather_external(parameter)
+
+
 def _call(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> Any:
     """What `func` returns with `target` gathered, unless that is a view: its storage is about to be released."""
     message = _message(func, target)
@@ -195,8 +209,7 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
         "lost. Use it inside the forward of its own module; or `with megazero.zero.GatheredParameters(params):` to read it and "
         "`GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under zero.Init p.normal_(), p.zero_() and "
         "p[i] = 0 work as well, under torch.no_grad(), but no p.data and no view); a whole state dictionary is "
-        "engine.module_state_dict(), and engine.load_module_state_dict(state) loads one; or, where a module's forward reads a "
-        "parameter of another module, call megazero.zero.register_external_parameter(module, parameter) once."
+        "engine.module_state_dict(), and engine.load_module_state_dict(state) loads one."
     )
 
 

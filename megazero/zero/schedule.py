@@ -18,9 +18,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from megazero.nested import tensors_in
+from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket, gradient_of
-from megazero.zero.external import external_parameters, register_schedule
+from megazero.zero.external import Forwards, external_parameters, register_external_parameter, register_schedule
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
@@ -67,11 +67,14 @@ class Schedule:
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
         self._handles: list[Any] = []
         self._watched: set[str] = set()
+        self._forwards = Forwards()
+        self._external: dict[Bucket, set[str]] = {bucket: set() for bucket in buckets}  # read by other modules as well
         for bucket in buckets:
-            bucket.is_driven = True
+            bucket.driver = self
         for bucket in self._order:
             self.watch_gradients(bucket)
         if any(bucket.sharding.parameters for bucket in buckets):
+            self._handles += self._forwards.watch(model)
             self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
             self._handles.append(model.register_forward_hook(self._after_model))
             root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
@@ -79,6 +82,7 @@ class Schedule:
                 if module is not model and root.intersection(module.parameters(recurse=False)):
                     self._handles.append(module.register_forward_pre_hook(self._before_root_module, prepend=True))
             for index, unit in enumerate(units):
+                self._handles += self._forwards.watch(unit)
                 self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
             for module in model.modules():
                 for parameter in external_parameters(module):
@@ -109,7 +113,7 @@ class Schedule:
             handle.remove()
         self._handles.clear()
         for bucket in self.buckets:
-            bucket.is_driven = False
+            bucket.driver = None
 
     # ---- the two halves of a micro-batch around loss.backward()
 
@@ -202,7 +206,17 @@ class Schedule:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
         if bucket is not None and bucket in self._unit_of:
+            self._external[bucket].add(bucket.segment_of(parameter).name)
             self._register(module, [bucket], lambda _: None)
+
+    def gather_external(self, parameter: nn.Parameter) -> bool:
+        """Makes a released parameter whole that the forward under way reads, now and whenever that runs; False outside of any."""
+        module, bucket = self._forwards.innermost, bucket_of(parameter)
+        if module is None or bucket is None:
+            return False
+        register_external_parameter(module, parameter)
+        self._gather([bucket])
+        return True
 
     def _register(
         self, module: nn.Module, buckets: list[Bucket], prefetch: Callable[[bool], None], index: int = ROOT
@@ -219,21 +233,21 @@ class Schedule:
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
             self._gather(buckets, partial(prefetch, True))
 
-        def after_forward(_: nn.Module, __: Any, output: Any) -> None:
-            _refuse_views(output, buckets)
+        def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
+            output = _without_views(output, buckets)
             # In a backward activation checkpointing runs it again, and its backward follows at once; a tile's only after those
             # of all later tiles, unless the backward of this very one has asked for the recomputation.
             is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
             for bucket in buckets if is_over else ():
-                bucket.weights.release()
+                if not self._forwards.read(bucket):
+                    bucket.weights.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
             made_before = {id(tensor): maker for tensor, maker in inputs}
             for tensor in {id(t): t for t in (*tensors_in(output), *(t for t, _ in inputs))}.values():
-                if tensor.requires_grad and not (
-                    id(tensor) in made_before and made_before[id(tensor)] is tensor.grad_fn
-                ):
+                if tensor.grad_fn is not None and made_before.get(id(tensor)) is not tensor.grad_fn:
                     tensor.register_hook(before_backward)
             inputs.clear()
+            return output
 
         self._handles.append(
             module.register_forward_pre_hook(_outside_graphs(before_forward), with_kwargs=True, prepend=True)
@@ -303,19 +317,23 @@ class Schedule:
     def _before_root_module(self, _: nn.Module, __: Any) -> None:
         self._gather(self._of_unit[ROOT])
 
-    def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
-        _refuse_views(output, self._of_unit[ROOT])
+    def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
+        output = _without_views(output, self._of_unit[ROOT])
         if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
             self.release_all()
+        return output
 
     # When a unit's backward is over. A trained parameter's gradient comes when every use of it is done, so a unit is over when
     # all have come; a frozen weight is needed for the gradients of the unit's inputs as well. And where a parameter was not used,
     # the gradients of the inputs tell: autograd runs what was recorded later first, so all of the unit has run before the node
-    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.)
+    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) Neither tells when other
+    # modules have done with a parameter of the unit, unless that has a gradient.
 
     def _release_if_done(self, index: int) -> None:
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
+            return
+        if any(self._external[bucket] - {s.name for s in bucket.trained_segments} for bucket in buckets):
             return
         if self._inputs_left.get(index) and not all(bucket.is_trainable for bucket in buckets):
             return
@@ -330,7 +348,7 @@ class Schedule:
                 if index not in self._has_leaf_inputs:
                     for bucket in self._of_unit[index]:
                         if bucket.is_trainable:
-                            self._waiting[bucket].clear()
+                            self._waiting[bucket] &= self._external[bucket]
                     self._reduce_ready()
                 self._release_if_done(index)
 
@@ -356,16 +374,27 @@ class Schedule:
             ) from error
 
 
-def _refuse_views(output: Any, buckets: list[Bucket]) -> None:
-    """A view of a weight in a module's output would outlive the weight's memory, and reading it end the interpreter."""
+def _without_views(output: Any, buckets: list[Bucket]) -> Any:
+    """A module's output with copies of what would outlive the memory of its weights, and end the interpreter when it is read.
+
+    Raises:
+        RuntimeError: there are such views in objects that are no lists, tuples or mappings.
+    """
     storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
+
+    def bucket_behind(tensor: Tensor) -> Bucket | None:
+        return storages.get(storage_id(tensor)) if tensor.numel() else None
+
+    if not any(map(bucket_behind, tensors_in(output))):
+        return output
+    output = mapped(output, lambda tensor: tensor.clone() if bucket_behind(tensor) else tensor)
     for tensor in tensors_in(output):
-        bucket = storages.get(storage_id(tensor)) if tensor.numel() else None
-        if bucket is not None:
+        if (bucket := bucket_behind(tensor)) is not None:
             raise RuntimeError(
-                f"Unit {bucket.name!r} returns a parameter, or a view of one (shape {tuple(tensor.shape)}), whose memory "
-                "is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
+                f"Unit {bucket.name!r} returns a parameter, or a view of one (shape {tuple(tensor.shape)}), within an object. "
+                "Its memory is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
             )
+    return output
 
 
 def _in_backward() -> bool:

@@ -397,55 +397,6 @@ def test_gathered_parameters_on_some_ranks_only_is_reported():
     run_ranks(2, lonely_case)
 
 
-class Reader(nn.Module):
-    """A block whose forward reads a weight of another unit."""
-
-    def __init__(self, other: nn.Module, register: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-        object.__setattr__(self, "other", other)
-        if register:
-            zero.register_external_parameter(self, other.down.bias)
-
-    def forward(self, x):
-        return self.linear(x) + self.other.down.bias
-
-
-class Dangling(nn.Module):
-    def __init__(self, register: bool) -> None:
-        super().__init__()
-        block = Block(5)
-        self.blocks = nn.ModuleList([block, Reader(block, register), Block(5)])
-
-    def forward(self, tokens):
-        x = torch.sin(tokens[..., None] * torch.arange(1.0, 6.0))
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def external_case() -> None:
-    mpu.initialize_model_parallel(1)
-    want = run(lambda: Dangling(True), 0)
-    got = run(lambda: Dangling(True), 3)
-    assert all(torch.equal(got[key], value) for key, value in want.items())
-    model = Dangling(False)
-    engine = make_engine(model, 3)
-    tokens = token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]
-    with pytest.raises(RuntimeError, match=r"blocks.0.down.bias.*register_external_parameter"):
-        engine(tokens)
-    zero.register_external_parameter(model.blocks[1], model.blocks[0].down.bias)
-    engine.backward(engine(tokens))
-    engine.step()
-    with pytest.raises(RuntimeError, match="takes a module and a parameter"):
-        zero.register_external_parameter(model, torch.ones(2))
-    zero.unregister_external_parameter(model.blocks[1], model.blocks[0].down.bias)
-
-
-def test_a_parameter_read_outside_its_unit_is_registered_or_named():
-    run_ranks(2, external_case)
-
-
 def test_bucket_records_die_with_the_model(one_rank):
     engine = make_engine(Toy(), 0)
     weight = engine.module.norm.weight

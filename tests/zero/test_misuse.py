@@ -72,28 +72,6 @@ def test_steps_and_writes_inside_of_gathered_parameters_are_refused():
     run_ranks(2, held_case)
 
 
-class Queries(nn.Module):
-    """Returns a view of its parameter, as learned queries are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.ones(1, 5))
-
-    def forward(self, x):
-        return self.latents.expand(3, 5)
-
-
-def view_case() -> None:
-    mpu.initialize_model_parallel(1)
-    engine = make_engine(nn.Sequential(Queries(), Block(5)), 3)
-    with pytest.raises(RuntimeError, match=r"Unit '0' returns a parameter, or a view of one \(shape \(3, 5\)\).*clone"):
-        engine(torch.ones(1))
-
-
-def test_a_unit_that_returns_a_view_of_its_weight_is_refused_instead_of_crashing():
-    run_ranks(1, view_case)
-
-
 class GatheringBlock(Block):
     def forward(self, x):
         with zero.GatheredParameters(self.up.weight):
