@@ -90,7 +90,8 @@ class Bucket:
         self.name, self.layout, self.channel, self.sharding = name, layout, channel, sharding
         self._grad_dtype, self._reduce_dtype, self._predivide = grad_dtype, reduce_dtype or grad_dtype, predivide
         device = device or first.device
-        self.optimizer_home: Home = optimizer_home or MemoryHome(device)
+        self._on_device = MemoryHome(device)
+        self.optimizer_home: Home = optimizer_home or self._on_device
         self.shard_range = slice(*layout.shard_range(channel.rank))
         self.owned_range = self.shard_range if sharding.optimizer else slice(0, layout.numel)
         self.owned_numel = self.owned_range.stop - self.owned_range.start
@@ -293,15 +294,20 @@ class Bucket:
 
     # ---- O
 
-    def move_states(self, home: Home) -> None:
-        """Lets O, and G from the next reduction on, rest in another home. Between an update and the next backward.
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether O rests elsewhere than what the model computes on does, if only by the configuration's word on a CPU."""
+        return self.optimizer_home is not self._on_device
+
+    def move_states(self, home: Home | None) -> None:
+        """Lets O, and G from the next reduction on, rest in another home; None is the device. Between an update and a backward.
 
         Whoever holds views of the vectors makes them anew.
         """
         assert self.gradient is not None, "a frozen bucket has no O"
         for key, vector in self.states.items():
-            self.states[key] = moved(vector, home)
-        self.optimizer_home = self.gradient.home = home
+            self.states[key] = moved(vector, home or self._on_device)
+        self.optimizer_home = self.gradient.home = home or self._on_device
         self.tile_numel = max(1, self.owned_numel)
 
     # ---- G

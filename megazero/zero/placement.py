@@ -53,7 +53,7 @@ class Placement:
         group: comm.ProcessGroup,
     ) -> None:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
-        self.device = MemoryHome(comm.local_device())
+        self._device = MemoryHome(comm.local_device())  # of shards of P; every bucket knows its O's
         units = range(len(schedule.unit_sizes))
         sharded = [[bucket for bucket in schedule.buckets_of(unit) if bucket.sharding.parameters] for unit in units]
         self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
@@ -77,7 +77,7 @@ class Placement:
 
     def model_bytes(self) -> int:
         """Bytes on the device that a plan decides about: gathered units, and states that rest there."""
-        placed = [bucket for bucket in self._tiles if bucket.optimizer_home is self.device]
+        placed = [bucket for bucket in self._tiles if not bucket.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in gradient_of(bucket).held)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, self._shards_here))
@@ -99,14 +99,13 @@ class Placement:
         self._optimizer.is_torn = False
 
     def _move_optimizer(self, unit: int, is_coming: bool) -> None:
-        home = self.device if is_coming else self._host
         for bucket in self._trained[unit]:
-            if (bucket.optimizer_home is self.device) != is_coming:
-                bucket.move_states(home)
+            if bucket.is_offloaded == is_coming:
+                bucket.move_states(None if is_coming else self._host)
                 bucket.tile_numel = bucket.tile_numel if is_coming else self._tiles[bucket]
 
     def _move_shards(self, unit: int, is_coming: bool) -> None:
-        home = self.device if is_coming else self._host
+        home = self._device if is_coming else self._host
         for bucket in self._sharded[unit]:
             if (bucket in self._shards_here) != is_coming:
                 bucket.weights.move(home)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor
 
-from megazero.optim.adam_kernels import AdamSettings, Operands, mixed
+from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled
 from megazero.zero.bucket import MASTER, Bucket, gradient_of
 from megazero.zero.home import Vector
 from megazero.zero.sliced import Slice, SlicedOptimizer
@@ -140,6 +140,8 @@ class Update:
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
         bucket, start, stop = tile
         factor, pieces = self._factor * gradient_of(bucket).to_mean, self._slices(tile)
+        # The faster kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
+        kernel = mixed if bucket.is_offloaded or self._staged is not None else tiled
         place = self._place_of_weights(tile, [part for _, part in pieces])
         with self._gradients[bucket].at_hand(start, stop) as owned, place or nullcontext() as weights:
             for piece, part in pieces:
@@ -153,7 +155,7 @@ class Update:
                 out = None if weights is None else weights[part]
                 moments = state["exp_avg"], state["exp_avg_sq"]
                 operands = Operands(piece.master.detach(), owned[part].to("cpu"), *moments, out)
-                mixed(settings, operands, float(state["step"]), factor)
+                kernel(settings, operands, float(state["step"]), factor)
         if place is None:
             self._write_weights(tile, states[MASTER])
 

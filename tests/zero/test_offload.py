@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import itertools
+import sys
 
 import pytest
 import torch
@@ -305,6 +307,23 @@ def tiles_case(dtype: torch.dtype | None, stage: int) -> list[int]:
 def test_states_in_host_memory_are_updated_tile_by_tile_bit_for_bit(dtype, stage):
     for tiles in run_ranks(2, tiles_case, dtype, stage):
         assert max(tiles) == TILE_MULTIPLE and len(tiles) >= 3 * 4 * 3  # of 3 steps, 4 blocks in 3 tiles each
+
+
+def compiled_case(offload_optimizer: str) -> bool:
+    """Whether a step of 90,000 bf16 weights has loaded the compiled kernel."""
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "zero": {"offload_optimizer": offload_optimizer}}
+    engine = make_engine(nn.Sequential(nn.Linear(300, 300)), 1, **options)
+    engine.backward(engine(torch.ones(1, 300)).float().square().mean())
+    engine.step()
+    return "megazero.optim.adam_numba" in sys.modules
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="there is no numba")
+@pytest.mark.parametrize("home", ["none", "cpu"])
+def test_a_hundred_megabytes_of_compiler_are_loaded_only_where_the_optimizer_is_offloaded(home):
+    assert run_ranks(1, compiled_case, home) == [home == "cpu"]
 
 
 def ratio_case(path: str, stage: int, dtype: torch.dtype | None) -> list[tuple[float, bool]]:

@@ -87,9 +87,8 @@ def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None) 
     compare(got, want, f"budget of {blocks} blocks", bitwise=True)
     plan = engine.placement.gemini.plan
     assert plan.peak_bytes <= plan.budget == blocks * block_bytes(engine)
-    device = engine.placement.device
     units = (*range(4), ROOT)
-    on_device = [u for u in units if all(b.optimizer_home is device for b in engine.schedule.buckets_of(u))]
+    on_device = [u for u in units if not any(b.is_offloaded for b in engine.schedule.buckets_of(u))]
     assert on_device == list(plan.optimizer_buckets)
     return gathers, most / block_bytes(engine), on_device, list(plan.shard_buckets)
 
@@ -129,7 +128,7 @@ def shrinking_case() -> list[list[int]]:
             engine.placement.gemini._meter.total = 4 * block_bytes(engine) + engine.placement.model_bytes() // 2
         got, want = (dict(train(one, batches[index : index + 1])) for one in (engine, other))
         compare(got, want, f"step {index}", bitwise=True)
-        here = [bucket.optimizer_home is engine.placement.device for bucket in engine.buckets]
+        here = [not bucket.is_offloaded for bucket in engine.buckets]
         placed.append(sum(here))
         plan = engine.placement.gemini.plan
         assert plan.peak_bytes <= plan.budget
