@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megazero import comm
 from megazero.deepspeed_engine import DeepSpeedEngine
-from megazero.deepspeed_optimizer import client_optimizer, named_groups
+from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import setup_logging
 from megazero.mpu import groups as mpu_groups
@@ -52,8 +52,10 @@ def initialize(
     distributed_port: int = 29500,
     mesh_param: Any = None,
     zero_units: Any = None,
-) -> tuple[DeepSpeedEngine, BucketOptimizer, DataLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, BucketOptimizer | None, DataLoader | None, Any]:
     """Wraps a model for training: engine, optimizer, data loader and learning-rate schedule; those that are absent are None.
+
+    Without any optimizer the engine is for evaluation, with ZeRO stage 3 or 0: it holds neither gradients nor optimizer states.
 
     Args:
         args: a namespace whose `deepspeed_config` names the configuration, instead of `config`; `local_rank` is checked.
@@ -81,6 +83,8 @@ def initialize(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
     )
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
+    if factory is None:
+        check_evaluation(told, lr_scheduler)
     grouped = named_groups(param_groups, model)
     _place(model, groups, told)
     if torch.distributed.get_rank() == 0:  # a script's own log may show all ranks

@@ -72,7 +72,7 @@ class DeepSpeedEngine(Questions, CheckpointingEngine):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """See `Engine.backward`. With `gradient_allreduce_op` "sum" ranks are summed, and the returned loss is this rank's."""
         with self._timed("backward"):
-            if self.config.gradient_allreduce_op == "mean":
+            if self.config.gradient_allreduce_op == "mean" or not isinstance(loss, Tensor):  # which says what is wrong
                 return super().backward(loss, retain_graph, scale_wrt_gas)
             ranks = self.groups.data_parallel_size  # the mean over ranks of N times the gradient is the sum
             return super().backward(loss * ranks, retain_graph, scale_wrt_gas) / ranks

@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.json_schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
+from megazero.optim.schedules import SCHEDULES
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
         return  # there is none, or the reader will say what is wrong
     kind, params = section.get("type"), dict(section.get("params", {}))
+    if kind not in SCHEDULES:
+        return  # the reader will say which there are, also where it would be dropped
     others = [field for field in SCHEDULE_FIELDS if field in flags.given]
     if params.get("warmup_num_steps") == AUTO and "warmup" in others:
         others.remove("warmup")

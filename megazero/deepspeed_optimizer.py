@@ -23,12 +23,14 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decouple
 
 def client_optimizer(
     config: JsonConfig, optimizer: Any, model_parameters: Iterable[Any] | None, model: nn.Module
-) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
-    """What makes the torch optimizer, and the parameter groups it is for.
+) -> tuple[OptimizerFactory | None, list[dict[str, Any]]]:
+    """What makes the torch optimizer, and the parameter groups it is for; (None, []) where neither caller nor file has one.
 
     Raises:
-        DeepSpeedConfigError: there is none, it cannot work on flat ranges, has made steps, or `model_parameters` is no such list.
+        DeepSpeedConfigError: it cannot work on flat ranges, has made steps, or `model_parameters` is no such list.
     """
+    if optimizer is None and config.optimizer is None:
+        return None, []
     parameters: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
     if optimizer is None and not parameters:
         raise DeepSpeedConfigError(
@@ -44,8 +46,7 @@ def client_optimizer(
     if optimizer is not None and config.optimizer is not None:
         logger.warning("the optimizer given to initialize is used, not the configuration's %s", config.optimizer.type)
     if optimizer is None:
-        if config.optimizer is None:
-            raise DeepSpeedConfigError("There is no optimizer: give optimizer= to initialize, or an optimizer section.")
+        assert config.optimizer is not None, "else there is none at all"
         return optimizer_factory(config.optimizer), [
             {key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups
         ]
@@ -72,6 +73,31 @@ def client_optimizer(
     return _adopting(optimizer), groups
 
 
+def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
+    """Without an optimizer the engine evaluates: refuses what only training has, and logs what the file says in vain.
+
+    Raises:
+        DeepSpeedConfigError: a schedule was given, or ZeRO shards nothing but what training has, or plans from a training step.
+    """
+    remedy = 'Give optimizer= to initialize, or an "optimizer" section'
+    zero = config.zero_optimization
+    if lr_scheduler is not None:
+        raise DeepSpeedConfigError(f"There is an lr_scheduler, but no optimizer that it could drive. {remedy}.")
+    if zero.stage in (1, 2):
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage {zero.stage} needs an optimizer: it shards nothing else but gradients. {remedy}; to "
+            "evaluate only, use stage 3, which shards the parameters, or 0."
+        )
+    if zero.placement == "auto":
+        raise DeepSpeedConfigError(
+            f'zero_optimization.placement "auto" needs an optimizer: it plans from a training step. {remedy}; to evaluate only, '
+            "drop it."
+        )
+    if torch.distributed.get_rank() == 0:
+        in_vain = "; the configuration's scheduler has no effect" if config.scheduler is not None else ""
+        logger.info("there is no optimizer: the engine is for evaluation%s", in_vain)
+
+
 def _unnamed(parameters: Any) -> list[Any]:
     """Parameters as a list, from one, or from what torch's optimizers take: parameters, or (name, parameter) pairs."""
     if isinstance(parameters, torch.Tensor):
@@ -91,7 +117,7 @@ def _adopting(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
 
 
 def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """The group index of each parameter by name, and the groups' settings.
+    """The group index of each parameter by name, and the groups' settings. Without groups nothing is trained, on purpose.
 
     Raises:
         DeepSpeedConfigError: a group holds what is no parameter of the model, or two hold the same.
@@ -111,7 +137,7 @@ def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[s
                 )
             group_of[names[id(parameter)]] = index
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and name not in group_of]
-    if left_out:
+    if groups and left_out:
         logger.warning(
             "%d parameters require a gradient but are in no group, and are not trained: %s", len(left_out), left_out
         )

@@ -19,7 +19,7 @@ class Questions:
     groups: ParallelGroups
     zero: ZeroConfig
     sharding: Sharding
-    optimizer: BucketOptimizer
+    _optimizer: BucketOptimizer
     _micro_batch_size: int
     _accumulation_steps: int
 
@@ -62,15 +62,15 @@ class Questions:
 
     def get_mom(self) -> list:
         """The momentum, or Adam's betas, of every parameter group."""
-        return [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups]
+        return [group.get("momentum", group.get("betas")) for group in self._optimizer.param_groups]
 
     def gradient_clipping(self) -> float:
         """The global norm that gradients are clipped to; 0 for none."""
-        return self.optimizer.clip_grad
+        return self._optimizer.clip_grad
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts."""
-        return self.optimizer.loss_scaler.dynamic
+        return self._optimizer.loss_scaler.dynamic
 
     def fp16_enabled(self) -> bool:
         """Whether parameters are fp16."""

@@ -26,7 +26,7 @@ from megazero.zero.build import build_buckets, dissolve
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
-from megazero.zero.optimizer import BucketOptimizer
+from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
 from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
@@ -58,7 +58,8 @@ class Engine:
     Args:
         model: on its device, equal on all data-parallel ranks; or built under `zero.Init`.
         groups: the tensor- and data-parallel groups.
-        optimizer_factory: makes an elementwise torch optimizer from parameter groups.
+        optimizer_factory: makes an elementwise torch optimizer from parameter groups; None for an engine that evaluates only:
+            every parameter is frozen, there is neither G nor O, and `optimizer` and `lr_scheduler` are None.
         group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them. A parameter that is in
             none is not trained.
         zero: which states are sharded over the data-parallel group.
@@ -67,16 +68,21 @@ class Engine:
         allow_untested_optimizer: the caller vouches that an optimizer unknown here updates each element by itself.
         placement_meter: measures the device for `placement="auto"`; by default PyTorch's statistics of the CUDA device.
 
+    Attributes:
+        optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
+
     Raises:
         ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, the
             optimizer is not elementwise, or the groups do not make up the world.
     """
 
+    optimizer: Any
+
     def __init__(
         self,
         model: nn.Module,
         groups: ParallelGroups,
-        optimizer_factory: OptimizerFactory,
+        optimizer_factory: OptimizerFactory | None,
         group_of: dict[str, int],
         group_settings: list[dict[str, Any]],
         *,
@@ -92,6 +98,8 @@ class Engine:
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}.")
+        if optimizer_factory is None:
+            group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         self.module = model
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
@@ -108,7 +116,7 @@ class Engine:
             self.zero.param_persistence_threshold if self.sharding.parameters else 0,
             self.zero.model_persistence_threshold,
         )
-        if not any(plan.is_trainable for plan in plans):
+        if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
         self.channel = comm.Channel(groups.data)
         self.homes = Homes.of(self.zero, plans)
@@ -116,9 +124,9 @@ class Engine:
         self.schedule = Schedule(
             model, units, plans, self.buckets, overlap=self.zero.overlap_comm, limits=self.zero.gather_limits
         )
-        self.optimizer = BucketOptimizer(
+        self._optimizer = BucketOptimizer(
             self.buckets,
-            optimizer_factory,
+            optimizer_factory or idle_optimizer,
             group_settings,
             _norm_group(groups),
             groups.model_parallel_rank == 0,
@@ -126,15 +134,16 @@ class Engine:
             clip_grad,
             allow_untested_optimizer,
         )
-        access.register_optimizer(self.optimizer)
+        self.optimizer = None if optimizer_factory is None else self._optimizer
+        access.register_optimizer(self._optimizer)
         self._handles = refuse_loading(model) if self.sharding.parameters else []
         self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:
             where = (meter, self.homes.optimizer, groups.data)
-            self.placement = Placement(self.schedule, self.optimizer, self.zero, *where)
-        self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler else None
+            self.placement = Placement(self.schedule, self._optimizer, self.zero, *where)
+        self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         self._checkpointed = TrainingState(
-            model, groups, cuts, self.buckets, self.optimizer, self.lr_scheduler, self.zero.stage
+            model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
         self._trained = self._requires_grad()
         self._accumulation_steps = gradient_accumulation_steps
@@ -177,7 +186,7 @@ class Engine:
     def train(self, mode: bool = True) -> Engine:
         """Sets the module's training mode. An evaluation has the weights of a delayed update too."""
         if not mode:
-            self.optimizer.finish()
+            self._optimizer.finish()
         self.module.train(mode)
         return self
 
@@ -229,28 +238,30 @@ class Engine:
             The loss divided by the number of accumulation steps.
 
         Raises:
-            ValueError: the loss is not a scalar, or does not depend on any parameter.
+            AssertionError: the loss is not a scalar, or does not depend on any parameter; or there is no optimizer.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_tensor = isinstance(loss, Tensor)
-            found = (
-                f"shape {tuple(loss.shape)} and requires_grad={loss.requires_grad}"
-                if is_tensor
-                else type(loss).__name__
-            )
-            raise ValueError(
-                f"engine.backward needs a scalar loss that depends on the parameters, got {found}. Take the loss out of what the "
-                "model returns, average a per-token loss first, and call the engine outside no_grad."
+        self._refuse_without_optimizer("engine.backward()")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise AssertionError(
+                f"engine.backward needs a scalar loss that depends on the parameters, got {_described(loss)}. Take the loss out "
+                "of what the model returns, average a per-token loss first, and call the engine outside no_grad."
             )
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
         self.schedule.start_backward()
-        (loss * self.optimizer.cur_scale).backward(retain_graph=retain_graph)
+        (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         start = time.perf_counter()
         self.schedule.finish_backward()
         self.exposed_reduce_s += time.perf_counter() - start
         return loss.detach()
+
+    def _refuse_without_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise EngineStateError(
+                f"{what} needs an optimizer, and this engine was made without one, for evaluation. To train, give optimizer= to "
+                'initialize, or an "optimizer" section in its configuration.'
+            )
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
@@ -261,8 +272,9 @@ class Engine:
         """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
 
         Raises:
-            EngineStateError: there was no backward before it, or it is called inside of no_sync.
+            EngineStateError: there was no backward before it, it is called inside of no_sync, or there is no optimizer.
         """
+        self._refuse_without_optimizer("engine.step()")
         if not self._syncs:
             raise EngineStateError(
                 "engine.step() was called inside of no_sync(), where gradients are not reduced. Leave it first."
@@ -279,7 +291,7 @@ class Engine:
             )
         self.micro_steps += 1
         self._since_update = 0
-        self.optimizer.finish()
+        self._optimizer.finish()
         for bucket in self.buckets:
             bucket.adopt_written()
         self._grad_norm = self._update()
@@ -287,14 +299,14 @@ class Engine:
             self.placement.follow()
         self._checkpointed.global_steps += 1
         self.schedule.step = self.global_steps
-        if self.optimizer.overflow:
+        if self._optimizer.overflow:
             self._checkpointed.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
     def _update(self) -> float:
         try:
-            return self.optimizer.step(later=0 < self.zero.delayed_param_update <= self.global_steps)
+            return self._optimizer.step(later=0 < self.zero.delayed_param_update <= self.global_steps)
         except (torch.OutOfMemoryError, comm.OtherRankError):
             raise  # they say it themselves
         except RuntimeError as error:
@@ -305,11 +317,11 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets the gradients accumulated since the last update; `step` does so by itself."""
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
 
     def was_step_applied(self) -> bool:
         """Whether the last update changed the weights."""
-        return self.global_steps > 0 and not self.optimizer.overflow
+        return self.global_steps > 0 and not self._optimizer.overflow
 
     def get_global_grad_norm(self) -> float:
         """The global gradient norm of the last update, before clipping; inf or NaN for a skipped one."""
@@ -317,11 +329,11 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """The learning rate of every parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [group["lr"] for group in self._optimizer.param_groups]
 
     def loss_scale(self) -> float:
         """The current loss scale."""
-        return self.optimizer.cur_scale
+        return self._optimizer.cur_scale
 
     def full_grad(self, name: str) -> Tensor:
         """The mean gradient of one parameter on this tensor-parallel rank, fp32, without loss scale. Collective.
@@ -344,7 +356,7 @@ class Engine:
         """The module's state dictionary with full values on the CPU, whatever is sharded. Collective at stage 3."""
         if self.sharding.parameters:
             self.channel.meet("module_state_dict")
-        self.optimizer.finish()
+        self._optimizer.finish()
         return access.state_dict(self.module, self.buckets)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -366,7 +378,8 @@ class Engine:
     ) -> Path:
         """Writes weights, optimizer, counters, schedule, loss scale and generator states. Collective over the world.
 
-        Gradients that have been accumulated since the last update are not saved.
+        Gradients that have been accumulated since the last update are not saved. Without an optimizer it is the weights, which
+        an engine with one can load.
 
         Args:
             tag: name of the checkpoint (default: global_step{N}).
@@ -383,16 +396,22 @@ class Engine:
             TypeError: the client state holds something else; the message says where.
             OSError: a file could not be written; OtherRankError on the ranks that could. The checkpoint before stays the latest.
             DirectoryInUseError: another job saves there.
+            ValueError: `exclude_frozen_parameters`, and there is no optimizer: nothing is trained, and nothing would be saved.
         """
+        if exclude_frozen_parameters and self.optimizer is None:
+            raise ValueError(
+                "save_checkpoint(exclude_frozen_parameters=True): this engine was made without an optimizer, so every parameter "
+                "is frozen, and none would be saved. Drop it."
+            )
         self.channel.meet_world("save_checkpoint")
-        self.optimizer.finish()
-        self.optimizer.refuse_torn()
+        self._optimizer.finish()
+        self._optimizer.refuse_torn()
         return saving.save(
             self._checkpointed,
             save_dir,
             tag,
             client_state or {},
-            save_optimizer=save_optimizer,
+            save_optimizer=save_optimizer and self.optimizer is not None,
             save_rng=save_rng,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
@@ -434,7 +453,7 @@ class Engine:
 
         Args:
             tag: which checkpoint (default: the one that `latest` names).
-            load_module_only: read the weights and nothing else.
+            load_module_only: read the weights and nothing else; always so without an optimizer.
             strict: every parameter of the model must be there, and no others.
             fallback: where the checkpoint is damaged, take the newest older one that is not.
             prepare: called on every rank before anything is read; what it raises ends the load on all of them.
@@ -447,8 +466,9 @@ class Engine:
             CheckpointError: it is damaged; the message names the file and the parameter. Load another before training goes on.
             ValueError: it is of a model of another shape, or holds the state of another optimizer.
         """
+        load_module_only = load_module_only or self.optimizer is None
         self.channel.meet_world("load_checkpoint")
-        self.optimizer.finish()
+        self._optimizer.finish()
         self._follow_requires_grad()  # what has been unfrozen since gets its moments back
         reader = loading.load(
             self._checkpointed,
@@ -463,7 +483,7 @@ class Engine:
             prepare=prepare,
         )
         self.zero_grad()  # of the run before
-        self.optimizer.is_torn = False
+        self._optimizer.is_torn = False
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
         return reader.path, loading.client_state(reader)
@@ -478,7 +498,7 @@ class Engine:
         for bucket in self.buckets:
             for key, value in bucket.nbytes.items():
                 total[key] += value
-        states = self.optimizer.state.values()
+        states = self._optimizer.state.values()
         total["O"] += sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim == 0)
         return total
 
@@ -499,7 +519,7 @@ class Engine:
     def _dissolve(self) -> None:
         if self.sharding.parameters:
             self.channel.meet("destroy")
-        self.optimizer.finish()
+        self._optimizer.finish()
         self.schedule.close()
         for handle in self._handles:
             handle.remove()
@@ -516,13 +536,20 @@ class Engine:
         if now == self._trained:
             return
         self._trained = now
-        self.optimizer.finish()
+        self._optimizer.finish()
         for bucket in self.buckets:
             if bucket.trained_segments:
                 bucket.make_trainable()
                 self.schedule.watch_gradients(bucket)
-        self.optimizer.refresh()
+        self._optimizer.refresh()
         self.schedule.restart()
+
+
+def _described(loss: Any) -> str:
+    """What was given as a loss, for an error."""
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"shape {tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn"
 
 
 def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:

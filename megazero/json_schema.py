@@ -33,6 +33,7 @@ def key(
     choices: Sequence[str] = (),
     at_least: float | None = None,
     above: float | None = None,
+    at_most: int | None = None,
 ) -> Any:
     """A dataclass field that describes one key of the JSON.
 
@@ -42,7 +43,7 @@ def key(
         name: in the JSON, where it is not the field's; the field's name is accepted as well.
         old: old names and known misspellings, which are accepted with a warning.
         choices: of a string, matched in any case.
-        at_least, above: bounds of a number.
+        at_least, above, at_most: bounds of a number; the last one of an integer, beside `at_least`.
     """
     metadata = {
         "effect": effect,
@@ -52,6 +53,7 @@ def key(
         "choices": tuple(choices),
         "at_least": at_least,
         "above": above,
+        "at_most": at_most,
     }
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -173,11 +175,7 @@ class Reader:
                 raise _wrong(path, "an object", value)
             return {k: self.resolve_auto(join(path, k)) if v == AUTO else v for k, v in value.items()}
         value = _scalar(hint, value, path, f.metadata["choices"])
-        least, above = f.metadata["at_least"], f.metadata["above"]
-        if (least is not None and value < least) or (above is not None and value <= above):
-            raise DeepSpeedConfigError(
-                f"{path} must be {f'at least {least}' if least is not None else f'greater than {above}'}, got {value}."
-            )
+        _check_bounds(value, path, **{bound: f.metadata[bound] for bound in ("at_least", "above", "at_most")})
         return value
 
     def _check_effect(self, value: Any, path: str, f: Field) -> None:
@@ -188,6 +186,28 @@ class Reader:
             )
         if effect == ALWAYS and value is False and default is True:
             self.warnings.append(f"{path} false changes nothing: {note}.")
+
+
+class _TypesOnly(Reader):
+    """Makes no sections, whose own checks are of several keys together."""
+
+    def section(self, section: type, given: Any, path: str) -> Any:
+        return self.values(section, given, path)
+
+
+def check_types(section: type, given: Mapping[str, Any]) -> None:
+    """Checks the names, types and bounds of all that is given, each key for itself; "auto" passes.
+
+    Raises:
+        DeepSpeedConfigError: a key is unknown, given under two names, or has a bad value.
+    """
+    _TypesOnly({}).values(section, _without_auto(given), "")
+
+
+def _without_auto(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
 
 
 def join(path: str, name: str) -> str:
@@ -229,6 +249,18 @@ def _scalar(hint: type, value: Any, path: str, choices: Sequence[str]) -> Any:
     if not is_number:
         raise _wrong(path, "a finite number", value)
     return float(value)
+
+
+def _check_bounds(value: Any, path: str, at_least: float | None, above: float | None, at_most: int | None) -> None:
+    is_low = (at_least is not None and value < at_least) or (above is not None and value <= above)
+    if not is_low and (at_most is None or value <= at_most):
+        return
+    if at_most is not None:
+        *others, last = range(int(at_least or 0), at_most + 1)
+        wanted = f"{', '.join(map(str, others))} or {last}"
+    else:
+        wanted = f"at least {at_least}" if at_least is not None else f"greater than {above}"
+    raise DeepSpeedConfigError(f"{path} must be {wanted}, got {value}.")
 
 
 def _wrong(path: str, wanted: str, value: Any) -> DeepSpeedConfigError:

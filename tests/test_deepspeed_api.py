@@ -226,7 +226,7 @@ def test_configuration_sources(one_rank, tmp_path):
         ({"config": CONFIG, "model": None}, "needs a model"),
         ({"config": "no/such/file"}, "no/such/file"),
         ({"config": CONFIG, "args": SimpleNamespace(local_rank=3)}, "local_rank is 3"),
-        ({"config": {"train_batch_size": 2}}, "no optimizer"),
+        ({"config": {"train_batch_size": 2, "zero_optimization": {"stage": 2}}}, "needs an optimizer"),
     ):
         with pytest.raises(AssertionError, match=words):
             deepspeed.initialize(**{"model": make_model(), **wrong})

@@ -372,16 +372,18 @@ def test_a_script_without_a_seed_starts_with_the_first_ranks_values():
     assert all(found == first for _, found in others)
 
 
-def test_a_loss_that_is_none_says_so(one_rank):
-    engine = initialize()
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_none_says_so(one_rank, reduction):
+    engine = initialize(gradient_allreduce_op=reduction)
     y = engine(x_of(0))
     for wrong, found in (
         ((y.mean(), y), "got tuple"),
-        (y, r"shape \(2, 3\)"),
+        (y, r"shape \(2, 3\) with a grad_fn"),
+        (y.mean().detach(), r"shape \(\) without a grad_fn"),
         (None, "got NoneType"),
         (0.5, "got float"),
     ):
-        with pytest.raises(ValueError, match=rf"needs a scalar loss .*{found}"):
+        with pytest.raises(AssertionError, match=rf"needs a scalar loss .*{found}"):
             engine.backward(wrong)
     with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\) before every step"):
         y.mean().backward()  # not the engine's
@@ -391,3 +393,30 @@ def test_a_loss_that_is_none_says_so(one_rank):
 def test_megatrons_groups_and_ours_are_the_same_to_initialize(one_rank):
     engine = initialize()
     assert engine.groups is mpu.get_groups()
+
+
+def test_deepspeeds_further_keywords_of_init_pass_while_they_ask_for_nothing(one_rank):
+    off = {"param_swapper": None, "sequence_data_parallel_group": None, "zero_param_parallel_group": None}
+    off.update(zero_quantized_weights=False, zero_quantized_nontrainable_weights=False)
+    with deepspeed.zero.Init(**off):
+        model = make_model()
+    assert model[0].weight.shape == (0,)
+    for name in off:
+        with pytest.raises(ValueError, match=rf"zero.Init\({name}=...\) is not possible here: .* Drop it"):
+            deepspeed.zero.Init(**{name: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shard'"):
+        deepspeed.zero.Init(shard=True)
+
+
+def test_init_casts_parameters_alone_and_only_where_it_is_told_to(one_rank):
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("scale", torch.ones(2))
+
+    found = []
+    for dtype in (None, torch.float16):
+        with deepspeed.zero.Init(dtype=dtype):
+            model = Scaled()
+        found.append((model.weight.dtype, model.scale.dtype))
+    assert found == [(torch.float32, torch.float32), (torch.float16, torch.float32)]

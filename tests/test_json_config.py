@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.arguments import load_config
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.old_forms import DISABLED_ONLY
 from megazero.json_schema import default_of, every_key, show
@@ -501,6 +502,71 @@ def test_v115_release_file_parses():
     assert (
         config.offload_optimizer.device == config.offload_param.device == "cpu" and config.max_reuse_distance == 10**8
     )
+
+
+# Under flags
+
+
+def with_flags(folder: Path, document: dict, flags: str):
+    path = folder / "ds.config"
+    path.write_text(json.dumps(document))
+    return load_config(["--deepspeed_config", str(path), *flags.split()])
+
+
+def in_zero(**section) -> dict:
+    return {"zero_optimization": section}
+
+
+@pytest.mark.parametrize(
+    "document, flags, message",
+    [
+        (in_zero(stage=7), "--zero-stage 2", "zero_optimization.stage must be 0, 1, 2 or 3, got 7"),
+        (in_zero(stage="two"), "--zero-stage 2", 'stage must be an integer, got "two"'),
+        (in_zero(stgae=2), "--zero-stage 2", "Unknown key zero_optimization.stgae. Did you mean 'stage'"),
+        (in_zero(stage=3, placement="best"), "--placement static", "placement must be one of static, auto"),
+        (
+            in_zero(stage=1, offload_optimizer={"device": "gpu"}),
+            "--offload-optimizer cpu",
+            "offload_optimizer.device must be one of none, cpu, nvme",
+        ),
+        (
+            in_zero(stage=3, offload_param={"device": "cpu", "pin_memory": 1}),
+            "--no-use-pin-memory",
+            "offload_param.pin_memory must be true or false, got 1",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": "8"},
+            "--batch-size 2",
+            "train_micro_batch_size_per_gpu must be an integer",
+        ),
+        (
+            {"gradient_accumulation_steps": 1.5},
+            "--batch-size 2 --global-batch-size 4",
+            "gradient_accumulation_steps must be an integer, got 1.5",
+        ),
+        ({"bf16": {"enabled": "yes"}}, "--bf16", "bf16.enabled must be true or false"),
+        ({"scheduler": {"type": "WarmupRL"}}, "--warmup 0.1", "'WarmupRL'. Did you mean 'WarmupLR'"),
+    ],
+    ids=str,
+)
+def test_a_key_that_a_flag_overrides_is_checked_all_the_same(tmp_path, document, flags, message):
+    with pytest.raises(DeepSpeedConfigError, match=message) as error:
+        with_flags(tmp_path, document, flags)
+    assert str(error.value).startswith("--deepspeed_config ")
+
+
+def test_auto_and_what_only_fits_with_the_flag_pass(tmp_path):
+    offload = {"device": "auto", "pin_memory": "auto"}
+    document = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": "auto"},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": "auto"}},
+        **in_zero(stage="auto", offload_param=offload, offload_optimizer={"device": "cpu"}),
+    }
+    config = with_flags(tmp_path, document, "--zero-stage 3 --offload-param cpu --batch-size 2 --lr 0.5 --fp16")
+    assert (config.zero.stage, config.zero.offload_param, config.zero.offload_optimizer) == (3, "cpu", "cpu")
+    assert config.training.batch_size == 2 and config.deepspeed.scheduler.params["cycle_max_lr"] == 0.5
 
 
 # Documentation

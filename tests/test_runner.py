@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megazero.runner import main
-from megazero.runner.arguments import parse, parse_cores
+from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, standalone, static, torchrun_command
 from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
@@ -253,6 +253,18 @@ def test_everything_after_the_script_is_the_scripts():
     assert list(parse(["--", __file__, "--"])[1].args) == ["--"]
 
 
+DEEPSPEEDS = """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr
+--launcher --launcher_args --force_multi --module --no_python --no_local_rank --no_ssh --no_ssh_check --node_rank --save_pid
+--enable_each_rank_log --bind_cores_to_rank --bind_core_list --ssh_port --venv_script --log_level -q --quiet
+--elastic_training --min_elastic_nodes --max_elastic_nodes --autotuning --account --comment""".split()
+
+
+def test_every_option_of_deepspeeds_launcher_is_known_or_refused_by_name():
+    known = make_parser()[1].keys() | REFUSED.keys()
+    assert not set(DEEPSPEEDS) - known
+    assert parse(["--no_ssh_check", "--launcher", "SLURM", __file__])[0].launcher == "slurm"
+
+
 @pytest.mark.parametrize(
     "argv, said",
     [
@@ -269,6 +281,8 @@ def test_everything_after_the_script_is_the_scripts():
         (["--launcher", "carrier-pigeon", "x.py"], "choose one of pdsh, ssh, slurm"),
         (["--autotuning", "run", "x.py"], "--autotuning is not supported: there is no autotuner"),
         (["--elastic_training", "x.py"], "--elastic_training is not supported"),
+        (["--launcher", "OpenMPI", "x.py"], "--launcher openmpi is not supported"),
+        (["--account=me", "x.py"], "--account is not supported: it is an option of srun"),
         (["--master_port", "70000", "x.py"], "--master_port 70000"),
         (["--node_rank", "1", "x.py"], "--node_rank belongs to --no_ssh"),
         (["--no_ssh", "x.py"], "--no_ssh needs --node_rank"),

@@ -57,7 +57,7 @@ class OffloadOptimizerSection:
 class ZeroSection:
     """Which model states are sharded, and how."""
 
-    stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0)
+    stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0, at_most=3)
     overlap_comm: bool = key(True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same")
     offload_param: OffloadParamSection | None = key(None, OBEYED)
     offload_optimizer: OffloadOptimizerSection | None = key(None, OBEYED)
@@ -155,8 +155,6 @@ class ZeroSection:
     leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
 
     def __post_init__(self) -> None:
-        if self.stage > 3:
-            raise DeepSpeedConfigError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {self.stage}.")
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
             self._check_offload(name, getattr(self, name), least)
         offload = self.offload_optimizer

@@ -16,13 +16,16 @@ from megazero.runner.commands import Program
 HOSTFILE = "/job/hostfile"
 _AUTOTUNING = "there is no autotuner. Drop it, and set the batch size and the ZeRO stage yourself"
 _ELASTIC = "a job has a fixed number of ranks. Drop it; a checkpoint resumes on any other number of them"
+_SRUN = "it is an option of srun. Give it in --launcher_args, for example --launcher_args '--account NAME'"
 REFUSED = {
     "--autotuning": _AUTOTUNING,
     "--elastic_training": _ELASTIC,
     "--min_elastic_nodes": _ELASTIC,
     "--max_elastic_nodes": _ELASTIC,
+    "--account": _SRUN,
+    "--comment": _SRUN,
 }
-MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich", "jsrun")
 LAUNCHERS = ("pdsh", "ssh", "slurm", "torchrun", "local")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -61,10 +64,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
     add("--master_port", type=int, default=None, help="its port; 29500 on several nodes, a free one on a single node")
     add(
         "--launcher",
+        type=str.lower,
         default=None,
         help="pdsh or ssh (both over ssh, the default), slurm (over srun), torchrun (this machine)",
     )
     add("--launcher_args", default="", help="further options of ssh or srun, in one string")
+    add("--no_ssh_check", action="store_true", help="no effect: no host is tried before the job starts")
     add("--force_multi", action="store_true", help="reach even a single host, or this one, over ssh")
     add("--ssh_port", type=int, default=None, help="port of sshd on the other hosts")
     add("--venv_script", default="", help="is sourced on hosts reached over ssh; their `python` is used then")

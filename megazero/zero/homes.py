@@ -51,7 +51,8 @@ class Homes:
             OSError: the swap file cannot be made in `nvme_path`, or the disk has no room for what this rank will write there.
         """
         pin, swap, link = config.pin_memory, None, None
-        if config.offload_param != "none" and config.offload_optimizer == "none" and torch.distributed.get_rank() == 0:
+        is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
+        if config.offload_param != "none" and is_split and is_trained and torch.distributed.get_rank() == 0:
             logger.warning(
                 "--offload-param %s frees nothing on the device while --offload-optimizer is none: the fp32 master weights there "
                 "would be the shards of the parameters. Offload the optimizer as well.",

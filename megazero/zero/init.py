@@ -28,6 +28,16 @@ from megazero.zero.storage import storage_id
 # What keeps the buckets of models that no engine has taken over yet: they go with the module that owns the parameters.
 _buckets_of: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
 
+# DeepSpeed's keywords that are off by default, and what to do instead of turning them on.
+_QUANTIZED = "nothing is quantized; dtype=torch.bfloat16 halves what is held and sent of fp32 parameters"
+_OFF = {
+    "param_swapper": "shards go to a swap file by remote_device='nvme' and the configuration's offload_param.nvme_path",
+    "sequence_data_parallel_group": "sequences are not split; data_parallel_group says which ranks shard",
+    "zero_param_parallel_group": "there is no second sharding inside of a node; data_parallel_group says which ranks shard",
+    "zero_quantized_weights": _QUANTIZED,
+    "zero_quantized_nontrainable_weights": _QUANTIZED,
+}
+
 
 class Init:
     """Context manager in which every `nn.Module` that is constructed keeps only this rank's shard of its parameters.
@@ -56,9 +66,11 @@ class Init:
         enabled: False makes the context do nothing.
         dtype: of the sharded parameters; by default the configuration's, else each parameter's own.
         mem_efficient_linear: accepted; there is nothing to choose.
+        others: DeepSpeed's further keywords (`zero_quantized_weights`, ...), which pass with their defaults.
 
     Raises:
-        ValueError: `remote_device` is none of these, or nvme without a directory.
+        ValueError: `remote_device` is none of these, or nvme without a directory; one of `others` asks for something.
+        TypeError: another keyword.
     """
 
     def __init__(
@@ -74,7 +86,9 @@ class Init:
         dtype: torch.dtype | None = None,
         mpu: Any = None,
         deepspeed_config: Any = None,
+        **others: Any,
     ) -> None:
+        _check_others(others)
         self.enabled = enabled
         self._handles: list[Any] = []
         self._seen: list[ref[nn.Module]] = []  # in the same order on every rank
@@ -157,6 +171,14 @@ class Init:
             bucket.keep_gathered()
             bucket.weights.release()
             _buckets_of.setdefault(module, []).append(bucket)
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in _OFF:
+            raise TypeError(f"zero.Init() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False:
+            raise ValueError(f"zero.Init({name}=...) is not possible here: {_OFF[name]}. Drop it.")
 
 
 def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:

@@ -41,6 +41,13 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) or is_fused_adam
 
 
+def idle_optimizer(_: Iterable[Any]) -> torch.optim.Optimizer:
+    """A torch optimizer of no parameter groups, for buckets of which none is trained."""
+    idle = torch.optim.SGD([{"params": []}], lr=0.0)  # torch wants one group at least
+    idle.param_groups.clear()
+    return idle
+
+
 class BucketOptimizer(SlicedOptimizer):
     """Steps every bucket's fp32 master weights from its reduced gradients.
 

@@ -285,7 +285,15 @@ def test_weight_shared_by_two_units_is_refused_by_name(one_rank):
         make_engine(model)
 
 
+def test_without_a_factory_nothing_is_trained_whatever_the_groups_say(one_rank):
+    model = nn.Linear(2, 2)
+    engine = Engine(model, mpu.get_groups(), None, *weight_decay_groups(model, 0.1))
+    assert engine.optimizer is None and engine.memory()["G"] == engine.memory()["O"] == 0
+    with pytest.raises(AssertionError, match="needs an optimizer"):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+
+
 def test_backward_of_a_vector_says_what_it_wants(one_rank):
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"scalar loss .* shape \(1, 2\)"):
+    with pytest.raises(AssertionError, match=r"scalar loss .* shape \(1, 2\)"):
         make_engine(model).backward(model(torch.ones(1, 2)))
