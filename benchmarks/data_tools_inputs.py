@@ -89,6 +89,6 @@ def write_tokens(folder: Path, mb: float, parts: int = 4) -> int:
         sizes = generator.integers(1, 2 * _TOKENS, documents, dtype=np.int32)
         prefix = folder / f"part{part}"
         generator.integers(0, 50257, sizes.sum(), dtype=np.uint16).tofile(prefix.with_suffix(".bin"))
-        write_index(prefix.with_suffix(".idx"), np.dtype("<u2"), sizes)
+        write_index(prefix.with_suffix(".idx"), np.dtype("<u2"), [(sizes, None)])
         write_sidecar(prefix, Sidecar("GPT2BPETokenizer", "0" * 64, 50257, 50256, documents, int(sizes.sum())))
     return documents * parts

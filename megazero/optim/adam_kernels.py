@@ -23,9 +23,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# Elements that the torch kernel casts at a time: 64 Ki and 256 Ki are slower, the whole is 3 times slower.
-# Of numba's threads each takes as many at a time.
-TILE_NUMEL = 1 << 20
+TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
+CACHED_NUMEL = (
+    1 << 18
+)  # elements that torch casts at a time, per thread: a quarter or four times as many take 1.4 times as long
 VECTOR_NUMEL = 16  # torch's fused kernel rounds the numbers after the last whole vector in another way
 NUMBA_NUMEL = 1 << 16  # fewer elements are not worth to load the compiled kernel, whose bits are the same
 THREAD_NUMEL = 1 << 18  # fewer elements are not worth a thread
@@ -146,12 +147,10 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
     try:
         from megazero.optim import adam_numba
     except ImportError as error:
-        logger.info(
-            f"CPU Adam: 16-bit numbers by torch in tiles of {TILE_NUMEL}; numba would be faster ({error}): megazero[offload]"
-        )
+        logger.info(f"CPU Adam: 16-bit numbers by torch in tiles; numba would be faster ({error}): megazero[offload]")
         return tiled
     if needs_float16 and not adam_numba.has_float16():
-        logger.info(f"CPU Adam: float16 by torch in tiles of {TILE_NUMEL} (this CPU has no instruction for it)")
+        logger.info("CPU Adam: float16 by torch in tiles (this CPU has no instruction for it)")
         return tiled
     logger.info(f"CPU Adam: {'float16' if needs_float16 else '16-bit numbers'} in one pass by numba")
     return one_pass
@@ -160,10 +159,11 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
 def tiled(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
     """`mixed` by torch's fused kernel, with an fp32 copy of one tile of the gradients at a time."""
     numel, device = operands.weights.numel(), operands.weights.device
-    grads = torch.empty(min(numel, TILE_NUMEL), dtype=torch.float32, device=device)
+    tile_numel = CACHED_NUMEL * torch.get_num_threads()
+    grads = torch.empty(min(numel, tile_numel), dtype=torch.float32, device=device)
     steps = [torch.full((), step, dtype=torch.float32, device=device)]
-    for start in range(0, numel, TILE_NUMEL):
-        tile = operands.part(start, min(numel, start + TILE_NUMEL))
+    for start in range(0, numel, tile_numel):
+        tile = operands.part(start, min(numel, start + tile_numel))
         wide = grads[: tile.grads.numel()].copy_(tile.grads)
         fused(settings, [tile.weights], [wide], [tile.exp_avg], [tile.exp_avg_sq], steps, scale)
         if tile.out is not None:
