@@ -58,6 +58,8 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     """The configuration and the tokenizer, after all checks that need no communication."""
     config = load_config(world_size=world_size)
     config.check_world(world_size)
+    if not config.data.train_data and not config.checkpoint.load:
+        raise ValueError("--train-data is missing: name the data to train on, as --help says.")
     tokenizer = build_tokenizer_from(config.data)
     check_data(config.data, tokenizer)
     return config, tokenizer

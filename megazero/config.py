@@ -76,7 +76,7 @@ class TrainingConfig:
     )
     no_tensorboard: bool = option(False, "write no TensorBoard scalars")
     peak_tflops: float | None = option(
-        None, "peak of one device for MFU (default: by device name, else measured by a matmul)"
+        None, "peak of one device for MFU (default: by its name, else measured by a matmul; of a CPU none, and no MFU)"
     )
 
     def __post_init__(self) -> None:
@@ -92,6 +92,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}.")
         if self.eval_iters < 0:
             raise ValueError(f"--eval-iters must be 0 (no evaluation) or more, got {self.eval_iters}.")
 
@@ -166,7 +168,7 @@ class Config:
             ValueError: a size does not divide; the message shows the arithmetic.
         """
         mp = self.parallel.model_parallel_size
-        check_model_parallel_size(world_size, mp)
+        check_model_parallel_size(world_size, mp, self.model.parallel_sizes)
         self.model.check_parallel(mp)
         self.model.check_sequence(self.data.seq_length, mp)
         dp, micro = world_size // mp, self.training.batch_size

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
+
+import torch
 
 from megazero.comm import OtherRankError
 from megazero.logging import setup_logging
@@ -17,26 +20,58 @@ T = TypeVar("T")
 # What wrong input, a full disk or a run that diverged raise; anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, FloatingPointError, OtherRankError)
 
+# What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL.
+LOST_RANK = (
+    "has ended, or closed its channel",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+)
+
 
 def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     """`work(check(world_size))`, with the log set up, and an exit with one line on the user's errors.
+
+    Where the environment has MEGAZERO_CHECK, the number of a file descriptor, it does `check` alone and writes there how many
+    ranks this node shall have: scripts/common.sh asks one process before it starts them all, which takes seconds.
 
     Args:
         check: reads the command line and looks at files; communicates nothing and is the same on every rank.
         work: the rest.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    setup_logging(rank)
+    descriptor = os.environ.get("MEGAZERO_CHECK")
+    setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
     try:
-        work(check(world_size))
+        if descriptor is None:
+            work(check(world_size))
+        else:
+            os.write(int(descriptor), str(_checked_ranks(check)).encode())
     except USER_ERRORS as error:
-        _exit(error, rank)
+        _exit(error, rank, waits=int(os.environ.get("LOCAL_RANK", 0)) != 0)
+    except RuntimeError as error:
+        if not any(text in str(error) for text in LOST_RANK):
+            raise
+        _exit(error, rank, waits=True)
 
 
-def _exit(error: Exception, rank: int) -> NoReturn:
+def _checked_ranks(check: Callable[[int], object]) -> int:
+    """How many ranks this node shall have: NPROC, or one for each GPU, or 2 without; `check` has passed for them."""
+    wanted = os.environ.get("NPROC", "")
+    if wanted and not (wanted.isdecimal() and int(wanted)):
+        raise ValueError(f"NPROC={wanted} must be the number of ranks on this node, or unset.")
+    ranks = int(wanted) if wanted else torch.cuda.device_count() or 2
+    # Of several nodes none may end before they have met: the others would wait for it.
+    if os.environ.get("NNODES", "1") == "1":
+        check(ranks)
+    return ranks
+
+
+def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
-    # which have waited; one that is still there afterwards has an error of its own.
+    # which have waited; one that is still there afterwards has an error of its own. One that has lost another rank waits, too:
+    # the launcher, or that rank itself, tells why.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:
+    if waits:
         time.sleep(10)
     sys.exit(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,9 +61,16 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
 
     Raises:
         FileNotFoundError: no checkpoint, or no vocabulary where the training job had it.
-        ValueError: the checkpoint is damaged, or the vocabulary is not the one it was trained with.
+        ValueError: --load is a checkpoint and not the directory of it; the checkpoint is damaged, or the vocabulary is not the
+            one it was trained with.
     """
     assert config.load is not None
+    directory = Path(config.load)
+    if (directory / "index.json").is_file():
+        raise ValueError(
+            f"--load {directory} is one checkpoint: give the directory above it, and which one it is: --load {directory.parent} "
+            f"--tag {directory.name}."
+        )
     reader = Reader(config.load, config.tag)
     client = client_state(reader)
     saved: dict[str, Any] = client.get("tokenizer", {})

@@ -67,7 +67,7 @@ class Job:
     engine: Engine
     forward_step: ForwardStep
     timers: Timers
-    peak_tflops: float
+    peak_tflops: float | None  # of this rank's device, where it is known
     iteration: int = 0
     consumed_samples: int = 0
     first_loss: float | None = None
@@ -135,15 +135,21 @@ def build_job(
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
-    peak, source = (
-        (config.training.peak_tflops, "--peak-tflops") if config.training.peak_tflops else peak_tflops(device, dtype)
-    )
-    logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
-    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak)
+    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, _peak_tflops(config, device))
     seed_dropout(job)
     if config.model.recompute == "auto":
         _decide_recompute(job)
     return job
+
+
+def _peak_tflops(config: Config, device: torch.device) -> float | None:
+    """What MFU relates to; None on a CPU, where a measurement varies with whatever else runs there."""
+    given = config.training.peak_tflops
+    if given is None and device.type == "cpu":
+        return None
+    peak, source = peak_tflops(device, config.precision.dtype) if given is None else (given, "--peak-tflops")
+    logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
+    return peak
 
 
 def _init_context(config: Config, groups: ParallelGroups) -> Init:
@@ -216,7 +222,11 @@ def load(job: Job) -> None:
         )
     if tags[0] is None:
         _refuse_wrong_directory(directory)
-        logger.info("no checkpoint in %s yet: starting from scratch", directory)
+        if flags.finetune:
+            raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
+        is_usual = flags.save is not None and Path(directory) == Path(flags.save)
+        level = logging.INFO if is_usual or torch.distributed.get_rank() != 0 else logging.WARNING
+        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory)
         return
     path, client = job.engine.load_checkpoint(
         directory,

@@ -30,17 +30,18 @@ class StepReport:
     skipped: int  # iterations skipped for overflow, in total
     tokens_per_s: float
     tflops: float  # model TFLOP/s of one rank
-    mfu: float  # of one rank's peak
+    mfu: float | None  # of one rank's peak, where that is known
     phases_s: dict[str, float]  # seconds per iteration by phase
 
     def line(self) -> str:
         """Megatron-LM's log line, then throughput and what is left."""
         left = timedelta(seconds=round(self.step_s * (self.train_iters - self.iteration)))
+        mfu = "" if self.mfu is None else f" MFU {100 * self.mfu:.1f}% |"
         return (
             f" iteration {self.iteration:8d}/{self.train_iters:8d} | elapsed time per iteration (ms): {self.step_s * 1e3:.1f} |"
             f" learning rate {self.lr:.3E} | lm loss {self.loss:.6E} | loss scale {self.loss_scale:.1f} |"
             f" grad norm {self.grad_norm:.3f} | skipped {self.skipped} | tokens/s {self.tokens_per_s:.0f} |"
-            f" TFLOP/s per rank {self.tflops:.3f} | MFU {100 * self.mfu:.1f}% | ETA {left} |"
+            f" TFLOP/s per rank {self.tflops:.3f} |{mfu} ETA {left} |"
         )
 
     def phases_line(self) -> str:
@@ -48,9 +49,10 @@ class StepReport:
         return "time (ms)" + "".join(f" | {name}: {seconds * 1e3:.2f}" for name, seconds in self.phases_s.items())
 
     def scalars(self) -> dict[str, float]:
-        """The report as flat numbers by name."""
+        """The report as flat numbers by name, those that are known."""
         names = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "tokens_per_s", "tflops", "mfu", "step_s")
-        return {**{name: getattr(self, name) for name in names}, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**known, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
 
 
 class MetricsWriter:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine, weight_decay_groups
@@ -44,10 +49,11 @@ def describe_start(job: Job) -> str:
     size = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}"
     zero = job.engine.zero
     batch = f"{job.global_batch_size} sequences x {job.config.data.seq_length} tokens"
+    micro = f"{steps} micro-batch{'es' * (steps > 1)} of {training.batch_size} sequences"
     rows = [
         ("parameters", f"{model.num_parameters():,} ({size})"),
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
-        ("batch", f"{batch}, by {training.batch_size} on each of {dp} data-parallel ranks, {steps} times"),
+        ("batch", f"{batch}: {micro} on each of {dp} data-parallel ranks"),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         (
             "ZeRO",
@@ -125,6 +131,23 @@ class MemoryWatch:
         self.most = {key: max(self.most.get(key, 0), value) for key, value in held.items()}
 
 
+@contextmanager
+def progress_bar(job: Job) -> Iterator[tqdm]:
+    """The run's iterations as a bar below the log lines, on a terminal; elsewhere, and on other ranks, it draws nothing."""
+    is_shown = torch.distributed.get_rank() == 0 and sys.stdout.isatty()
+    with tqdm(
+        total=job.config.training.train_iters,
+        initial=job.iteration,
+        unit="step",
+        file=sys.stdout,
+        leave=False,
+        dynamic_ncols=True,
+        disable=not is_shown,
+    ) as bar:
+        with logging_redirect_tqdm([logging.getLogger("megazero")]) if is_shown else nullcontext():
+            yield bar
+
+
 def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: float) -> None:
     """Logs and records the averages of the iterations since the last log line.
 
@@ -148,7 +171,7 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
         skipped=engine.skipped_steps,
         tokens_per_s=tokens / step_s,
         tflops=tflops,
-        mfu=tflops / job.peak_tflops,
+        mfu=None if job.peak_tflops is None else tflops / job.peak_tflops,
         phases_s={name: s / steps for name, s in job.timers.read_and_reset().items()},
     )
     logger.info(report.line())
@@ -183,8 +206,8 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
     if train:
         median = sorted(train, key=lambda line: line["tokens_per_s"])[len(train) // 2]
         rows.append(("tokens/s", f"{median['tokens_per_s']:.0f} (median log line)"))
-        share = f"{100 * median['mfu']:.1f}% of the device's peak"
-        rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}, in the same line)"))
+        share = f"{100 * median['mfu']:.1f}% of the device's peak, " if "mfu" in median else ""
+        rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}in the same line)"))
     rows.append(("peak memory per rank (MB)", ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)))
     save = flags.checkpoint.save
     if save:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from megazero import comm
 from megazero.checkpoint.store import DirectoryInUseError
@@ -30,7 +31,15 @@ from megazero.job import (
 )
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.plan import refuse_what_cannot_fit
-from megazero.reporting import MemoryWatch, describe_memory, describe_start, log_step, metrics_writer, summary
+from megazero.reporting import (
+    MemoryWatch,
+    describe_memory,
+    describe_start,
+    log_step,
+    metrics_writer,
+    progress_bar,
+    summary,
+)
 from megazero.throughput import peak_memory_bytes
 from megazero.timers import Timers
 
@@ -69,7 +78,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     if train is None and job.iteration < flags.train_iters:
         raise ValueError("The training split is empty: give --train-data, and a first share above 0 in --split.")
     if job.iteration < flags.train_iters:
-        _train(job, metrics, train, valid)
+        with progress_bar(job) as bar:
+            _train(job, metrics, train, valid, bar)
     else:
         logger.info(
             "nothing to train: iteration %d of --train-iters %d is reached. Raise it, or start another run in another --save",
@@ -83,7 +93,7 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     return job
 
 
-def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
+def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) -> None:
     flags, config = job.config.training, job.config
     iterator = batches(
         job, train, "training", flags.batch_size, job.consumed_samples, job.engine.gradient_accumulation_steps()
@@ -95,6 +105,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any) -> None:
     while job.iteration < flags.train_iters and not job.stopped:
         loss, stop = train_step(job, iterator)
         interval.append(loss)
+        bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        bar.update()
         if watch is not None:
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
             watch = None

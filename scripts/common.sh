@@ -45,11 +45,12 @@ use_python() {
 
 JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm matplotlib tokenizers)
 
-# launch SCRIPT ARG...: torchrun on this node; a signal reaches the ranks, which finish their step, save and exit 0
+# launch SCRIPT ARG...: torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their step, save and exit 0
 launch() {
-  local gpus where=()
-  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-  NPROC=${NPROC:-$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)}
+  local where=()
+  # One process reads flags and files before all ranks start, and says on descriptor 3 how many there are to be (megazero.entry).
+  { NPROC=$(MEGAZERO_CHECK=3 "$PYTHON" "$@" 3>&1 >&4); } 4>&1
+  [ -n "$NPROC" ] || exit 0  # it has printed --help
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( CORES / NPROC > 0 ? CORES / NPROC : 1 ))}
   if [ -n "${RDZV_ENDPOINT:-}" ]; then
     where=(--nnodes "${NNODES:-1}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-megazero}")

@@ -18,6 +18,7 @@ from megazero.evaluation import (
     wikitext_detokenize,
     word_count,
 )
+from megazero.inference import InferenceConfig, open_checkpoint
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import slice_full
@@ -184,6 +185,12 @@ def test_passages_without_a_context_are_refused(one_rank, texts):
         last_word_accuracy(
             GPT2Model(CONFIG), texts, Letters(), seq_length=8, batch_size=1, vocab_size=29, groups=mpu.get_groups()
         )
+
+
+def test_a_checkpoint_in_place_of_its_directory_is_refused(tmp_path):
+    (tmp_path / "index.json").touch()
+    with pytest.raises(ValueError, match=f"--load {tmp_path.parent} --tag {tmp_path.name}"):
+        open_checkpoint(InferenceConfig(load=str(tmp_path)))
 
 
 def test_texts_are_read_and_bad_lines_are_named(tmp_path):

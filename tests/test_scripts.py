@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny import make_corpus
 
@@ -71,6 +72,7 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
         "generate text",
     ):
         assert promised in output, output
+    assert torch.cuda.is_available() or "MFU" not in output, "nobody knows the peak of a CPU"
     assert (tmp_path / "run" / "loss.png").stat().st_size > 5000
     output = run("scripts/pretrain_gpt2_zero3.sh", "--lr", "1e-4", **where, TRAIN_ITERS="6")
     assert "continuing after iteration 4" in output and "iteration        6/       6" in output
@@ -249,6 +251,17 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
         SAVE=str(tmp_path / "run"),
     )
     assert "saved" in output
+
+
+def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
+    output = run("scripts/pretrain_gpt2_zero2.sh", "--no-such-flag", **corpus, SAVE=str(tmp_path), EXPECT="1")
+    assert output == "error: Unknown flag --no-such-flag. --help lists all flags.\n"
+    output = run("scripts/pretrain_gpt2.sh", **corpus, NPROC="3", MODEL_PARALLEL_SIZE="2", EXPECT="1")
+    assert (
+        output.startswith("error: --model-parallel-size 2 does not divide the world of 3 ranks")
+        and output.count("\n") == 1
+    )
+    assert run("scripts/generate_text.sh", "--help", NPROC="2").count("usage: generate_samples.py") == 1
 
 
 def test_taken_port_is_one_clear_line(corpus, tmp_path):

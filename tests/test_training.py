@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -124,6 +127,45 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
+def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path):
+    process = start_job(flags(corpus, tmp_path, 100_000), 2)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    (launcher,) = children(process.pid)
+    os.kill(children(launcher)[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL, output
+    assert "rank 1 was killed (SIGKILL)" in output.splitlines()[-1]
+    assert "Traceback" not in output and "error" not in output
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def test_a_terminal_shows_a_bar_below_the_log_lines(corpus, tmp_path):
+    ours, theirs = os.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    command = [sys.executable, "pretrain_gpt2.py", *flags(corpus, tmp_path, 20), "--log-interval", "10"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        output = b""
+        while part := read(ours):
+            output += part
+    os.close(ours)
+    lines = [line for line in output.decode().replace("\r", "\n").splitlines() if line]
+    assert process.returncode == 0 and any(" iteration       20/      20" in line for line in lines)
+    assert any("| 1/20 [" in line and "loss " in line for line in lines)
+    assert "| 20/20 [" not in "\n".join(lines[-8:]), "the bar has gone when the run has ended"
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # so ends a terminal on Linux
+        return b""
+
+
 def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
     done = run_job(flags(corpus, tmp_path, 30, "--fp16", "--lr", "1e-2", "--loss-scale-window", "10"), 1)
     losses = metrics(tmp_path)
@@ -197,6 +239,12 @@ def test_bad_input_is_one_clear_line(corpus, tmp_path, change, message):
     if change[-1] == "nccl" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     check_one_line(run_job(flags(corpus, tmp_path, 3, *change), 1), message)
+
+
+def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
+    check_one_line(run_job(TINY_MODEL + corpus[2:], 1), "--train-data is missing")
+    done = run_job([*TINY_MODEL, *corpus, "--load", str(tmp_path), "--finetune"], 1)
+    check_one_line(done, f"there is no checkpoint in --load {tmp_path} to take the weights from")
 
 
 def test_bad_input_is_one_clear_line_on_two_ranks_too(corpus, tmp_path):

@@ -177,6 +177,12 @@ class GPT2Config:
         multiple = self.make_vocab_size_divisible_by * model_parallel_size
         return -(-self.require_vocab_size() // multiple) * multiple
 
+    @property
+    def parallel_sizes(self) -> list[int]:
+        """The numbers of tensor-parallel ranks over which heads and widths split evenly, ascending."""
+        common = math.gcd(self.num_attention_heads, self.hidden_size, self.mlp_size)
+        return [size for size in range(1, common + 1) if common % size == 0]
+
     def check_parallel(self, model_parallel_size: int) -> None:
         """Checks that heads and widths split evenly over `model_parallel_size` ranks. Communicates nothing.
 
@@ -191,7 +197,8 @@ class GPT2Config:
             if value % model_parallel_size:
                 raise ValueError(
                     f"{_flag(name)} {value} is not divisible by --model-parallel-size {model_parallel_size}: every rank holds "
-                    f"an equal share. Change {_flag(name)}, or use a --model-parallel-size that divides {value}."
+                    f"an equal share. Change {_flag(name)}, or use a --model-parallel-size of "
+                    f"{', '.join(map(str, self.parallel_sizes))}."
                 )
         tiles = 4 * self.tile_factor if self.memory_centric_tiled_linear else 1
         if model_parallel_size > 1 and self.mlp_size % (tiles * model_parallel_size):

@@ -11,6 +11,7 @@ data-parallel groups are strided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -59,17 +60,20 @@ class ParallelGroups:
 _groups: ParallelGroups | None = None
 
 
-def check_model_parallel_size(world_size: int, size: int) -> None:
+def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int] | None = None) -> None:
     """Returns if `size` model-parallel ranks fit into `world_size` ranks; needs no process group.
+
+    Args:
+        allowed: sizes that the model can be cut over, for the advice; all by default.
 
     Raises:
         ValueError: `size` is not a divisor of `world_size`.
     """
     if size < 1 or world_size % size:
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        sizes = ", ".join(str(d) for d in allowed or range(1, world_size + 1) if world_size % d == 0)
         raise ValueError(
             f"--model-parallel-size {size} does not divide the world of {world_size} ranks into equal groups. "
-            f"Use one of {divisors}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
+            f"Use one of {sizes}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
         )
 
 

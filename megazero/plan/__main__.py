@@ -23,15 +23,18 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Bytes of "32GB" (10^9), "32GiB" (2^30), "1.5TB" or "1000".
+    """Bytes of "32GB" (10^9), "32GiB" (2^30), "1.5TB" or "32000000000".
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or a number so small that its unit is missing.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if not match or match[2] not in UNITS:
         raise ValueError(f"{flag} must be a size such as 32GB, 80GiB or 1.5TB, got {text!r}.")
-    return int(float(match[1]) * UNITS[match[2]])
+    size = int(float(match[1]) * UNITS[match[2]])
+    if 0 < size < 10**6:
+        raise ValueError(f"{flag} {text} is {size} bytes. Give the unit, as in {text}GB.")
+    return size
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from megazero.runner.processes import Node, run_nodes
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29500
-CPU_RANKS = 2  # of a machine without a GPU, unless --num_gpus says otherwise; scripts/common.sh has the same
+CPU_RANKS = 2  # of a machine without a GPU, unless --num_gpus says otherwise; megazero.entry has the same
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")  # to other nodes
 
 

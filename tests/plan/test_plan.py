@@ -328,8 +328,17 @@ def test_a_deepspeed_file_is_read_as_the_job_reads_it(tmp_path, capsys):
     [
         (["--gpus", "0"], "--gpus must be at least 1"),
         (["--gpu-memory", "lots"], "--gpu-memory must be a size such as 32GB"),
+        (["--gpu-memory", "32"], "--gpu-memory 32 is 32 bytes. Give the unit, as in 32GB"),
         (["--gpu-memry", "32GB"], "Did you mean --gpu-memory"),
         (["--model-parallel-size", "3"], "--model-parallel-size 3"),
+        (
+            ["--gpus", "24", "--num-attention-heads", "12", "--hidden-size", "96", "--model-parallel-size", "5"],
+            "1, 2, 3, 4, 6, 12, or",
+        ),
+        (
+            ["--gpus", "24", "--num-attention-heads", "12", "--hidden-size", "96", "--model-parallel-size", "8"],
+            "of 1, 2, 3, 4, 6, 12.",
+        ),
         (["--zero-stage", "2", "--offload-param", "cpu"], "--offload-param cpu needs --zero-stage 3"),
     ],
 )
@@ -344,7 +353,8 @@ def test_a_vocabulary_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("32GB", 32 * GB), ("32GiB", 32 * 2**30), ("1.5TB", 1500 * GB), ("7", 7), ("80 g", 80 * GB)]
+    ("text", "nbytes"),
+    [("32GB", 32 * GB), ("32GiB", 32 * 2**30), ("1.5TB", 1500 * GB), ("32000000000", 32 * GB), ("80 g", 80 * GB)],
 )
 def test_sizes(text, nbytes):
     assert parse_size(text, "--gpu-memory") == nbytes
