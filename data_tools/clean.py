@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from data_tools.documents import Document, list_inputs
+from data_tools.documents import Document
 from data_tools.language import LanguageIdentifier, TextFixer
-from data_tools.line_functions import DocumentLines, Dropped
-from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.shard_plan import plan_shards
-from data_tools.shards import run_lines
+from data_tools.line_functions import Dropped
+from data_tools.options import add_input_output, add_run_options
+from data_tools.shards import run_documents
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 
 _CHARACTERS_PER_TOKEN = 8  # nearly always enough text to see that a document is long
@@ -25,10 +25,11 @@ _CHARACTERS_PER_TOKEN = 8  # nearly always enough text to see that a document is
 _WORD_BOUNDARY = re.compile(r"(?<=\w) (?=\w)")
 
 
+@dataclass(frozen=True)
 class Cleaner:
     """A document function.
 
-    Args:
+    Attributes:
         key: which entry is the text.
         fix: what repairs the text; None leaves it as it is.
         identify: what tells the language; None keeps all.
@@ -36,18 +37,13 @@ class Cleaner:
         tokenizer: counts tokens; None keeps short documents.
     """
 
-    def __init__(
-        self,
-        key: str,
-        fix: TextFixer | None,
-        identify: LanguageIdentifier | None,
-        language: str,
-        min_score: float,
-        tokenizer: Tokenizer | None,
-        min_tokens: int,
-    ) -> None:
-        self.key, self.fix, self.identify, self.language, self.min_score = key, fix, identify, language, min_score
-        self.tokenizer, self.min_tokens = tokenizer, min_tokens
+    key: str
+    fix: TextFixer | None
+    identify: LanguageIdentifier | None
+    language: str
+    min_score: float
+    tokenizer: Tokenizer | None
+    min_tokens: int
 
     def __call__(self, document: Document) -> Document:
         """The document with its text repaired; raises Dropped."""
@@ -78,13 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser)
     rules = parser.add_argument_group("rules")
-    rules.add_argument("--language", default="en", help="the language to keep, or 'any' (default: en)")
-    rules.add_argument(
-        "--min-score", type=float, default=0.65, help="certainty that it is that language (default: 0.65)"
-    )
-    rules.add_argument(
-        "--min-tokens", type=int, default=128, help="GPT-2 tokens of a document; 0 keeps all (default: 128)"
-    )
+    rules.add_argument("--language", default="en", help="the language to keep, or 'any'")
+    rules.add_argument("--min-score", type=float, default=0.65, help="certainty that it is that language")
+    rules.add_argument("--min-tokens", type=int, default=128, help="GPT-2 tokens of a document; 0 keeps all")
     rules.add_argument("--no-fix", action="store_true", help="leave the text as it is, but for white space at its ends")
     rules.add_argument("--vocab-file", help="GPT-2's encoder.json (default: found in data/gpt2_bpe or data/tokenizer)")
     rules.add_argument("--merge-file", help="GPT-2's vocab.bpe")
@@ -94,14 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Cleans, and returns the statistics."""
-    options = run_options(args)
     if not 0 <= args.min_score <= 1 or args.min_tokens < 0:
         raise ValueError(
             f"--min-score {args.min_score} must lie in [0, 1], and --min-tokens {args.min_tokens} not be negative"
         )
     if not re.fullmatch("[a-z]{2,3}|any", args.language):
         raise ValueError(f"--language {args.language}: expected a code of ISO 639, such as en, or any")
-    shards = plan_shards(list_inputs(args.input), args.output, args.format)
     tokenizer = None
     if args.min_tokens > 0:
         try:
@@ -112,7 +102,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     identify = None if args.language == "any" else LanguageIdentifier()
     cleaner = Cleaner(args.json_key, fix, identify, args.language, args.min_score, tokenizer, args.min_tokens)
     settings = {
-        "key": args.json_key,
         "fix": fix and fix.name,
         "identify": identify and identify.name,
         "language": args.language,
@@ -120,4 +109,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "min_tokens": args.min_tokens,
         "tokenizer_sha256": tokenizer and tokenizer.sha256,
     }
-    return run_lines("clean", shards, DocumentLines(cleaner, args.json_key), settings, options)
+    return run_documents("clean", cleaner, settings, args)

@@ -1,4 +1,4 @@
-"""What a step has counted, and the statistics that it prints."""
+"""What a step has counted."""
 
 from __future__ import annotations
 
@@ -42,16 +42,8 @@ class Counts:
         """Counts one document that is left out."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
-
-def statistics(step: str, counts: Counts, seconds: float, shards: int = 1, skipped: int = 0) -> dict[str, Any]:
-    """The entries of a step's JSON line."""
-    content = {name: value for name, value in vars(counts).items() if name not in ("errors", "dropped")}
-    return {
-        "step": step,
-        "shards": shards,
-        "shards_skipped": skipped,
-        **content,
-        "dropped": counts.dropped,
-        "first_errors": counts.errors,
-        "seconds": round(seconds, 2),
-    }
+    def statistics(self, shards: int = 1, skipped: int = 0) -> dict[str, Any]:
+        """The entries of a step's JSON line."""
+        content = asdict(self)
+        errors = content.pop("errors")
+        return {"shards": shards, "shards_skipped": skipped, **content, "first_errors": errors}

@@ -20,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.documents import Document, document_blocks, list_inputs
-from data_tools.line_functions import DocumentLines, Dropped, numbered_lines
+from data_tools.line_functions import Dropped
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
-from data_tools.shard_plan import plan_shards
-from data_tools.shards import contents_of, run_lines
+from data_tools.shards import contents_of, run_documents
 from megazero.data.contents import check_unchanged
-from megazero.data.jsonl import LineError, read_object
+from megazero.data.jsonl import LineError, block_lines, is_blank, read_object
 from megazero.data.progress import Progress
 
 _WORD = re.compile(r"\w+")
@@ -164,14 +163,12 @@ def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
             raise ValueError(f"--evaluation {path}: invalid UTF-8 at byte {error.start}") from error
         return
     number = 0
-    for block in document_blocks(path, options.block_bytes, options.max_line_bytes):
-        for _, line in numbered_lines(block):
+    for block in document_blocks(path, options.block_bytes, max_line_bytes=options.max_line_bytes):
+        for _, line in block_lines(block):
             number += 1
             try:
-                if block.fault is not None:
-                    raise LineError(block.fault)
-                if line.strip():
-                    yield read_object(line, key)[key]
+                if not is_blank(line, block):
+                    yield read_object(line, key, block.fault)[key]
             except LineError as error:
                 raise ValueError(f"--evaluation {path}:{number}: {error} (--evaluation-key names the text)") from error
 
@@ -182,8 +179,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation sets")
     group.add_argument("--evaluation", nargs="+", required=True, help="JSON lines, parquet, or .txt (one text a file)")
     group.add_argument("--evaluation-key", help="which entry is the text (default: as --json-key)")
-    group.add_argument("--ngram", type=int, default=13, help="words in a sequence (default: 13)")
-    group.add_argument("--min-matches", type=int, default=1, help="different shared sequences to drop for (default: 1)")
+    group.add_argument("--ngram", type=int, default=13, help="words in a sequence")
+    group.add_argument("--min-matches", type=int, default=1, help="different shared sequences to drop for")
     add_run_options(parser)
 
 
@@ -201,13 +198,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     names = [path.name for path in evaluation]
     function = Decontaminator(args.json_key, hasher, table, source, names, args.min_matches)
     settings = {
-        "key": args.json_key,
         "evaluation": contents,
         "evaluation_key": args.evaluation_key,
         "ngram": args.ngram,
         "min_matches": args.min_matches,
     }
-    shards = plan_shards(list_inputs(args.input), args.output, args.format)
     options = replace(options, held_bytes=function.nbytes)
-    result = run_lines("decontaminate", shards, DocumentLines(function, args.json_key), settings, options)
+    result = run_documents("decontaminate", function, settings, args, options)
     return {**result, "evaluation_sequences": len(table), "evaluation_texts_too_short": too_short}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,23 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --similarity, --bands, --rows and --work-folder."""
     group = parser.add_argument_group("what counts as a copy")
-    group.add_argument(
-        "--similarity", type=float, default=0.7, help="estimated Jaccard similarity at least (default: 0.7)"
-    )
-    group.add_argument(
-        "--bands", type=int, default=14, help="of the signature; more find less similar pairs (default: 14)"
-    )
-    group.add_argument("--rows", type=int, default=8, help="of each band; more compare fewer pairs (default: 8)")
+    group.add_argument("--similarity", type=float, default=0.7, help="estimated Jaccard similarity at least")
+    group.add_argument("--bands", type=int, default=14, help="of the signature; more find less similar pairs")
+    group.add_argument("--rows", type=int, default=8, help="of each band; more compare fewer pairs")
     group.add_argument("--work-folder", help="where signatures and temporary files lie (default: OUTPUT.dedup)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Does the step; its statistics.
-
-    Raises:
-        ValueError: a flag or the input is bad; RuntimeError: a worker process died; OSError: the disk is full.
-    """
-    start = time.perf_counter()
+    """Removes copies, and returns the statistics."""
     options, inputs = run_options(args), list_inputs(args.input)
     search = CopySearch(args, inputs, options)
     shards = plan_shards(inputs, args.output, args.format)
@@ -79,8 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     lines = DocumentLines(unchanged, args.json_key)
     statistics = run_lines("dedup", shards, lines, search.settings, options, copies)
-    seconds = round(time.perf_counter() - start, 2)
-    return {**statistics, **search.summary(), "signatures": VERSION, "seconds": seconds}
+    return {**statistics, **search.summary(), "signatures": VERSION}
 
 
 class CopySearch:
@@ -200,10 +189,8 @@ class Copies:
         firsts = self._first[copies]
         mine, theirs = self._files.read(copies), self._files.read(firsts)
         reasons = [("near copy", "exact copy")[same] for same in same_content(mine, theirs).astype(int)]
-        details = [
-            f"similarity {share:.2f} to {name}"
-            for share, name in zip(similarity(mine, theirs), self._files.ids(firsts, theirs), strict=True)
-        ]
+        originals = zip(similarity(mine, theirs), self._files.ids(firsts, theirs), strict=True)
+        details = [f"similarity {share:.2f} to {name}" for share, name in originals]
         content = zip(reasons, self._files.ids(copies, mine), details, strict=True)
         return dict(zip(mine["line_start"].tolist(), content, strict=True))
 

@@ -12,12 +12,12 @@ from data_tools.counts import Counts
 from data_tools.dedup_minhash import signatures
 from data_tools.dedup_signatures import SignatureFiles, header, ids_path, row_type
 from data_tools.documents import document_id
-from data_tools.line_functions import BAD_LINE, BlockResult, Reason, numbered_lines
+from data_tools.line_functions import BAD_LINE, BlockResult, Reason
 from data_tools.options import RunOptions
 from data_tools.partial_shard import Shard
 from data_tools.shards import run_blocks
 from megazero.data.cache import key_of
-from megazero.data.jsonl import Block, LineError, read_object
+from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
 
 
 def sign(
@@ -72,14 +72,12 @@ class BlockSigner:
         texts, ids, starts = [], [], []
         result = BlockResult([], Counts(text_bytes_in=block.stop - block.start))
         counts = result.counts
-        for number, (offset, line) in enumerate(numbered_lines(block)):
+        for number, (offset, line) in enumerate(block_lines(block)):
             counts.lines += 1
-            if not line and block.fault is None or line.isspace():
+            if is_blank(line, block):
                 continue
             try:
-                if block.fault is not None:
-                    raise LineError(block.fault)
-                document = read_object(line, self._key)
+                document = read_object(line, self._key, block.fault)
             except LineError as error:
                 counts.bad_lines += 1
                 if self._reports:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.optional import require
-from megazero.data.jsonl import Block, read_blocks
+from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
 from megazero.files import is_compressed
 
 Document = dict[str, Any]
@@ -94,9 +94,9 @@ def output_format(path: Path) -> str | None:
 
 
 def document_blocks(
-    path: Path, block_bytes: int, max_line_bytes: int, start: int = 0, file_number: int = 0
+    path: Path, block_bytes: int, start: int = 0, file_number: int = 0, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Block]:
-    """The text of a file in blocks of whole lines, from the byte `start` of the text on (see `jsonl.read_blocks`).
+    """As `jsonl.read_blocks`, for all kinds of files; rows and records become lines, of any length.
 
     Raises:
         ValueError: the file is damaged, or a package that reads it is missing; names the pip command.
@@ -119,16 +119,16 @@ def _gathered(
 ) -> Iterator[Block]:
     """Blocks of lines that come with the number of bytes read from disk so far."""
     position, data = 0, bytearray()
-    disk_stop = 0
-    for line, disk_stop in lines:
+    disk = done = 0
+    for line, disk in lines:
         data += line
         if len(data) >= block_bytes:
             if position >= start:
-                yield Block(path, file_number, position, position + len(data), bytes(data), disk_stop)
-            position += len(data)
+                yield Block(path, file_number, position, position + len(data), bytes(data), disk - done)
+            position, done = position + len(data), disk
             data.clear()
     if data and position >= start:
-        yield Block(path, file_number, position, position + len(data), bytes(data), disk_stop)
+        yield Block(path, file_number, position, position + len(data), bytes(data), disk - done)
 
 
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:

@@ -21,7 +21,7 @@ from data_tools.blacklists import DOMAINS, EXTENSIONS
 from data_tools.documents import URL_FORMATS, list_inputs
 from data_tools.line_functions import Dropped, Kept
 from data_tools.optional import require
-from data_tools.options import add_run_options, run_options
+from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, no_search, run_lines
@@ -141,14 +141,8 @@ def _read_list(path: str) -> frozenset[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
-    group = parser.add_argument_group("data")
-    group.add_argument(
-        "--input", nargs="+", required=True, help="files or folders: .txt (.gz, .xz, .zst), one URL on a line"
-    )
-    group.add_argument(
-        "--output", required=True, help="a file (.txt, .txt.gz, .txt.zst), or a folder for one per input"
-    )
-    group.add_argument("--format", choices=URL_FORMATS, help="of the files in a folder (default: as the input)")
+    output = "a file (.txt, .txt.gz, .txt.zst), or a folder for one per input"
+    add_input_output(parser, output, "files or folders: .txt (.gz, .xz, .zst), one URL on a line", URL_FORMATS)
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--domains", metavar="FILE", help="registered domains to leave out, in place of the built-in ones"

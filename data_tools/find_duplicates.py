@@ -18,7 +18,6 @@ import argparse
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.dedup import CopySearch, add_copy_arguments  # noqa: E402
-from data_tools.dedup_signatures import Documents, SignatureFiles, similarity  # noqa: E402
-from data_tools.documents import ID_KEYS, JOURNAL, in_pieces, list_inputs  # noqa: E402
-from data_tools.done_marker import marker_path, read_marker, written_marked  # noqa: E402
-from data_tools.group_duplicates import check_list_name  # noqa: E402
-from data_tools.options import add_run_options, run_options  # noqa: E402
-from megazero.data.journal import check_ours  # noqa: E402
-from megazero.data.jsonl import check_strict  # noqa: E402
-from megazero.files import append_suffix  # noqa: E402
+from data_tools.dedup import CopySearch, add_copy_arguments
+from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
+from data_tools.documents import ID_KEYS, JOURNAL, in_pieces, list_inputs
+from data_tools.done_marker import marker_path, read_marker, written_marked
+from data_tools.group_duplicates import check_list_name
+from data_tools.options import add_run_options, run_options
+from megazero.data.journal import check_ours
+from megazero.data.jsonl import check_strict
+from megazero.files import append_suffix
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--input", nargs="+", required=True, help="files or folders: .jsonl (.gz, .xz, .zst), .parquet")
     data.add_argument("--output", required=True, help="the list of copies: JSON lines (.gz, .zst)")
-    data.add_argument("--json-key", default="text", help="which entry of a document is its text (default: text)")
-    data.add_argument(
-        "--id-keys", nargs="+", default=list(ID_KEYS), help="entries of which the first names it (default: id url)"
-    )
+    data.add_argument("--json-key", default="text", help="which entry of a document is its text")
+    data.add_argument("--id-keys", nargs="+", default=list(ID_KEYS), help="entries of which the first names it")
     add_copy_arguments(parser)
     add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
-    start = time.perf_counter()
     options, inputs, output = run_options(args), list_inputs(args.input), Path(args.output)
     check_list_name(output, "--output")
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
@@ -80,27 +76,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             " or ".join(args.id_keys),
         )
     content = {name: value for name, value in content.items() if name not in ("key", "outputs")}
-    seconds = round(time.perf_counter() - start, 2)
-    return {"step": "find_duplicates", **content, **search.summary(), "skipped": skipped, "seconds": seconds}
+    return {**content, **search.summary(), "skipped": skipped}
 
 
 def _listed(files: SignatureFiles, first: Documents, counts: dict[str, Any]) -> Iterator[bytes]:
-    """The lines of the list; they are counted."""
-    for name, copy, share in _copies(files, first):
-        counts["copies"] += 1
-        counts["same_name"] += name == copy
-        yield json.dumps({name: [{copy: share}]}).encode() + b"\n"
-
-
-def _copies(files: SignatureFiles, first: Documents) -> Iterator[tuple[str, str, float]]:
-    """(name of the first document of a group, name of another one, their similarity)."""
+    """The lines of the list, {first document of a group: [{another one: their similarity}]}; they are counted."""
     for start in range(0, len(first), _CHUNK):
         own = np.arange(start, min(start + _CHUNK, len(first)))
         copies = own[first[own] != own]
         firsts = first[copies]
         mine, theirs = files.read(copies), files.read(firsts)
         shares = similarity(mine, theirs).round(4).tolist()
-        yield from zip(files.ids(firsts, theirs), files.ids(copies, mine), shares, strict=True)
+        for name, copy, share in zip(files.ids(firsts, theirs), files.ids(copies, mine), shares, strict=True):
+            counts["copies"] += 1
+            counts["same_name"] += name == copy
+            yield json.dumps({name: [{copy: share}]}).encode() + b"\n"
 
 
 def translated(argv: Sequence[str]) -> list[str]:

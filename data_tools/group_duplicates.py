@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from data_tools.documents import in_pieces
 from data_tools.done_marker import read_marker, written_marked
-from data_tools.options import size
+from data_tools.options import add_run_options
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
 from megazero.data.progress import Progress
@@ -32,12 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     parser.add_argument("--input", required=True, help="the list of copies that find_duplicates has made (.gz, .zst)")
     parser.add_argument("--output", required=True, help="the groups: JSON lines (.gz, .zst)")
-    parser.add_argument("--memory", type=size, default=size("2G"), help="512M, 2G (default: 2G)")
+    add_run_options(parser, "--memory")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Groups, and returns the statistics."""
-    start = time.perf_counter()
     path, output = Path(args.input), Path(args.output)
     check_list_name(output, "--output")
     if (need := bytes_of_names(path, "--input")) > args.memory:
@@ -57,8 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
             file.writelines(in_pieces(lines, output))
             content |= {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
-    counts = {name: content[name] for name in ("groups", "copies")}
-    return {"step": "group_duplicates", **counts, "skipped": skipped, "seconds": round(time.perf_counter() - start, 2)}
+    return {"groups": content["groups"], "copies": content["copies"], "skipped": skipped}
 
 
 def check_list_name(path: Path, flag: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.megatron_names import run_script  # noqa: E402
+from data_tools.megatron_names import run_script
 
 if __name__ == "__main__":
     run_script("group_duplicates", ("input", "output"))

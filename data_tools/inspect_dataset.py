@@ -13,7 +13,6 @@ import json
 import logging
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,20 +115,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents", type=int, nargs="+", default=[], help="numbers of documents to show; -1 is the last"
     )
     show.add_argument("--sample", type=int, default=0, help="documents to show that are picked at random")
-    show.add_argument("--seed", type=int, default=1234, help="of that choice (default: 1234)")
-    show.add_argument("--max-tokens", type=int, default=200, help="to show of each document (default: 200)")
+    show.add_argument("--seed", type=int, default=1234, help="of that choice")
+    show.add_argument("--max-tokens", type=int, default=200, help="to show of each document")
     show.add_argument("--json", action="store_true", help="documents as JSON lines, with their ids")
     parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="draw the lengths of the documents")
     add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Shows documents on standard output, draws the histogram, and returns the statistics.
-
-    Raises:
-        ValueError, OSError: a missing or damaged corpus, another tokenizer than the one that made it, an unknown document.
-    """
-    start = time.perf_counter()
+    """Shows documents on standard output, draws the histogram, and returns the statistics."""
     if args.max_tokens < 1 or args.sample < 0:
         raise ValueError(f"--max-tokens {args.max_tokens} and --sample {args.sample}: at least 1, and at least 0")
     data = open_corpus(args.corpus)
@@ -143,12 +137,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     record = read_sidecar(data.prefix)
     known = record or tokenizer
     return {
-        "step": "inspect",
         "prefix": str(data.prefix),
         **describe(data, lengths, *((known.vocab_size, known.eod) if known is not None else ())),
         "tokenizer": None if record is None else {"type": record.tokenizer_type, "sha256": record.tokenizer_sha256},
         **({"histogram": str(args.histogram)} if args.histogram is not None else {}),
-        "seconds": round(time.perf_counter() - start, 2),
     }
 
 

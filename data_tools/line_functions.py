@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from data_tools.counts import Counts
 from data_tools.documents import Document, compress, document_id, dump
 from data_tools.partial_shard import Shard
-from megazero.data.jsonl import Block, LineError, block_lines, read_object
+from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
 
 BAD_LINE = "bad line"
 """The reason for dropping a line that holds no document."""
 
-Reason = str | tuple[str, str | None, str | None]
-"""Why a line is dropped, or the three arguments of `Dropped`."""
+Reason = tuple[str, str | None, str | None]
+"""Why a line is dropped: the three arguments of `Dropped`."""
 
 
 class Dropped(Exception):
@@ -95,61 +95,40 @@ def unchanged(document: Document) -> Document:
     return document
 
 
-class BlockFunction:
-    """A function of a line, applied to a block."""
+def apply_to_block(function: LineFunction, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
+    """The result of a function of a line for a block of a shard, given what an earlier pass drops of it.
 
-    def __init__(self, function: LineFunction) -> None:
-        self._function = function
-        # (line) -> what names its document, for lines that are dropped unparsed; DocumentLines has it.
-        self._identify = getattr(function, "identify", None)
-
-    def __call__(self, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
-        """The result for a block of a shard, given what an earlier pass drops of it."""
-        shard, block, drops = item
-        parts: list[list[bytes]] = [[] for _ in shard.outputs]
-        result = BlockResult([], Counts())
-        counts = result.counts
-        counts.text_bytes_in = block.stop - block.start
-        for number, (offset, line) in enumerate(numbered_lines(block)):
-            counts.lines += 1
-            if not line and block.fault is None or line.isspace():
-                counts.blank_lines += 1
-                continue
-            try:
-                if block.fault is not None:
-                    raise LineError(block.fault)
-                if offset in drops:
-                    raise _drop(drops[offset], self._identify, line)
-                kept = self._function(line)
-            except LineError as error:
-                counts.bad_lines += 1
-                result.removed.append((number, BAD_LINE, None, str(error)))
-            except Dropped as drop:
-                counts.documents += 1
-                counts.drop(drop.reason)
-                result.removed.append((number, drop.reason, drop.identity, drop.detail))
-            else:
-                counts.documents += 1
-                counts.kept += 1
-                counts.changed += kept.is_changed
-                counts.text_bytes_out += len(kept.line)
-                parts[kept.output].append(kept.line)
-        result.frames = [compress(b"".join(part), path) for part, path in zip(parts, shard.outputs, strict=True)]
-        return result
-
-
-def _drop(reason: Reason, identify: Callable[[bytes], str] | None, line: bytes) -> Dropped:
-    drop = Dropped(reason) if isinstance(reason, str) else Dropped(*reason)
-    drop.identity = drop.identity or (identify(line) if identify else None)
-    return drop
-
-
-def numbered_lines(block: Block) -> Iterator[tuple[int, bytes]]:
-    """(byte of the text at which it begins, the line without its end) of each line; one empty line for a block with a fault."""
-    if block.fault is not None:
-        yield block.start, b""
-        return
-    offset = block.start
-    for line in block_lines(block):
-        yield offset, line
-        offset += len(line) + 1
+    A function that has `identify`, as `DocumentLines` has, is asked what names the document on a line that is dropped unparsed.
+    """
+    shard, block, drops = item
+    identify = getattr(function, "identify", lambda line: None)
+    parts: list[list[bytes]] = [[] for _ in shard.outputs]
+    counts = Counts(text_bytes_in=block.stop - block.start)
+    removed: list[tuple[int, str, str | None, str | None]] = []
+    for number, (offset, line) in enumerate(block_lines(block)):
+        counts.lines += 1
+        if is_blank(line, block):
+            counts.blank_lines += 1
+            continue
+        try:
+            if block.fault is not None:
+                raise LineError(block.fault)
+            if offset in drops:
+                reason, identity, detail = drops[offset]
+                raise Dropped(reason, identity or identify(line), detail)
+            kept = function(line)
+        except LineError as error:
+            counts.bad_lines += 1
+            removed.append((number, BAD_LINE, None, str(error)))
+        except Dropped as drop:
+            counts.documents += 1
+            counts.drop(drop.reason)
+            removed.append((number, drop.reason, drop.identity, drop.detail))
+        else:
+            counts.documents += 1
+            counts.kept += 1
+            counts.changed += kept.is_changed
+            counts.text_bytes_out += len(kept.line)
+            parts[kept.output].append(kept.line)
+    frames = [compress(b"".join(part), path) for part, path in zip(parts, shard.outputs, strict=True)]
+    return BlockResult(frames, counts, removed)

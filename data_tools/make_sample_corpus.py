@@ -20,7 +20,6 @@ import platform
 import re
 import sys
 import sysconfig
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -28,13 +27,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import dump  # noqa: E402
-from data_tools.sample_corpus_faults import plant_faults  # noqa: E402
-from data_tools.sample_corpus_passages import Source, read_passages  # noqa: E402
-from megazero.data.journal import check_ours, full_disk_named  # noqa: E402
-from megazero.data.progress import Progress  # noqa: E402
-from megazero.data.workers import available_cores, ordered_map  # noqa: E402
-from megazero.files import append_suffix, locked, written_aside  # noqa: E402
+from data_tools.documents import dump
+from data_tools.sample_corpus_faults import plant_faults
+from data_tools.sample_corpus_passages import Source, read_passages
+from megazero.data.journal import check_ours, full_disk_named
+from megazero.data.progress import Progress
+from megazero.data.workers import available_cores, ordered_map
+from megazero.files import append_suffix, locked, written_aside
 
 PACKAGES = ("numpy", "torch")
 HAS_PRIVATE_CODE = {"torch"}  # whose folders with a leading underscore hold code with few words
@@ -85,7 +84,9 @@ def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str],
         else:
             counts["short_documents"] += bool(passages)
 
-    for topic, text in sorted(_help_topics().items()):
+    from pydoc_data.topics import topics  # 700 kB of text; only the parent needs it
+
+    for topic, text in sorted(topics.items()):
         add(f"python-{versions['python']}/help/{topic}", [text.strip()])
     total = sum(source.path.stat().st_size for source in sources)
     with (
@@ -99,12 +100,6 @@ def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str],
     return documents, versions, counts
 
 
-def _help_topics() -> dict[str, str]:
-    from pydoc_data.topics import topics  # 700 kB of text; only the parent needs it
-
-    return topics
-
-
 def select(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, str]]:
     """Documents spread evenly over the whole list, about `max_bytes` of text in all, still in order."""
     total = sum(len(d["text"].encode()) for d in documents)
@@ -116,33 +111,25 @@ def select(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, st
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    parser.add_argument("--max-mb", type=float, default=9.0, help="megabytes of text at most (default: 9)")
+    parser.add_argument("--max-mb", type=float, default=9.0, help="megabytes of text at most")
     parser.add_argument(
         "--faults",
         action="store_true",
         help="plant what a dump of the web has: duplicates, broken lines, other languages",
     )
-    parser.add_argument("--workers", type=int, default=available_cores(), help="processes (default: all cores)")
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes the corpus and its manifest, and returns what they hold. Where the same packages have made it, nothing is done.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-        ValueError: a flag is bad, or the output is there and was not made here.
-    """
-    start = time.perf_counter()
+    """Writes the corpus and its manifest, and returns what they hold. Where the same packages have made it, nothing is done."""
     if args.workers < 1 or args.max_mb <= 0:
         raise ValueError(f"--workers {args.workers} and --max-mb {args.max_mb} must be positive")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(args.output, ".lock")), full_disk_named(str(args.output)):
         if (done := _finished(args)) is not None:
-            return {"step": "sample_corpus", "output": str(args.output), **done, "skipped": True}
+            return {"output": str(args.output), **done, "skipped": True}
         check_ours([args.output], "--output", manifest_path(args.output))
-        made = _make(args)
-    seconds = round(time.perf_counter() - start, 2)
-    return {"step": "sample_corpus", "output": str(args.output), **made, "seconds": seconds, "skipped": False}
+        return {"output": str(args.output), **_make(args), "skipped": False}
 
 
 def _make(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,31 +9,28 @@ error; else the later document is left out, with the reason `duplicate id` in th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from data_tools.documents import list_inputs
-from data_tools.line_functions import DocumentLines, Kept, unchanged
+from data_tools.counts import Counts
+from data_tools.documents import compress, list_inputs
+from data_tools.line_functions import BlockResult, DocumentLines, Kept, Reason, apply_to_block, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
+from data_tools.partial_shard import Shard
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import contents_of, run_lines
+from data_tools.shards import contents_of, run_blocks, run_lines
 from megazero.data.cache import key_of
-from megazero.data.jsonl import read_object
+from megazero.data.jsonl import Block, read_object
 
 DUPLICATE_ID = "duplicate id"
 
 
-class IdDigest:
-    """A digest function: the id of the document on a line; None where it has none."""
-
-    def __init__(self, key: str, id_key: str) -> None:
-        self.key, self.id_key = key, id_key
-
-    def __call__(self, line: bytes) -> bytes | None:
-        """The id with its type, so that the number 1 is not the string "1"; raises LineError if there is no document."""
-        identity = read_object(line, self.key).get(self.id_key)
-        return None if identity is None else f"{type(identity).__name__} {identity}".encode("utf-8", "surrogatepass")
+def id_digest(key: str, id_key: str, line: bytes) -> bytes | None:
+    """The id of a document, with its type: the number 1 is not the string "1". None where it has none; may raise LineError."""
+    identity = read_object(line, key).get(id_key)
+    return None if identity is None else f"{type(identity).__name__} {identity}".encode("utf-8", "surrogatepass")
 
 
 class SeenLines(DocumentLines):
@@ -44,10 +41,21 @@ class SeenLines(DocumentLines):
         return Kept(line + b"\n")
 
 
+def copy_block(lines: SeenLines, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
+    """As `apply_to_block(lines, item)`; but a block is copied in one piece where the search has listed none of its lines."""
+    shard, block, drops = item
+    data = block.read()
+    if drops or data[:1] != b"{" or data[-1:] != b"\n":
+        return apply_to_block(lines, item)
+    count = data.count(b"\n")
+    counts = Counts(count, documents=count, kept=count, text_bytes_in=len(data), text_bytes_out=len(data))
+    return BlockResult([compress(data, shard.outputs[0])], counts)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser, "a file; or a folder, to check and convert one file per input")
-    parser.add_argument("--id-key", default="id", help="entry that must differ; '' for none (default: id)")
+    parser.add_argument("--id-key", default="id", help="entry that must differ; '' for none")
     add_run_options(parser)
 
 
@@ -64,6 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     if not args.id_key:
         return run_lines("merge", shards, DocumentLines(unchanged, args.json_key), settings, options)
-    search = partial(repeated_lines, "merge", shards, IdDigest(args.json_key, args.id_key), DUPLICATE_ID, options)
-    lines = SeenLines(unchanged, args.json_key)
-    return run_lines("merge", shards, lines, settings, options, search, frozenset({DUPLICATE_ID}))
+    digest = partial(id_digest, args.json_key, args.id_key)
+    search = partial(repeated_lines, "merge", shards, digest, DUPLICATE_ID, options)
+    work = partial(copy_block, SeenLines(unchanged, args.json_key))
+    return run_blocks("merge", shards, work, settings, options, search, frozenset({DUPLICATE_ID}))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,17 +20,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.done_marker import marker_path, read_marker, write_marker  # noqa: E402
-from megazero.data.cache import key_of  # noqa: E402
-from megazero.data.contents import check_unchanged, describe_files  # noqa: E402
-from megazero.data.corpora import find_corpora  # noqa: E402
-from megazero.data.indexed_dataset import IndexedDataset  # noqa: E402
-from megazero.data.journal import JournaledFiles, check_ours, full_disk_named  # noqa: E402
-from megazero.data.mmidx import publish, write_joined_index  # noqa: E402
-from megazero.data.partial_output import INDEX_ASIDE_SUFFIX, JOURNAL_SUFFIX  # noqa: E402
-from megazero.data.progress import Progress  # noqa: E402
-from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar  # noqa: E402
-from megazero.files import append_suffix, locked  # noqa: E402
+from data_tools.done_marker import marker_path, read_marker, write_marker
+from megazero.data.cache import key_of
+from megazero.data.contents import check_unchanged, describe_files
+from megazero.data.corpora import find_corpora
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.journal import JournaledFiles, check_ours, full_disk_named
+from megazero.data.mmidx import publish, write_index
+from megazero.data.partial_output import INDEX_ASIDE_SUFFIX, JOURNAL_SUFFIX
+from megazero.data.progress import Progress
+from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar
+from megazero.files import append_suffix, locked
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ def _write(
     check_unchanged(_files(sources), contents)
     parts = [(source.sizes, source.doc_idx) for source in sources]
     index_aside = append_suffix(output, INDEX_ASIDE_SUFFIX)
-    write_joined_index(index_aside, sources[0].dtype, parts)
+    write_index(index_aside, sources[0].dtype, parts)
     # An old .idx goes first: with it, the record of this run would vouch for the tokens of another.
     for path in (marker_path(output), append_suffix(output, ".idx")):
         path.unlink(missing_ok=True)
@@ -215,14 +214,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Merges, and returns the statistics.
-
-    Raises:
-        ValueError, OSError: missing, damaged or unlike inputs, a full disk.
-    """
-    start = time.perf_counter()
-    result = merge_datasets(args.input, args.output_prefix)
-    return {"step": "merge_datasets", **result, "seconds": round(time.perf_counter() - start, 2)}
+    """Merges, and returns the statistics."""
+    return merge_datasets(args.input, args.output_prefix)
 
 
 if __name__ == "__main__":

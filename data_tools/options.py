@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from data_tools.documents import OUTPUT_FORMATS
 from megazero.data.workers import available_cores
@@ -44,9 +46,14 @@ class RunOptions:
         if self.block_bytes < 1 or self.max_line_bytes < 1:
             raise ValueError("--block-kb and --max-line-mb must be positive")
         if self.memory_bytes < self.worker_bytes:
+            held = (
+                f", and {self.held_bytes >> 20}M of what the step looks for in every document"
+                if self.held_bytes
+                else ""
+            )
             raise ValueError(
                 f"--memory {self.memory_bytes >> 20}M is too little for one process, which needs {self.worker_bytes >> 20}M: "
-                f"{_COPIES} copies of a block (--block-kb) and of the longest line (--max-line-mb){self._held()}. Lower them or "
+                f"{_COPIES} copies of a block (--block-kb) and of the longest line (--max-line-mb){held}. Lower them or "
                 "give more."
             )
 
@@ -60,9 +67,6 @@ class RunOptions:
         """Processes that --workers and --memory allow; beside several of them there is the one that reads and writes."""
         return max(1, min(self.workers, self.memory_bytes // self.worker_bytes - 1))
 
-    def _held(self) -> str:
-        return f", and {self.held_bytes >> 20}M of what the step looks for in every document" if self.held_bytes else ""
-
 
 def size(text: str) -> int:
     """Bytes of "512M", "2G", "1.5G" or "1000000"; raises what argparse wants of a type."""
@@ -73,33 +77,34 @@ def size(text: str) -> int:
 
 
 def add_input_output(
-    parser: argparse.ArgumentParser, output: str = "a file, or a folder for one file per input"
+    parser: argparse.ArgumentParser,
+    output: str = "a file, or a folder for one file per input",
+    input: str = "files or folders: .jsonl (.gz, .xz, .zst), .parquet, .wet",
+    formats: Sequence[str] = OUTPUT_FORMATS,
 ) -> None:
-    """Adds --input, --output, --format and --json-key."""
+    """Adds --input, --output, --format and, for documents, --json-key."""
     group = parser.add_argument_group("data")
-    group.add_argument(
-        "--input", nargs="+", required=True, help="files or folders: .jsonl (.gz, .xz, .zst), .parquet, .wet"
-    )
+    group.add_argument("--input", nargs="+", required=True, help=input)
     group.add_argument("--output", required=True, help=output)
-    group.add_argument("--format", choices=OUTPUT_FORMATS, help="of the files in a folder (default: as the input)")
-    group.add_argument("--json-key", default="text", help="which entry of a document is its text (default: text)")
+    group.add_argument("--format", choices=formats, help="of the files in a folder (default: as the input)")
+    if formats == OUTPUT_FORMATS:
+        group.add_argument("--json-key", default="text", help="which entry of a document is its text")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --workers, --memory, --strict, --block-kb, --max-line-mb and --log-interval."""
+def add_run_options(parser: argparse.ArgumentParser, *names: str) -> argparse._ArgumentGroup:
+    """Adds those of --workers, --memory, --strict, --block-kb, --max-line-mb and --log-interval that are named, or all."""
+    flags: dict[str, dict[str, Any]] = {
+        "--workers": {"type": int, "default": available_cores(), "help": "processes at most"},
+        "--memory": {"type": size, "default": "2G", "help": "of all processes together: 512M, 2G"},
+        "--strict": {"action": "store_true", "help": "stop at the first line that holds no document"},
+        "--block-kb": {"type": float, "default": 1024, "help": "text that a worker takes at a time"},
+        "--max-line-mb": {"type": float, "default": 16, "help": "longer lines are reported, not read"},
+        "--log-interval": {"type": float, "default": 30, "help": "seconds between log lines without a terminal"},
+    }
     group = parser.add_argument_group("work")
-    group.add_argument("--workers", type=int, default=available_cores(), help="processes at most (default: all cores)")
-    group.add_argument(
-        "--memory", type=size, default=size("2G"), help="of all processes together: 512M, 2G (default: 2G)"
-    )
-    group.add_argument("--strict", action="store_true", help="stop at the first line that holds no document")
-    group.add_argument(
-        "--block-kb", type=float, default=1024, help="text that a worker takes at a time (default: 1024)"
-    )
-    group.add_argument(
-        "--max-line-mb", type=float, default=16, help="longer lines are reported, not read (default: 16)"
-    )
-    group.add_argument("--log-interval", type=float, default=30, help="seconds between log lines without a terminal")
+    for name in names or flags:
+        group.add_argument(name, **flags[name])
+    return group
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from data_tools.documents import dump
 from data_tools.optional import require
@@ -58,11 +58,7 @@ def write_parquet(source: Path, path: Path) -> None:
 
 def _tables(source: Path, pyarrow: Any, schema: Any = None) -> Iterator[Any]:
     with open(source, "rb") as file:
-        while rows := _rows(file):
+        while rows := [json.loads(line) for line in file.readlines(_GROUP_BYTES)]:
             names = schema.names if schema is not None else dict.fromkeys(name for row in rows for name in row)
             columns = {name: [row.get(name) for row in rows] for name in names}
             yield pyarrow.table(columns, schema=schema)
-
-
-def _rows(file: BinaryIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.readlines(_GROUP_BYTES)]

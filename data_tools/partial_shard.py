@@ -18,19 +18,10 @@ from data_tools.counts import Counts
 from data_tools.documents import JOURNAL, output_format
 from data_tools.done_marker import marker_path, read_marker, write_marker
 from megazero.data.journal import JournaledFiles, check_ours
+from megazero.data.jsonl import Position
 from megazero.files import append_suffix, locked, sync_folder
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Position:
-    """How far the inputs of a shard are done."""
-
-    input: int = 0  # number of the input within the shard
-    offset: int = 0  # bytes of its text that are done
-    line: int = 0  # lines of it that are done
-    disk_bytes: int = 0  # of it, on disk
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import json
 import logging
 import platform
 import string
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,11 +163,10 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     pipeline.folder.mkdir(parents=True, exist_ok=True)
     for number, (step, argv) in enumerate(commands, start=1):
         logger.info("step %d of %d: %s %s", number, len(commands), step["step"], " ".join(argv))
-        start = time.perf_counter()
         args = _parse(pipeline.path, step["step"], argv)
         statistics = args.run(args)
         _check_folder(step["step"], args, statistics)
-        seconds = round(time.perf_counter() - start, 2)
+        seconds = statistics["seconds"]
         manifest["steps"].append({"step": step["step"], "flags": argv, "seconds": seconds, "statistics": statistics})
         with written_aside(pipeline.folder / "manifest.json") as file:
             file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
@@ -228,8 +226,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     given = {"workers": args.workers, "memory": args.memory, "strict": args.strict or None}
     pipeline.defaults |= {name: value for name, value in given.items() if value is not None}
     manifest = run_pipeline(pipeline)
-    return {
-        "step": "run",
-        "manifest": str(pipeline.folder / "manifest.json"),
-        "steps": [entry["statistics"] for entry in manifest["steps"]],
-    }
+    statistics = [entry["statistics"] for entry in manifest["steps"]]
+    return {"manifest": str(pipeline.folder / "manifest.json"), "steps": statistics}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import document_blocks, list_inputs  # noqa: E402
-from data_tools.options import RunOptions, size  # noqa: E402
-from megazero.data.contents import describe_files  # noqa: E402
-from megazero.data.encoding import SURROGATES  # noqa: E402
-from megazero.data.partial_output import DROPPED_SUFFIX  # noqa: E402
-from megazero.data.preprocess import TokenizeOptions, tokenize_json  # noqa: E402
-from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer  # noqa: E402
-from megazero.data.workers import available_cores  # noqa: E402
+from data_tools.documents import document_blocks, list_inputs
+from data_tools.options import RunOptions, add_run_options
+from megazero.data.contents import describe_files
+from megazero.data.encoding import SURROGATES
+from megazero.data.partial_output import DROPPED_SUFFIX
+from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --tokenizer-type, --vocab-file, --merge-file and --tokenizer-path."""
     words = parser.add_argument_group("tokenizer")
     words.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, default=TOKENIZER_TYPES[0], help=f"default: {TOKENIZER_TYPES[0]}"
+        "--tokenizer-type", choices=TOKENIZER_TYPES, default=TOKENIZER_TYPES[0], help="kind of vocabulary"
     )
     words.add_argument("--vocab-file", "--vocab", help="GPT-2's encoder.json, also known as vocab.json")
     words.add_argument("--merge-file", help="GPT-2's vocab.bpe, also known as merges.txt")
@@ -63,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", nargs="+", required=True, help="files or folders: .jsonl (.gz, .xz, .zst), .parquet; in this order"
     )
     data.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        help="entries to tokenize, each into files of its own (default: text)",
+        "--json-keys", nargs="+", default=["text"], help="entries to tokenize, each into files of its own"
     )
     data.add_argument("--output-prefix", required=True, help="files are OUTPUT_PREFIX_KEY_document.bin, .idx, .json")
     data.add_argument("--append-eod", action="store_true", help="end every document with the end-of-text token")
@@ -74,19 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--surrogates",
         choices=SURROGATES,
         default=SURROGATES[0],
-        help="unpaired surrogates (\\\\ud800): replaced by U+FFFD, or the line is left out and reported (default: replace)",
+        help="unpaired surrogates (\\\\ud800): replaced by U+FFFD, or the line is left out and reported",
     )
     add_tokenizer_arguments(parser)
-    work = parser.add_argument_group("work")
-    work.add_argument("--workers", type=int, default=available_cores(), help="processes at most (default: all cores)")
-    work.add_argument("--memory", type=size, default=size("4G"), help="of all processes together (default: 4G)")
-    work.add_argument("--strict", action="store_true", help="stop at the first line that holds no document")
-    work.add_argument("--max-line-mb", type=float, default=16, help="longer lines are reported, not read (default: 16)")
+    work = add_run_options(parser, "--workers", "--memory", "--strict", "--max-line-mb")
+    parser.set_defaults(memory="4G")
     work.add_argument(
-        "--log-interval",
-        type=int,
-        default=10_000,
-        help="documents between log lines where no bar is shown (default: 10000)",
+        "--log-interval", type=int, default=10_000, help="documents between log lines where no bar is shown"
     )
     work.add_argument(
         "--dataset-impl", choices=("mmap",), default="mmap", help="accepted for Megatron-LM's scripts: always mmap"
@@ -95,12 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokenizes each key, and returns the statistics.
-
-    Raises:
-        ValueError, OSError: bad input, missing files, a full disk.
-        RuntimeError: a worker process died.
-    """
+    """Tokenizes each key, and returns the statistics."""
     limits = RunOptions(
         args.workers,
         args.memory,
@@ -121,16 +105,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     inputs = list_inputs(args.input)
     tokenizer = tokenizer_of(args)
-    start = time.perf_counter()
     outputs = [_tokenize(args, inputs, key, tokenizer, options) for key in args.json_keys]
     return {
-        "step": "tokenize",
         "documents": sum(output["documents"] for output in outputs),
         "tokens": sum(output["tokens"] for output in outputs),
         "outputs": outputs,
         "tokenizer_sha256": tokenizer.sha256,
         "workers": options.workers,
-        "seconds": round(time.perf_counter() - start, 2),
     }
 
 

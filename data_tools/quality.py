@@ -12,34 +12,25 @@ The reason in the sidecar is the rule's name, its detail the value that was foun
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
-from data_tools.documents import Document, list_inputs
-from data_tools.line_functions import DocumentLines, Dropped
-from data_tools.options import add_input_output, add_run_options, run_options
+from data_tools.documents import Document
+from data_tools.line_functions import Dropped
+from data_tools.options import add_input_output, add_run_options
 from data_tools.quality_rules import RULES, Thresholds
-from data_tools.shard_plan import plan_shards
-from data_tools.shards import run_lines
+from data_tools.shards import run_documents
 
 
-class QualityFilter:
-    """A document function: raises Dropped for the first rule that a document breaks.
-
-    Args:
-        rules: names in `quality_rules.RULES`, tried in this order.
-    """
-
-    def __init__(self, key: str, rules: tuple[str, ...], thresholds: Thresholds) -> None:
-        self.key, self.rules, self.thresholds = key, rules, thresholds
-
-    def __call__(self, document: Document) -> Document:
-        """The document as it is."""
-        for rule in self.rules:
-            broken = RULES[rule](document[self.key], self.thresholds)
-            if broken is not None:
-                raise Dropped(broken[0], detail=f"{broken[1]:.3g}")
-        return document
+def check_quality(key: str, rules: Sequence[str], thresholds: Thresholds, document: Document) -> Document:
+    """The document as it is; raises Dropped for the first of `rules`, names in `quality_rules.RULES`, that it breaks."""
+    for rule in rules:
+        broken = RULES[rule](document[key], thresholds)
+        if broken is not None:
+            raise Dropped(broken[0], detail=f"{broken[1]:.3g}")
+    return document
 
 
 def parse_thresholds(changes: list[str]) -> Thresholds:
@@ -77,7 +68,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Filters, and returns the statistics."""
     thresholds = parse_thresholds(args.threshold)
-    quality = QualityFilter(args.json_key, tuple(args.rules), thresholds)
-    settings = {"key": args.json_key, "rules": args.rules, "thresholds": asdict(thresholds)}
-    shards = plan_shards(list_inputs(args.input), args.output, args.format)
-    return run_lines("quality", shards, DocumentLines(quality, args.json_key), settings, run_options(args))
+    function = partial(check_quality, args.json_key, args.rules, thresholds)
+    return run_documents("quality", function, {"rules": args.rules, "thresholds": asdict(thresholds)}, args)

@@ -7,7 +7,9 @@ import ast
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +32,12 @@ STEPS = {
     "remove_group_duplicates": "data_tools.remove_group_duplicates",
     "run": "data_tools.pipeline",
 }
-"""Step -> module with `add_arguments(parser)` and `run(args) -> dict` (its statistics). Its docstring is the help."""
+"""Step -> module, whose docstring is the help, with
+
+- `add_arguments(parser)`, which adds the flags of the step;
+- `run(args)`, which does the step and returns its statistics, all JSON values. It raises a ValueError or OSError for bad flags,
+  bad or missing input, a missing package, and a full disk; a RuntimeError where a worker process has died.
+"""
 
 ALIASES = {
     "blacklist_urls": "filter_urls",
@@ -67,6 +74,16 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} ({self.prog} --help)")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Ends the help of a flag with its default, where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default = action.default
+        if not default or default == argparse.SUPPRESS:
+            return action.help or ""
+        return f"{action.help} (default: {' '.join(default) if isinstance(default, list) else default})"
+
+
 def summary(step: str) -> str:
     """The first line of a step's help; read, not imported, since some packages take long to load."""
     spec = importlib.util.find_spec(STEPS[step])
@@ -76,14 +93,16 @@ def summary(step: str) -> str:
 
 
 def step_parser(step: str) -> Parser:
-    """The command line of a step; what it parses has the step's function as `run`."""
+    """The command line of a step; what it parses has as `run` the step's function, whose statistics it completes."""
     module = importlib.import_module(STEPS[step])
-    parser = Parser(
-        prog=f"python -m data_tools {step}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    prog = f"python -m data_tools {step}"
+    parser = Parser(prog=prog, description=module.__doc__, formatter_class=_Help, allow_abbrev=False)
     module.add_arguments(parser)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=partial(_timed, step, module.run))
     return parser
+
+
+def _timed(step: str, run: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    statistics = run(args)
+    return {"step": step, **statistics, "seconds": round(time.perf_counter() - start, 2)}

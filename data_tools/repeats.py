@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.documents import document_blocks
-from data_tools.line_functions import numbered_lines
+from data_tools.line_functions import Reason
 from data_tools.options import RunOptions
 from data_tools.partial_shard import Shard
-from megazero.data.jsonl import Block, LineError
+from megazero.data.jsonl import Block, LineError, block_lines
 from megazero.data.progress import Progress
 from megazero.data.workers import ordered_map
 from megazero.files import append_suffix
@@ -33,7 +34,7 @@ Places = npt.NDArray[np.int64]
 
 _PARTITIONS = 256
 _OFFSET_BITS = 44  # 16 TB of text in a file, and half a million files
-_STRETCH_BITS = 26  # 64 MB of text: at most some ten million lines, of eight bytes each
+_STRETCH_BITS = 24  # 16 MB of text, hence 128 MB of places at most, where all lines are blank
 
 DigestFunction = Callable[[bytes], bytes | None]
 """Picklable: a line -> what must not repeat, or None for a line that takes no part. What raises a LineError is listed too."""
@@ -92,7 +93,7 @@ def _repeats(records: np.ndarray) -> Places:
 
 
 class RepeatedLines:
-    """Lines to drop because they repeat an earlier one, and lines that hold no document: the drops of `shards.run_lines`.
+    """Lines to drop because they repeat an earlier one, and lines that hold no document or nothing: the drops of `run_blocks`.
 
     Args:
         folder: of the places, in a file for each stretch of the text that has any.
@@ -100,7 +101,7 @@ class RepeatedLines:
     """
 
     def __init__(self, folder: Path, paths: Sequence[Path], reason: str) -> None:
-        self._folder, self._reason = folder, reason
+        self._folder, self._reason = folder, (reason, None, None)
         self._numbers = {path: number for number, path in enumerate(paths)}
         self._stretch, self._places = -1, np.empty(0, np.int64)
 
@@ -112,10 +113,10 @@ class RepeatedLines:
             with open(self._path(int(stretches[start])), "ab") as file:
                 file.write(places[start:stop].tobytes())
 
-    def __call__(self, block: Block) -> Mapping[int, str]:
+    def __call__(self, block: Block) -> Mapping[int, Reason]:
         """The repeated lines of a block: {byte at which a line begins: reason}."""
         base = self._numbers[block.path] << _OFFSET_BITS
-        found: dict[int, str] = {}
+        found: dict[int, Reason] = {}
         for stretch in range(base + block.start >> _STRETCH_BITS, (base + block.stop - 1 >> _STRETCH_BITS) + 1):
             if stretch != self._stretch:
                 path = self._path(stretch)
@@ -142,15 +143,14 @@ def repeated_lines(
     found = RepeatedLines(folder / "places", paths, reason)
     # What is left for the workers beside the digests.
     workers = replace(options, memory_bytes=max(options.memory_bytes // 2, options.worker_bytes)).workers_in_memory
-    total, disk = sum(path.stat().st_size for path in paths), dict.fromkeys(paths, 0)
+    total = sum(path.stat().st_size for path in paths)
     try:
         with closing(Progress(f"{step}: looking for repeats", total, options.log_interval_s)) as progress:
-            with closing(ordered_map(_DigestBlock(digest), _blocks(paths, options), workers)) as results:
-                for block, (records, faults) in results:
+            with closing(ordered_map(partial(_digests, digest), _blocks(paths, options), workers)) as results:
+                for block, (records, others) in results:
                     finder.add(records)
-                    found.add(faults)
-                    progress.update(len(records), block.stop - block.start, block.disk_stop - disk[block.path])
-                    disk[block.path] = block.disk_stop
+                    found.add(others)
+                    progress.update(len(records), block.stop - block.start, block.disk_bytes)
         for places in finder.repeats():
             found.add(places)
         yield found
@@ -160,30 +160,25 @@ def repeated_lines(
 
 def _blocks(paths: Sequence[Path], options: RunOptions) -> Iterator[Block]:
     for number, path in enumerate(paths):
-        yield from document_blocks(path, options.block_bytes, options.max_line_bytes, file_number=number)
+        yield from document_blocks(path, options.block_bytes, 0, number, options.max_line_bytes)
 
 
-class _DigestBlock:
-    """A block -> the `RECORD`s of its lines, and the places of those that hold no document."""
-
-    def __init__(self, digest: DigestFunction) -> None:
-        self._digest = digest
-
-    def __call__(self, block: Block) -> tuple[np.ndarray, Places]:
-        digests, places, faults = [], [], []
-        for offset, line in numbered_lines(block):
+def _digests(digest: DigestFunction, block: Block) -> tuple[np.ndarray, Places]:
+    """The `RECORD`s of the lines of a block, and the places of those that hold no document or nothing at all."""
+    digests, places, others = [], [], []
+    for offset, line in block_lines(block):
+        place = (block.file << _OFFSET_BITS) + offset
+        try:
             if not line or line.isspace():
-                continue
-            place = (block.file << _OFFSET_BITS) + offset
-            try:
-                content = self._digest(line)
-            except LineError:
-                faults.append(place)
-                continue
-            if content is not None:
-                digests.append(hashlib.blake2b(content, digest_size=16).digest())
-                places.append(place)
-        records = np.empty(len(places), RECORD)
-        pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        records["high"], records["low"], records["place"] = pairs[:, 0], pairs[:, 1], places
-        return records, np.array(faults, np.int64)
+                raise LineError("a blank line")
+            content = digest(line)
+        except LineError:
+            others.append(place)
+            continue
+        if content is not None:
+            digests.append(hashlib.blake2b(content, digest_size=16).digest())
+            places.append(place)
+    records = np.empty(len(places), RECORD)
+    pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    records["high"], records["low"], records["place"] = pairs[:, 0], pairs[:, 1], places
+    return records, np.array(others, np.int64)

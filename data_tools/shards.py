@@ -6,24 +6,33 @@ So what is written depends on the input and the settings alone.
 
 from __future__ import annotations
 
-import json
+import argparse
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_tools.counts import Counts, statistics
-from data_tools.documents import document_blocks
-from data_tools.line_functions import BAD_LINE, BlockFunction, BlockResult, LineFunction, Reason
-from data_tools.options import RunOptions
+from data_tools.counts import Counts
+from data_tools.documents import document_blocks, list_inputs
+from data_tools.line_functions import (
+    BAD_LINE,
+    BlockResult,
+    DocumentFunction,
+    DocumentLines,
+    LineFunction,
+    Reason,
+    apply_to_block,
+)
+from data_tools.options import RunOptions, run_options
 from data_tools.partial_shard import PartialShard, Shard, finished
+from data_tools.shard_plan import plan_shards
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
 from megazero.data.journal import full_disk_named
-from megazero.data.jsonl import Block, check_strict, complain
+from megazero.data.jsonl import Block, check_strict, complain, left_out
 from megazero.data.progress import Progress
 from megazero.data.workers import ordered_map
 from megazero.files import append_suffix, locked
@@ -36,7 +45,7 @@ Drops = Callable[[Block], Mapping[int, Reason]]
 DropSearch = Callable[[], AbstractContextManager[Drops]]
 """Makes that earlier pass, when there is a shard to make and not before; at the end of the `with` block its files are removed."""
 BlockWork = Callable[[tuple[Shard, Block, Mapping[int, Reason]]], BlockResult]
-"""Picklable: what a worker makes of a block, given what an earlier pass drops of it. `BlockFunction` is one."""
+"""Picklable: what a worker makes of a block, given what an earlier pass drops of it. `apply_to_block` makes one."""
 Place = Callable[[list[int], list[bytes]], list[bytes]]
 """(how long each output of a shard is so far, what a worker has made of the next block) -> what is appended to each."""
 
@@ -45,6 +54,19 @@ Place = Callable[[list[int], list[bytes]], list[bytes]]
 def no_search() -> Iterator[Drops]:
     """The `DropSearch` that finds nothing to drop."""
     yield lambda block: {}
+
+
+def run_documents(
+    step: str,
+    function: DocumentFunction,
+    settings: Mapping[str, Any],
+    args: argparse.Namespace,
+    options: RunOptions | None = None,
+) -> dict[str, Any]:
+    """`run_lines` with a function of a document, on what `add_input_output` and `add_run_options` have read."""
+    shards = plan_shards(list_inputs(args.input), args.output, args.format)
+    lines = DocumentLines(function, args.json_key)
+    return run_lines(step, shards, lines, {"key": args.json_key, **settings}, options or run_options(args))
 
 
 def run_lines(
@@ -57,7 +79,7 @@ def run_lines(
     faults: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """`run_blocks` with a function of a line; warns where it has kept no document."""
-    result = run_blocks(step, shards, BlockFunction(function), settings, options, search, faults)
+    result = run_blocks(step, shards, partial(apply_to_block, function), settings, options, search, faults)
     if result["documents"] and not result["kept"]:
         logger.warning("%s: kept none of %d documents; dropped: %s", step, result["documents"], result["dropped"])
     return result
@@ -85,13 +107,12 @@ def run_blocks(
         ValueError: bad input with `options.strict`, a damaged file, or an output in the way.
         RuntimeError: a worker process died; OSError: the disk is full. In both cases what was committed is kept.
     """
-    start = time.perf_counter()
     run = _Run(step, work, settings, options, search, faults | {BAD_LINE}, place)
     first = min(shard.record for shard in shards)
     first.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(first, ".lock")), full_disk_named(f"to {first.parent}"):
         run.make(shards)
-    return statistics(step, run.total, time.perf_counter() - start, len(shards), run.skipped)
+    return run.total.statistics(len(shards), run.skipped)
 
 
 @dataclass
@@ -156,34 +177,28 @@ class _Run:
         for shard in shards:
             self.partials[shard] = partial = PartialShard(shard, key_of(self.descriptions[shard]))
             check_strict(partial.counts.errors, self.options.strict, "before the run was stopped")
-            # Read now: the position moves on while blocks are still being handed out.
-            first, offset = partial.position.input, partial.position.offset
-            progress.skip(sum(p.stat().st_size for p in shard.inputs[:first]) + partial.position.disk_bytes)
-            for number, path in enumerate(shard.inputs[first:], start=first):
-                skip = offset if number == first else 0
+            progress.skip(partial.position.disk_bytes_of(shard.inputs))
+            for number, path, start in partial.position.remaining(shard.inputs):
                 if path.stat().st_size == 0:
                     logger.warning("%s: %s is empty", self.step, path)
                     partial.counts.empty_files += 1
-                for block in document_blocks(path, self.options.block_bytes, self.options.max_line_bytes, skip, number):
+                options = self.options
+                for block in document_blocks(path, options.block_bytes, start, number, options.max_line_bytes):
                     yield shard, block, drops(block)
 
     def _take(self, partial: PartialShard, block: Block, result: BlockResult, progress: Progress) -> None:
-        position, counts = partial.position, result.counts
-        if block.file != position.input:
-            position.input, position.line, position.disk_bytes = block.file, 0, 0
-        lines = []
+        counts = result.counts
+        before = partial.position.advance(block, counts.lines)
+        records = []
         for line, reason, identity, detail in result.removed:
-            record = {"file": str(block.path), "line": position.line + line + 1, "id": identity, "reason": reason}
-            lines.append(json.dumps({**record, "detail": detail} if detail is not None else record).encode() + b"\n")
+            number = before + line + 1
+            records.append(left_out(block.path, number, identity, reason, detail))
             if reason in self.faults:
                 what = detail if reason == BAD_LINE else f"{reason} {identity}" + (f" ({detail})" if detail else "")
-                message = f"{block.path}:{position.line + line + 1}: {what}"
-                complain(message, partial.counts.errors, self.options.strict)
+                complain(f"{block.path}:{number}: {what}", partial.counts.errors, self.options.strict)
         frames = self.place(partial.output_bytes, result.frames) if self.place else result.frames
-        partial.append(frames, b"".join(lines))
-        progress.update(counts.documents, counts.text_bytes_in, block.disk_stop - position.disk_bytes)
-        position.offset, position.disk_bytes = block.stop, block.disk_stop
-        position.line += counts.lines
+        partial.append(frames, b"".join(records))
+        progress.update(counts.documents, counts.text_bytes_in, block.disk_bytes)
         partial.counts.add(counts)
 
     def _finish(self, shard: Shard) -> None:

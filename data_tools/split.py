@@ -10,10 +10,13 @@ is kept in each part.
 from __future__ import annotations
 
 import argparse
+import bisect
 import hashlib
 import logging
 import re
 from fractions import Fraction
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +31,11 @@ from megazero.data.jsonl import read_object
 logger = logging.getLogger(__name__)
 
 
-class Splitter:
-    """A line function: sends each document to its part.
-
-    Args:
-        bounds: rising; part i takes hashes below bounds[i] of 2**64.
-    """
-
-    def __init__(self, key: str, seed: int, bounds: list[int]) -> None:
-        self.key, self.bounds = key, bounds
-        self._salt = f"split {seed} ".encode()
-
-    def __call__(self, line: bytes) -> Kept:
-        """The line as it is; raises LineError if it holds no document."""
-        identity = document_id(read_object(line, self.key), self.key).encode("utf-8", "surrogatepass")
-        value = int.from_bytes(hashlib.blake2b(self._salt + identity, digest_size=8).digest(), "little")
-        return Kept(line + b"\n", next(number for number, bound in enumerate(self.bounds) if value < bound))
+def to_part(key: str, seed: int, bounds: list[int], line: bytes) -> Kept:
+    """The line as it is, for the first part i whose bounds[i] of 2**64 is above its hash; LineError if it holds no document."""
+    identity = document_id(read_object(line, key), key).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(f"split {seed} ".encode() + identity, digest_size=8).digest()
+    return Kept(line + b"\n", bisect.bisect_right(bounds, int.from_bytes(digest, "little")))
 
 
 def parse_parts(values: list[str]) -> dict[str, Fraction]:
@@ -72,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_output(parser, "a folder, in which each part becomes a file of its name")
     group = parser.add_argument_group("parts")
     group.add_argument("--parts", nargs="+", default=["train=0.98", "valid=0.01", "test=0.01"], metavar="NAME=SHARE")
-    group.add_argument("--seed", type=int, default=1234, help="another seed, another split (default: 1234)")
+    group.add_argument("--seed", type=int, default=1234, help="another seed, another split")
     add_run_options(parser)
 
 
@@ -87,12 +79,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     folder, kind = Path(args.output), ending(inputs[0], args.format)
     shard = Shard(tuple(inputs), tuple(folder / f"{name}.{kind}" for name in parts), folder / "split")
     check_outputs([shard])
-    total, bounds = Fraction(0), []
-    for share in parts.values():
-        total += share
-        bounds.append(int(total * (1 << 64)))
+    bounds = [int(total * (1 << 64)) for total in accumulate(parts.values())]
     settings = {"key": args.json_key, "seed": args.seed, "parts": {name: str(share) for name, share in parts.items()}}
-    function = Splitter(args.json_key, args.seed, bounds)
+    function = partial(to_part, args.json_key, args.seed, bounds)
     result = run_lines("split", [shard], function, settings, run_options(args))
     for path in shard.outputs:
         if path.stat().st_size == 0:

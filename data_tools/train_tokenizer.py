@@ -12,12 +12,10 @@ ever unknown. byte_level_bpe writes the folder MODEL_PREFIX with vocab.json, mer
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -25,17 +23,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import list_inputs  # noqa: E402
-from data_tools.done_marker import marker_path, read_marker, write_marker  # noqa: E402
-from data_tools.options import size  # noqa: E402
-from data_tools.train_sample import Sample, sample_documents  # noqa: E402
-from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece  # noqa: E402
-from megazero.data.cache import key_of  # noqa: E402
-from megazero.data.contents import check_unchanged, describe_files  # noqa: E402
-from megazero.data.journal import check_ours, full_disk_named  # noqa: E402
-from megazero.data.jsonl import check_strict  # noqa: E402
-from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer  # noqa: E402
-from megazero.files import append_suffix, locked, sync_folder, written_aside  # noqa: E402
+from data_tools.documents import list_inputs
+from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.options import add_run_options
+from data_tools.train_sample import Sample, sample_documents
+from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
+from megazero.data.cache import key_of
+from megazero.data.contents import check_unchanged, describe_files
+from megazero.data.journal import check_ours, full_disk_named
+from megazero.data.jsonl import check_strict
+from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
+from megazero.files import append_suffix, locked, sync_folder, written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -56,32 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input", nargs="+", required=True, help="files or folders: .jsonl (.gz, .xz, .zst), .parquet; in this order"
     )
-    parser.add_argument("--json-key", default="text", help="which entry is the text (default: text)")
-    parser.add_argument(
-        "--vocab-size", type=int, default=8192, help="entries, special ones and bytes included (default: 8192)"
-    )
-    parser.add_argument("--model-type", choices=MODEL_TYPES, default=MODEL_TYPES[0], help=f"default: {MODEL_TYPES[0]}")
+    parser.add_argument("--json-key", default="text", help="which entry is the text")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="entries, special ones and bytes included")
+    parser.add_argument("--model-type", choices=MODEL_TYPES, default=MODEL_TYPES[0], help="kind of vocabulary")
     parser.add_argument("--model-prefix", required=True, help="of what is written; see above")
-    parser.add_argument(
-        "--sample-mb", type=float, default=32.0, help="megabytes of text to train on at most (default: 32)"
-    )
-    parser.add_argument(
-        "--memory", type=size, default=size("2G"), help="of the whole step; bounds --sample-mb (default: 2G)"
-    )
-    parser.add_argument(
-        "--max-line-mb", type=float, default=16, help="longer lines are reported, not read (default: 16)"
-    )
-    parser.add_argument("--strict", action="store_true", help="stop at the first line that holds no document")
+    parser.add_argument("--sample-mb", type=float, default=32.0, help="megabytes of text to train on at most")
+    add_run_options(parser, "--memory", "--max-line-mb", "--strict")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains and writes the vocabulary, and returns the statistics.
-
-    Raises:
-        ValueError: no text, or too little of it for the vocabulary; a package is missing; --memory is too little.
-        OSError: a file is missing, the disk is full.
-    """
-    start = time.perf_counter()
+    """Trains and writes the vocabulary, and returns the statistics."""
     _check_memory(args)
     paths = list_inputs(args.input)
     package = "tokenizers" if args.model_type == BYTE_LEVEL else "sentencepiece"
@@ -106,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"no line of {', '.join(map(str, paths))} holds a text under the key {args.json_key!r} (--json-key){why}"
             )
         with full_disk_named(f"{prefix}.*", "which trains it anew"):
-            return _make(args, sample, key, start)
+            return _make(args, sample, key)
 
 
 def _check_memory(args: argparse.Namespace) -> None:
@@ -136,7 +118,7 @@ def _finished(args: argparse.Namespace, key: str) -> dict[str, Any] | None:
     return {**result, "skipped": True}
 
 
-def _make(args: argparse.Namespace, sample: Sample, key: str, start: float) -> dict[str, Any]:
+def _make(args: argparse.Namespace, sample: Sample, key: str) -> dict[str, Any]:
     """Trains into a folder aside; what is whole, and loses no text, comes to its place."""
     prefix, outputs = Path(args.model_prefix), _outputs(args)
     aside = _aside(prefix)
@@ -147,7 +129,6 @@ def _make(args: argparse.Namespace, sample: Sample, key: str, start: float) -> d
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    result["seconds"] = round(time.perf_counter() - start, 2)
     # The folder aside, as long as it is there, vouches for what lies at the places of the outputs.
     for path in (marker_path(prefix), *outputs):
         path.unlink(missing_ok=True)
@@ -169,10 +150,9 @@ def _train_aside(args: argparse.Namespace, sample: Sample, aside: Path) -> dict[
         with written_aside(aside / name) as file:
             file.write(content)
     with written_aside(aside / _DROPPED) as file:
-        file.writelines(json.dumps(record).encode() + b"\n" for record in sample.left_out)
+        file.writelines(sample.left_out)
     tokenizer = _load(args, aside)
     return {
-        "step": "train_tokenizer",
         "model": args.model_prefix if args.model_type == BYTE_LEVEL else f"{args.model_prefix}.model",
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

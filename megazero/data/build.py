@@ -161,7 +161,7 @@ class _Builder:
         if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
             raise ValueError(
                 f"--split {self.config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has {len(source)} documents, "
-                f"and a share of {shares[part]:.4f} of them is none that holds text. Give the part a larger weight (--split "
-                "90,5,5), a weight of 0 to do without, or data of its own (--valid-data, --test-data)."
+                f"and a share of {shares[part]:.4f} of them is none that holds text. Add documents, give the part a "
+                "larger weight or one of 0 (--split 100,0,0 trains on all), or data of its own (--valid-data, --test-data)."
             )
         return documents

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.jsonl import Block, LineError, block_lines, read_object
+from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
 from megazero.data.mmidx import token_dtype
 from megazero.data.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class EncodedBlock:
 
     tokens: np.ndarray
     sizes: npt.NDArray[np.int32]
-    lines: int
+    lines: int = 0
     left_out: list[LeftOut] = field(default_factory=list)
     replaced: int = 0
 
@@ -68,19 +68,16 @@ class BlockEncoder:
 
     def __call__(self, block: Block) -> EncodedBlock:
         """The documents of `block`; lines that hold none are reported in `left_out`."""
-        try:
-            lines = block_lines(block)
-        except LineError as error:
-            return EncodedBlock(np.empty(0, self.dtype), np.empty(0, np.int32), 1, [LeftOut(0, str(error))])
         pieces: list[np.ndarray] = []
         sizes: list[int] = []
-        encoded = EncodedBlock(np.empty(0, self.dtype), np.empty(0, np.int32), len(lines))
-        for number, line in enumerate(lines):
-            if not line.strip():
+        encoded = EncodedBlock(np.empty(0, self.dtype), np.empty(0, np.int32))
+        for number, (_, line) in enumerate(block_lines(block)):
+            encoded.lines += 1
+            if is_blank(line, block):
                 continue
             document: dict[str, Any] = {}
             try:
-                document = read_object(line, self.key)
+                document = read_object(line, self.key, block.fault)
                 ids = self._encode(document[self.key])
                 # Only such an escape can make a surrogate, so most lines need no second look.
                 if b"\\ud" in line or b"\\uD" in line:

@@ -37,7 +37,7 @@ class IndexedDatasetWriter:
         self._doc_idx: list[int] = [0]
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._aside = append_suffix(self.prefix, f".bin.tmp{os.getpid()}")
-        self._bin = open(self._aside, "wb")  # noqa: SIM115 (closed by finalize or abort)
+        self._bin = open(self._aside, "wb")  # noqa: SIM115 (closed by __exit__)
 
     def add_sequence(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends one sequence to the current document.
@@ -69,31 +69,23 @@ class IndexedDatasetWriter:
         self.add_sequence(tokens)
         self.end_document()
 
-    def finalize(self) -> None:
-        """Puts both files in place, the .idx last: where it exists, the .bin is whole."""
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-        sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
-        index_aside = append_suffix(self.prefix, f".idx.tmp{os.getpid()}")
-        mmidx.write_index(index_aside, self.dtype, sizes, doc_idx)
-        mmidx.publish(self.prefix, self._aside, index_aside)
-
-    def abort(self) -> None:
-        """Removes what has been written."""
-        self._bin.close()
-        self._aside.unlink(missing_ok=True)
-
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.finalize()
-        else:
-            self.abort()
+        if kind is not None:
+            self._bin.close()
+            self._aside.unlink(missing_ok=True)
+            return
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
+        index_aside = append_suffix(self.prefix, f".idx.tmp{os.getpid()}")
+        mmidx.write_index(index_aside, self.dtype, [(sizes, doc_idx)])
+        mmidx.publish(self.prefix, self._aside, index_aside)  # the .idx last: where it exists, the .bin is whole
 
 
 class IndexedDataset:

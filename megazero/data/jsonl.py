@@ -1,21 +1,23 @@
-"""Loose JSON (one object a line) read in blocks of whole lines, and the documents inside a block."""
+"""Loose JSON (one object a line) read in blocks of whole lines, the documents inside a block, and the lines that hold none."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.files import DAMAGE, decompressed, is_compressed
+from megazero.files import COMPRESSED, DAMAGE, decompressed, is_compressed
 
 logger = logging.getLogger(__name__)
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8
 _PIECE_BYTES = 1 << 20
+_COMPRESSION = 4  # of text, when guessing how much a file holds
 _STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
 
 ERRORS_KEPT = 20
@@ -32,8 +34,8 @@ class Block:
     Attributes:
         file: number of the file among the inputs.
         data: the bytes themselves, where only one reader can have them (compressed files); else None.
-        disk_stop: how many bytes of the file on disk were read for it and for what lies before it.
-        fault: why this block, a single line then, is not to be read: it is longer than allowed. Its `read` gives b"".
+        disk_bytes: how many bytes of the file on disk were read for it.
+        fault: why this block, a single line then, is not to be read: it is longer than allowed. Its `data` is b"".
     """
 
     path: Path
@@ -41,13 +43,11 @@ class Block:
     start: int
     stop: int
     data: bytes | None = None
-    disk_stop: int = 0
+    disk_bytes: int = 0
     fault: str | None = None
 
     def read(self) -> bytes:
         """The bytes of the block."""
-        if self.fault is not None:
-            return b""
         if self.data is not None:
             return self.data
         with open(self.path, "rb") as file:
@@ -60,41 +60,60 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Blocks of about `block_bytes` that end with a line's end (or the file's), from the byte `start` on.
 
-    No more than a block and a line is ever held. A line of more than `max_line_bytes` becomes a block with a `fault`: only its
-    end is looked for.
+    No more than a block and a line is ever held, and of a plain file only what lies around the ends of blocks is read. A line of
+    more than `max_line_bytes` becomes a block with a `fault`: only its end is looked for.
 
     Raises:
         ValueError: a compressed file is damaged or cut off.
     """
     block_bytes = min(block_bytes, max_line_bytes)  # then every overlong line reaches over the end of its block
-    keep_data = is_compressed(path)
+    is_plain = not is_compressed(path)
+    next_block = _find_block if is_plain else _read_block
     try:
         with open(path, "rb") as disk, decompressed(disk, path) as file:
-            _skip(file, start, keep_data)
-            while head := file.read(block_bytes):
-                tail, tail_bytes = (b"", 0) if head[-1:] == b"\n" else _rest_of_line(file, max_line_bytes)
-                stop = start + len(head) + tail_bytes
-                cut = start + head.rfind(b"\n", 0, -1) + 1  # where the last line begins
-                if stop - cut <= max_line_bytes:
-                    yield Block(path, file_number, start, stop, head + tail if keep_data else None, disk.tell())
-                else:
+            if not is_plain:
+                _skip(file, start)
+            done = start if is_plain else disk.tell()
+            while True:
+                data, cut, stop = next_block(file, start, block_bytes, max_line_bytes)
+                if stop <= start:
+                    return
+                fault = None
+                if stop - cut > max_line_bytes:
                     if cut > start:
-                        data = head[: cut - start] if keep_data else None
-                        yield Block(path, file_number, start, cut, data, disk.tell())
+                        yield Block(path, file_number, start, cut, data and data[: cut - start])
+                    start, data = cut, b""
                     fault = f"a line of {stop - cut} bytes, more than the {max_line_bytes} allowed"
-                    yield Block(path, file_number, cut, stop, None, disk.tell(), fault)
-                start = stop
+                position = stop if is_plain else disk.tell()
+                yield Block(path, file_number, start, stop, data, position - done, fault)
+                start, done = stop, position
     except DAMAGE as error:
         raise ValueError(
             f"{path}: damaged or cut off: {error} (after {start} bytes of text). Get the file again."
         ) from error
 
 
-def _skip(file: BinaryIO, count: int, is_compressed: bool) -> None:
-    if not is_compressed:
-        file.seek(count)
-    while is_compressed and count > 0 and (skipped := len(file.read(min(count, _PIECE_BYTES)))):
+def _skip(file: BinaryIO, count: int) -> None:
+    while count > 0 and (skipped := len(file.read(min(count, _PIECE_BYTES)))):
         count -= skipped
+
+
+def _read_block(file: BinaryIO, start: int, block_bytes: int, max_line_bytes: int) -> tuple[bytes | None, int, int]:
+    """The next block of a compressed file, without a rest that is overlong; where its last line begins, and where it ends."""
+    head = file.read(block_bytes)
+    tail, rest = (b"", 0) if head[-1:] in (b"", b"\n") else _rest_of_line(file, max_line_bytes)
+    return head + tail, start + head.rfind(b"\n", 0, -1) + 1, start + len(head) + rest
+
+
+def _find_block(file: BinaryIO, start: int, block_bytes: int, max_line_bytes: int) -> tuple[bytes | None, int, int]:
+    """As `_read_block`, but of a plain file, and without the bytes; in a block of no more bytes than a line no line is sought."""
+    file.seek(start + block_bytes - 1)
+    rest = _rest_of_line(file, 0)[1]
+    stop = min(start + block_bytes - 1 + rest, file.seek(0, os.SEEK_END))
+    if stop - start <= max_line_bytes:
+        return None, start, stop
+    file.seek(start)
+    return None, start + file.read(block_bytes).rfind(b"\n", 0, -1) + 1, stop
 
 
 def _rest_of_line(file: BinaryIO, limit: int) -> tuple[bytes, int]:
@@ -107,6 +126,60 @@ def _rest_of_line(file: BinaryIO, limit: int) -> tuple[bytes, int]:
         if piece[-1:] == b"\n":
             break
     return b"".join(pieces), count
+
+
+def block_lines(block: Block) -> Iterator[tuple[int, bytes]]:
+    """(byte of the text at which it begins, the line without its end) of each line; one empty line for a block with a fault.
+
+    A byte-order mark at the start of the file is dropped, and not counted.
+    """
+    if block.fault is not None:
+        yield block.start, b""
+        return
+    offset, data = block.start, block.read()
+    lines = (data.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else data).split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    for line in lines:
+        yield offset, line
+        offset += len(line) + 1
+
+
+def is_blank(line: bytes, block: Block) -> bool:
+    """Whether a line of `block_lines` holds nothing; one with a fault was not read, and does."""
+    return (not line or line.isspace()) and block.fault is None
+
+
+def expected_text_bytes(paths: Sequence[Path], packed: Sequence[str] = COMPRESSED) -> int:
+    """About how much text files hold, by their sizes and the endings of those that are compressed."""
+    return sum(path.stat().st_size * (_COMPRESSION if path.suffix in packed else 1) for path in paths)
+
+
+@dataclass
+class Position:
+    """How far input files are done."""
+
+    input: int = 0  # number of the file
+    offset: int = 0  # bytes of its text that are done, after decompression
+    line: int = 0  # lines of it that are done
+    disk_bytes: int = 0  # of it, on disk, that are read
+
+    def remaining(self, paths: Sequence[Path]) -> list[tuple[int, Path, int]]:
+        """(number, path, byte of the text from which on to read) of each file that is not done."""
+        rest = list(enumerate(paths))[self.input :]
+        return [(number, path, self.offset if number == self.input else 0) for number, path in rest]
+
+    def disk_bytes_of(self, paths: Sequence[Path]) -> int:
+        """Bytes on disk that are read of all files."""
+        return sum(path.stat().st_size for path in paths[: self.input]) + self.disk_bytes
+
+    def advance(self, block: Block, lines: int) -> int:
+        """Goes behind a block of so many lines; how many lines of the file lie before it."""
+        if block.file != self.input:
+            self.input, self.line, self.disk_bytes = block.file, 0, 0
+        before = self.line
+        self.offset, self.line, self.disk_bytes = block.stop, before + lines, self.disk_bytes + block.disk_bytes
+        return before
 
 
 class LineError(ValueError):
@@ -126,18 +199,29 @@ def complain(message: str, errors: list[str], strict: bool) -> None:
         errors.append(message)
 
 
+def left_out(path: Path, line: int, identity: str | None, reason: str, detail: str | None = None) -> bytes:
+    """The line of a sidecar that says which line of a file was left out and why."""
+    record = {"file": str(path), "line": line, "id": identity, "reason": reason}
+    return json.dumps(record if detail is None else {**record, "detail": detail}).encode() + b"\n"
+
+
 def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
     """Raises a ValueError where `strict` is set and an earlier run has kept errors; `found` says when."""
     if strict and errors:
         raise ValueError(f"{errors[0]} (found {found}). {_STRICT_HINT}")
 
 
-def read_object(line: bytes, key: str) -> dict[str, Any]:
+def read_object(line: bytes, key: str, fault: str | None = None) -> dict[str, Any]:
     """The JSON object on a line, which has a string under `key`.
 
+    Args:
+        fault: of the line's block.
+
     Raises:
-        LineError: the line is not valid UTF-8, not a JSON object, or has no string under `key`; the message says which.
+        LineError: the line has a fault, is not valid UTF-8, not a JSON object, or has no string under `key`; says which.
     """
+    if fault is not None:
+        raise LineError(fault)
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -152,20 +236,3 @@ def read_object(line: bytes, key: str) -> dict[str, Any]:
     if not isinstance(content[key], str):
         raise LineError(f"the value of {key!r} is not a string but {type(content[key]).__name__}")
     return content
-
-
-def block_lines(block: Block) -> list[bytes]:
-    """The lines of a block without their ends; a byte-order mark at the start of the file is dropped.
-
-    Raises:
-        LineError: the block has a fault.
-    """
-    if block.fault is not None:
-        raise LineError(block.fault)
-    data = block.read()
-    if block.start == 0:
-        data = data.removeprefix(_BYTE_ORDER_MARK)
-    lines = data.split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    return lines

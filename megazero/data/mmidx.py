@@ -45,15 +45,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < _LARGEST_UINT16_VOCAB else np.dtype("<i4")
 
 
-def write_index(
-    path: Path, dtype: np.dtype, sizes: npt.NDArray[np.int32], doc_idx: npt.NDArray[np.int64] | None = None
-) -> None:
-    """Writes a whole .idx file; without `doc_idx` every sequence is a document of its own."""
-    write_joined_index(path, dtype, [(sizes, doc_idx)])
-
-
-def write_joined_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
-    """Writes the .idx of several corpora laid end to end: the sequences and the document boundaries of all of them.
+def write_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
+    """Writes the .idx of one corpus, or of several laid end to end: the sequences and the document boundaries of all of them.
 
     It is written in chunks; no array of the length of a corpus is made.
     """

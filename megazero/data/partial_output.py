@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.journal import JournaledFiles
+from megazero.data.jsonl import Position
 from megazero.data.mmidx import publish, write_index
 from megazero.data.sidecar import Sidecar, write_sidecar
 from megazero.files import append_suffix
@@ -28,13 +29,9 @@ INDEX_ASIDE_SUFFIX = ".idx.partial"
 
 
 @dataclass
-class Position:
-    """How far a run has come: the place in the input, and what has been counted up to it."""
+class CountedPosition(Position):
+    """How far a run has come, and what has been counted up to there."""
 
-    input: int = 0  # number of the input file
-    offset: int = 0  # bytes of it that are done, after decompression
-    line: int = 0  # lines of it that are done
-    disk_bytes: int = 0  # of it on disk that are read
     documents: int = 0
     tokens: int = 0
     lines: int = 0  # of all files, like all that follows
@@ -58,7 +55,7 @@ class PartialOutput:
         self.prefix, self.dtype = prefix, dtype
         paths = [append_suffix(prefix, f".{name}.partial") for name in ("bin", "sizes", "dropped")]
         self._files = JournaledFiles(append_suffix(prefix, JOURNAL_SUFFIX), paths, key)
-        self.position = Position(**self._files.state or {})
+        self.position = CountedPosition(**self._files.state or {})
         if self.position.text_bytes:
             done = (prefix, self.position.documents, self.position.text_bytes / 1e6)
             logger.info("%s: continuing after %d documents, %.1f MB of text", *done)
@@ -79,7 +76,7 @@ class PartialOutput:
         has_sizes = self._files.sizes[1] > 0  # an empty file cannot be mapped
         sizes = np.memmap(sizes_path, "<i4", "r").view(np.ndarray) if has_sizes else np.empty(0, "<i4")
         index_aside = append_suffix(self.prefix, INDEX_ASIDE_SUFFIX)
-        write_index(index_aside, self.dtype, sizes)
+        write_index(index_aside, self.dtype, [(sizes, None)])
         # An old .idx goes first: with it, the record of this run would vouch for the tokens of another.
         append_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         write_sidecar(self.prefix, sidecar)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,18 +14,26 @@ from megazero.data.cache import key_of
 from megazero.data.contents import describe_files
 from megazero.data.encoding import SURROGATES, BlockEncoder, EncodedBlock, Surrogates
 from megazero.data.journal import check_ours, full_disk_named
-from megazero.data.jsonl import MAX_LINE_BYTES, Block, check_strict, complain, read_blocks
-from megazero.data.partial_output import JOURNAL_SUFFIX, PartialOutput, Position
+from megazero.data.jsonl import (
+    MAX_LINE_BYTES,
+    Block,
+    check_strict,
+    complain,
+    expected_text_bytes,
+    left_out,
+    read_blocks,
+)
+from megazero.data.partial_output import JOURNAL_SUFFIX, CountedPosition, PartialOutput
 from megazero.data.progress import Progress
 from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.workers import available_cores, ordered_map
-from megazero.files import append_suffix, is_compressed, locked
+from megazero.files import append_suffix, locked
 
 logger = logging.getLogger(__name__)
 
 BlockReader = Callable[..., Iterator[Block]]
-"""Called as (path, block_bytes=, start=, file_number=, max_line_bytes=); `read_blocks` is one."""
+"""Called as (path, block_bytes, start, file_number, max_line_bytes); `read_blocks` is one."""
 FileDescriber = Callable[[Sequence[Path]], list[dict[str, Any]]]
 """What tells one version of the input files from another, as JSON values; `describe_files` is one."""
 
@@ -90,9 +97,6 @@ def tokenize_json(
     """
     options = options or TokenizeOptions()
     paths, prefix = [Path(path) for path in inputs], Path(prefix)
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"--input {path}: there is no such file")
     if surrogates not in SURROGATES:
         raise ValueError(f"--surrogates {surrogates!r} is not one of {', '.join(SURROGATES)}")
     source = {
@@ -106,26 +110,37 @@ def tokenize_json(
     if (done := _finished(prefix, source, options.strict)) is not None:
         return done
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with locked(append_suffix(prefix, ".lock")):
-        if (done := _finished(prefix, source, options.strict)) is not None:
-            return done
-        check_free(prefix)
-        outputs = [append_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
-        check_ours(outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL_SUFFIX))
+    with locked(append_suffix(prefix, ".lock")), full_disk_named(f"{prefix}.*"):
         encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
-        with full_disk_named(f"{prefix}.*"):
-            output = PartialOutput(prefix, encoder.dtype, key_of(source))
-            try:
-                _run(paths, encoder, output, options, blocks)
-                _check_result(output.position, paths, key)
-                if describe(paths) != source["inputs"]:
-                    raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
-                return _finish(output, tokenizer, source)
-            except ValueError:  # the input is at fault, so there is nothing to continue
-                output.remove()
-                raise
-            finally:
-                output.close()
+        return _finished(prefix, source, options.strict) or _make(
+            paths, prefix, encoder, source, options, blocks, describe
+        )
+
+
+def _make(
+    paths: list[Path],
+    prefix: Path,
+    encoder: BlockEncoder,
+    source: dict[str, Any],
+    options: TokenizeOptions,
+    blocks: BlockReader,
+    describe: FileDescriber,
+) -> Sidecar:
+    check_free(prefix)
+    outputs = [append_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
+    check_ours(outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL_SUFFIX))
+    output = PartialOutput(prefix, encoder.dtype, key_of(source))
+    try:
+        _run(paths, encoder, output, options, blocks)
+        _check_result(output.position, paths, encoder.key)
+        if describe(paths) != source["inputs"]:
+            raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
+        return _finish(output, encoder.tokenizer, source)
+    except ValueError:  # the input is at fault, so there is nothing to continue
+        output.remove()
+        raise
+    finally:
+        output.close()
 
 
 def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | None:
@@ -143,67 +158,53 @@ def _run(
 ) -> None:
     position = output.position
     check_strict(position.errors, options.strict, "before the run was stopped")
-    blocks = _blocks(paths, position, options, reader)
+    blocks = _blocks(position.remaining(paths), options, reader)  # the position moves on while blocks are handed out
     total = sum(path.stat().st_size for path in paths)
     shown = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
     with closing(shown) as progress:
-        progress.skip(sum(path.stat().st_size for path in paths[: position.input]) + position.disk_bytes)
+        progress.skip(position.disk_bytes_of(paths))
         with closing(ordered_map(encoder, blocks, _worker_count(paths, options))) as results:
             for block, encoded in results:
-                left_out, disk_bytes = _count(position, block, encoded, options.strict)
-                output.append(encoded.tokens, encoded.sizes, left_out)
-                progress.update(len(encoded.sizes), block.stop - block.start, disk_bytes, len(encoded.tokens))
+                output.append(encoded.tokens, encoded.sizes, _count(position, block, encoded, options.strict))
+                text_bytes = block.stop - block.start
+                progress.update(len(encoded.sizes), text_bytes, block.disk_bytes, len(encoded.tokens))
                 output.commit(options.commit_interval_s)
 
 
 def _worker_count(paths: list[Path], options: TokenizeOptions) -> int:
     if current_process().daemon:
         return 1  # such a process may not have children
-    compression = 4  # at most, for text; a small file is done before a worker has started
-    size = sum(path.stat().st_size * (compression if is_compressed(path) else 1) for path in paths)
-    return min(options.workers or available_cores(), -(-size // options.block_bytes) or 1)
+    blocks = -(-expected_text_bytes(paths) // options.block_bytes)  # a small file is done before a worker has started
+    return min(options.workers or available_cores(), blocks or 1)
 
 
-def _blocks(paths: list[Path], position: Position, options: TokenizeOptions, reader: BlockReader) -> Iterator[Block]:
-    # The start is read now: the position moves on while blocks are still being handed out.
-    first, offset = position.input, position.offset
-    for number, path in enumerate(paths[first:], start=first):
-        yield from reader(
-            path,
-            block_bytes=options.block_bytes,
-            start=offset if number == first else 0,
-            file_number=number,
-            max_line_bytes=options.max_line_bytes,
-        )
+def _blocks(files: list[tuple[int, Path, int]], options: TokenizeOptions, reader: BlockReader) -> Iterator[Block]:
+    for number, path, start in files:
+        yield from reader(path, options.block_bytes, start, number, options.max_line_bytes)
 
 
-def _count(position: Position, block: Block, encoded: EncodedBlock, strict: bool) -> tuple[bytes, int]:
-    """Moves `position` behind the block; the record of the lines left out, and the bytes that it is further on disk."""
-    if block.file != position.input:
-        position.input, position.line, position.disk_bytes = block.file, 0, 0
+def _count(position: CountedPosition, block: Block, encoded: EncodedBlock, strict: bool) -> bytes:
+    """Moves `position` behind the block; the record of the lines left out."""
+    before = position.advance(block, encoded.lines)
     records = []
     for line in encoded.left_out:
-        number = position.line + line.line + 1
-        record = {"file": str(block.path), "line": number, "id": line.identity, "reason": "no text"}
+        number = before + line.line + 1
         if line.fault is None:
             position.empty += 1
         else:
             position.bad += 1
-            record |= {"reason": "bad line", "detail": line.fault}
             complain(f"{block.path}:{number}: {line.fault}", position.errors, strict)
-        records.append(json.dumps(record).encode() + b"\n")
-    disk_bytes = block.disk_stop - position.disk_bytes
-    position.offset, position.disk_bytes = block.stop, block.disk_stop
-    position.line += encoded.lines
+        reason = "no text" if line.fault is None else "bad line"
+        records.append(left_out(block.path, number, line.identity, reason, line.fault))
     position.lines += encoded.lines
     position.documents += len(encoded.sizes)
     position.tokens += len(encoded.tokens)
     position.text_bytes += block.stop - block.start
     position.replaced += encoded.replaced
-    return b"".join(records), disk_bytes
+    return b"".join(records)
 
 
-def _check_result(position: Position, paths: list[Path], key: str) -> None:
+def _check_result(position: CountedPosition, paths: list[Path], key: str) -> None:
     if position.bad:
         logger.warning("left out %d of %d lines that hold no document", position.bad, position.lines)
     if position.documents == 0:

@@ -12,7 +12,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ _HF_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Picklable: a copy is rebuilt from the same files.
+    """Text to token ids and back. Made from files, of which a missing one is a FileNotFoundError; a pickled copy is made anew.
 
     Attributes:
         name: the value of --tokenizer-type that builds it.
@@ -61,8 +60,16 @@ class Tokenizer(ABC):
         """Ids of `text`; no end of text is added. Unpaired surrogates, which no UTF-8 text has, become U+FFFD."""
         return self.encode_array(text).tolist()
 
+    def _read(self, path: Path) -> bytes:
+        """The one file that defines this tokenizer."""
+        if not path.is_file():
+            raise FileNotFoundError(f"--tokenizer-path {path}: there is no such file")
+        content = path.read_bytes()
+        self._files, self.sha256 = (str(path),), hashlib.sha256(content).hexdigest()
+        return content
+
     def _known(self, ids: Iterable[int]) -> list[int]:
-        known = [int(i) for i in ids]
+        known = list(map(int, ids))
         for i in known:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is outside the vocabulary of {self.name} ({self.vocab_size} entries)")
@@ -73,7 +80,6 @@ class GPT2BPETokenizer(Tokenizer):
     """Byte-level BPE as in GPT-2, from encoder.json + vocab.bpe, also known as vocab.json + merges.txt.
 
     Raises:
-        FileNotFoundError: a file is missing.
         ValueError: the two files do not describe one byte-level BPE with an end of text.
     """
 
@@ -95,7 +101,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
         """Ids of `text`, uint32."""
-        return self._encoding.encode_to_numpy(_valid_unicode(text), disallowed_special=())
+        return self._encoding.encode_to_numpy(valid_unicode(text), disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids."""
@@ -106,20 +112,17 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model file (BPE or unigram). `eod` is the piece `<|endoftext|>` where there is one, else the model's </s>.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: the file is not a sentencepiece model, or the model has no end of text.
     """
 
-    name = "SentencePieceTokenizer"
+    name, file, pattern = "SentencePieceTokenizer", "a sentencepiece .model", "*.model"
     _SPACE = "\u2581"  # stands for a space inside pieces
 
     def __init__(self, model_file: PathLike) -> None:
         import sentencepiece
 
-        path = _existing(Path(model_file), "--tokenizer-path")
-        content = path.read_bytes()
-        self._files = (str(path),)
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        path = Path(model_file)
+        content = self._read(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
@@ -136,7 +139,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of `text`, int32."""
-        text = _valid_unicode(text)
+        text = valid_unicode(text)
         if self._space_ids is None or self._SPACE not in text:
             return np.asarray(self._model.encode(text), dtype=np.int32)
         first, *rest = text.split(self._SPACE)
@@ -160,24 +163,22 @@ class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json, through the package `tokenizers`.
 
     Raises:
-        FileNotFoundError: there is no such file.
         ValueError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
     """
 
-    name = "HuggingFaceTokenizer"
+    name, file, pattern = "HuggingFaceTokenizer", "a tokenizer.json", "tokenizer.json"
 
     def __init__(self, tokenizer_file: PathLike) -> None:
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError(
-                f"--tokenizer-type {self.name} needs the package tokenizers (pip install tokenizers)"
-            ) from error
-        path = _existing(Path(tokenizer_file), "--tokenizer-path")
-        self._files = (str(path),)
-        content = path.read_bytes()
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        self._tokenizer = _load_tokenizer_json(tokenizers.Tokenizer, path, content)
+            raise ValueError(f"--tokenizer-type {self.name} needs a package: pip install tokenizers") from error
+        path = Path(tokenizer_file)
+        content = self._read(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the package raises nothing more exact
+            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
         self._tokenizer.encode_special_tokens = True  # special tokens inside a text are text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -190,14 +191,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of `text`, int32."""
-        return np.asarray(self._tokenizer.encode(_valid_unicode(text), add_special_tokens=False).ids, dtype=np.int32)
+        return np.asarray(self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens shown."""
         return self._tokenizer.decode(self._known(ids), skip_special_tokens=False)
 
 
-TOKENIZER_TYPES = (GPT2BPETokenizer.name, SentencePieceTokenizer.name, HuggingFaceTokenizer.name)
+_ONE_FILE = {kind.name: kind for kind in (SentencePieceTokenizer, HuggingFaceTokenizer)}
+TOKENIZER_TYPES = (GPT2BPETokenizer.name, *_ONE_FILE)
 
 
 def build_tokenizer(
@@ -222,15 +224,12 @@ def build_tokenizer(
         near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"--tokenizer-type {tokenizer_type!r} is not one of {', '.join(TOKENIZER_TYPES)}.{hint}")
-    path = model_file or vocab_file
+    kind, path = _ONE_FILE[tokenizer_type], model_file or vocab_file
     if path is None:
-        kind = "a sentencepiece .model" if tokenizer_type == SentencePieceTokenizer.name else "a tokenizer.json"
         raise ValueError(
-            f"--tokenizer-type {tokenizer_type} needs --tokenizer-path: {kind}, or the folder that holds one"
+            f"--tokenizer-type {tokenizer_type} needs --tokenizer-path: {kind.file}, or the folder that holds one"
         )
-    if tokenizer_type == SentencePieceTokenizer.name:
-        return SentencePieceTokenizer(_inside(Path(path), "*.model"))
-    return HuggingFaceTokenizer(_inside(Path(path), "tokenizer.json"))
+    return kind(_inside(Path(path), kind.pattern))
 
 
 def _inside(path: Path, pattern: str) -> Path:
@@ -246,28 +245,6 @@ def _inside(path: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _existing(path: Path, flag: str) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"{flag} {path}: there is no such file")
-    return path
-
-
-def _valid_unicode(text: str) -> str:
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can spell unpaired surrogates ("\ud800")
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def _load_tokenizer_json(kind: Any, path: Path, content: bytes) -> Any:
-    # The package raises plain Exception for everything, so the likely mistake is looked for before.
-    try:
-        is_tokenizer = isinstance(json.loads(content), dict) and b'"model"' in content
-    except ValueError:
-        is_tokenizer = False
-    if not is_tokenizer:
-        raise ValueError(f'{path} is not a tokenizer.json (JSON with an entry "model")')
-    return kind.from_file(str(path))
+def valid_unicode(text: str) -> str:
+    """`text` with U+FFFD in the place of unpaired surrogates, which JSON can spell ("\\ud800") and no UTF-8 text can hold."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

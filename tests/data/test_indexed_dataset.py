@@ -174,6 +174,6 @@ def test_fingerprint_tells_indices_apart(tmp_path, golden):
     prints = {IndexedDataset(golden).fingerprint}
     for name, sizes, documents in (("a", [3, 1, 2], [0, 3]), ("b", [1, 3, 2], [0, 2, 3]), ("c", [6], [0, 1])):
         (tmp_path / f"{name}.bin").write_bytes(GOLDEN_BIN)
-        write_index(tmp_path / f"{name}.idx", np.dtype("<u2"), np.array(sizes, np.int32), np.array(documents))
+        write_index(tmp_path / f"{name}.idx", np.dtype("<u2"), [(np.array(sizes, np.int32), np.array(documents))])
         prints.add(IndexedDataset(tmp_path / name).fingerprint)
     assert len(prints) == 4

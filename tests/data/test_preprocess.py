@@ -64,8 +64,8 @@ def test_blocks_are_whole_lines_from_any_start(tmp_path_factory, lines, block_by
 
 
 def test_lines_of_a_block(tmp_path):
-    assert block_lines(Block(tmp_path, 0, 0, 9, b"\xef\xbb\xbfa\n\nb")) == [b"a", b"", b"b"]
-    assert block_lines(Block(tmp_path, 0, 5, 9, b"a\nb\n")) == [b"a", b"b"]
+    assert list(block_lines(Block(tmp_path, 0, 0, 9, b"\xef\xbb\xbfa\n\nb"))) == [(0, b"a"), (2, b""), (3, b"b")]
+    assert list(block_lines(Block(tmp_path, 0, 5, 9, b"a\nb\n"))) == [(5, b"a"), (7, b"b")]
 
 
 def test_tokens_are_those_of_the_documents_in_order(tmp_path, tokenizer):

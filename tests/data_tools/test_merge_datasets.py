@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from data_tools import merge_datasets as merging
 from data_tools.merge_datasets import merge_datasets
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.mmidx import write_joined_index
+from megazero.data.mmidx import write_index
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from tests.data.test_contents import change_a_byte
 
@@ -74,7 +74,7 @@ def test_merged_equals_one_corpus_of_all_documents(tmp_path_factory, corpora):
 def test_pointers_beyond_32_bits(tmp_path):
     """2**31 bytes are no limit; only the index is written, nobody has to store the tokens."""
     big = (np.array([2**31 - 1], np.int32), np.array([0, 1]))
-    write_joined_index(tmp_path / "i.idx", np.dtype("<i4"), [big, big, big])
+    write_index(tmp_path / "i.idx", np.dtype("<i4"), [big, big, big])
     raw = (tmp_path / "i.idx").read_bytes()
     assert struct.unpack("<3q", raw[34 + 12 : 34 + 36]) == (0, 4 * (2**31 - 1), 8 * (2**31 - 1))
 
@@ -139,12 +139,12 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
     def stop(*_):
         raise KeyboardInterrupt
 
-    for name in ("write_joined_index", "publish"):
+    for name in ("write_index", "publish"):
         with monkeypatch.context() as patch:
             patch.setattr(merging, name, stop)
             with pytest.raises(KeyboardInterrupt):
                 merge_datasets([a, a], tmp_path / "m")
-        if name == "write_joined_index":  # what was there is whole, and what was copied is kept
+        if name == "write_index":  # what was there is whole, and what was copied is kept
             assert files(tmp_path / "m") == old and (tmp_path / "m.done.json").exists()
             assert (tmp_path / "m.bin.partial").stat().st_size == 2 * len(old[0])
     assert not (tmp_path / "m.idx").exists() and not (tmp_path / "m.done.json").exists()
