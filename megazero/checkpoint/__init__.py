@@ -1,1 +1,10 @@
-"""Checkpoints: safetensors shards and a JSON index. Nothing is unpickled on load."""
+"""Checkpoints: safetensors shards and a JSON index. Nothing is unpickled on load.
+
+To read it, begin with docs/checkpoint_format.md; then
+
+- saving: `saving` (what of a run), `saver` (all ranks together), `rank_files`, `writer` (one file), `store` (the directory)
+- loading: `ranges` (which elements are which), `pieces`, `reader` (any range of any parameter), `restore`, `loading`
+- both: `format` (names, checksums), `plain` (the user's own state), `training_state`
+- without a job: `offline` (writes whole checkpoints), `reshape`, `importers`, `export`, `zero_to_fp32`, `standalone`
+- for a person: `__main__` (the commands), `listing`, `compare`, `verify`
+"""

@@ -15,11 +15,12 @@ import torch
 from megazero.checkpoint.compare import compare, report
 from megazero.checkpoint.export import export_huggingface
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
+from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.listing import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.reshape import reshape, write_foreign
+from megazero.checkpoint.reshape import reshape
 from megazero.checkpoint.verify import verify
 from megazero.zero.memory import size
 
@@ -110,12 +111,12 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     found = verify(*locate(arguments.path, arguments.tag))
-    what = f"{found.path}: {found.num_tensors} tensors in {found.num_files} files, {size(found.nbytes)}"
+    what = _size_of(found.reader) if found.reader else str(found.path)
     if not found.problems:
         _show([f"{what}: all is as it was written"])
         return 0
+    _show([what, *(f"  {problem}" for problem in found.problems)])
     number = f"{len(found.problems)} problem{'s' if len(found.problems) > 1 else ''}"
-    _show([what if found.num_files else str(found.path), *(f"  {problem}" for problem in found.problems)])
     _show([f"{number}: copy the checkpoint again, or continue from another one"])
     return 1
 
@@ -130,10 +131,10 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _reshape(arguments: argparse.Namespace) -> int:
     sizes = arguments.model_parallel_size, arguments.data_parallel_size
     if min(sizes) < 1:
-        found = " and ".join(map(str, sizes))
-        raise ValueError(f"--model-parallel-size and --data-parallel-size must be 1 or more, got {found}.")
-    reader = open_checkpoint(arguments.path, arguments.tag)
-    _show_written(reshape(reader, arguments.out, *sizes))
+        raise ValueError(
+            "--model-parallel-size and --data-parallel-size must be 1 or more, got {} and {}.".format(*sizes)
+        )
+    _show_written(reshape(open_checkpoint(arguments.path, arguments.tag), arguments.out, *sizes))
     return 0
 
 
@@ -165,9 +166,11 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _show_written(path: Path) -> None:
-    reader = Reader(path.parent, path.name)
-    nbytes = size(sum(file.nbytes for file in reader.files))
-    _show([f"wrote {path}: {len(reader.tensors)} tensors in {len(reader.files)} files, {nbytes}"])
+    _show([f"wrote {_size_of(Reader(path.parent, path.name))}"])
+
+
+def _size_of(reader: Reader) -> str:
+    return f"{reader.path}: {len(reader.tensors)} tensors in {len(reader.files)} files, {size(reader.nbytes)}"
 
 
 if __name__ == "__main__":

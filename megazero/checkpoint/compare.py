@@ -24,6 +24,7 @@ from megazero.zero.bucket import MASTER
 WEIGHTS = "weights"  # trained or not: a parameter may be frozen in one of the two
 _SETTINGS = "global_steps skipped_steps counters optimizer loss_scaler lr_scheduler client_state aliases".split()
 _CHUNK_NUMEL = 1 << 22
+_WIDE = torch.complex128  # holds the difference of any two values, and the values but for large integers
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def compare(a: Reader, b: Reader, *, weights_only: bool = False) -> Comparison:
     if not weights_only:
         in_a, in_b = dict(_settings(a)), dict(_settings(b))
         both = [(key, in_a.get(key, ""), in_b.get(key, "")) for key in {**in_a, **in_b}]
-        found.settings = [(key, of_a, of_b) for key, of_a, of_b in both if of_a != of_b]
+        found.settings = [each for each in both if each[1] != each[2]]
     return found
 
 
@@ -122,39 +123,28 @@ def _compare_values(what: str, a: Reader, b: Reader, name: str, states: Sequence
     for x, y in zip(_chunks(a, name, states[0]), _chunks(b, name, states[1]), strict=True):
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             continue
-        x, y = _comparable(x, y)
+        is_integer = not any(each.is_floating_point() or each.is_complex() for each in (x, y))
+        x, y = (each.to(torch.int64 if is_integer else _WIDE) for each in (x, y))
         differs = (x != y) & ~((x != x) & (y != y))  # nan is like nan
         if differs.any():
-            most = float((x[differs].to(_wide(x)) - y[differs].to(_wide(x))).abs().max())
+            most = float((x[differs].to(_WIDE) - y[differs].to(_WIDE)).abs().max())
             count, max_abs = count + int(differs.sum()), most if math.isnan(most) else max(max_abs, most)
     if not count:
         return None
     largest = 0.0
     for x in _chunks(a, name, states[0]):
-        size = x.to(_wide(x)).abs()
+        size = x.to(_WIDE).abs()
         largest = max(largest, float(size.where(size.isfinite(), 0).max()))
-    return ValueDifference(what, count, math.prod(a.shape(name)), max_abs, max_abs / largest if largest else math.inf)
+    return ValueDifference(what, count, a.numel(name), max_abs, max_abs / largest if largest else math.inf)
 
 
 def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
     """The flattened tensor, in parts that leave memory to others."""
-    numel = math.prod(reader.shape(name))
+    numel, dtype = reader.numel(name), reader.dtype(name, state)
     for start in range(0, numel, _CHUNK_NUMEL):
-        out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=reader.states(name)[state])
+        out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=dtype)
         reader.read_part(name, {state: out}, start=start)
         yield out
-
-
-def _comparable(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in a dtype that holds the values of either exactly, or nearly (int64 beside floating point)."""
-    if x.is_floating_point() or y.is_floating_point() or x.is_complex() or y.is_complex():
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        return x.to(wide), y.to(wide)
-    return x.to(torch.int64), y.to(torch.int64)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.complex128 if x.is_complex() else torch.float64  # differences of integers may not fit into one
 
 
 def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
@@ -180,7 +170,7 @@ def _flat(reader: Reader, blobs: dict[str, Any], path: str, value: Any) -> Itera
         yield path, json.dumps(value, ensure_ascii=False)
 
 
-def report(found: Comparison, most: int = 20) -> list[str]:
+def report(found: Comparison, most: int) -> list[str]:
     """Lines for a person.
 
     Args:
@@ -199,12 +189,12 @@ def report(found: Comparison, most: int = 20) -> list[str]:
         settings = [(path, shortened(a, 50), shortened(b, 50)) for path, a, b in found.settings]
         lines += ["", *columns(("SETTING", "A", "B"), settings)]
     counts = f"values of {len(found.values)} of {found.num_tensors} tensors"
-    differ = [
-        *(["not all is in both"] if found.only else []),
-        *([f"{len(found.forms)} have other shapes or dtypes"] if found.forms else []),
-        *([f"{counts} differ"] if found.values else []),
-        *([f"{len(found.settings)} settings differ"] if found.settings else []),
-    ]
+    differ = {
+        "not all is in both": found.only,
+        f"{len(found.forms)} have other shapes or dtypes": found.forms,
+        f"{counts} differ": found.values,
+        f"{len(found.settings)} settings differ": found.settings,
+    }
     equal = f"equal: {found.num_tensors} tensors, value for value"
-    lines += ["", f"different: {'; '.join(differ)}" if differ else equal]
+    lines += ["", equal if found.is_equal else f"different: {'; '.join(text for text in differ if differ[text])}"]
     return lines[1:] if not lines[0] else lines

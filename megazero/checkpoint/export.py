@@ -1,8 +1,6 @@
 """A checkpoint of the GPT-2 job as a directory of Hugging Face's, which `from_pretrained` opens.
 
-DIR/config.json, generation_config.json
-DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
-DIR/vocab.json, merges.txt, ...           copies of the tokenizer's files
+Its files are those that `importers.huggingface` reads, generation_config.json and copies of the tokenizer's.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from torch import Tensor
 
 from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Stored, write_tensors
-from megazero.checkpoint.zero_to_fp32 import sharded
+from megazero.checkpoint.writer import Stored, shard_index, sharded, write_tensors
 from megazero.data.gpt2_bpe import find_gpt2_files
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
 from megazero.files import append_suffix, sync_folder, written_aside
@@ -143,18 +141,25 @@ def write_huggingface(
     if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
         end_of_text = _GPT2_END_OF_TEXT
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = append_suffix(directory, f".tmp{os.getpid()}")
-    # What an export that was killed has left: in a container every process has the same id.
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
+    with _directory_aside(directory) as aside:
         _write_weights(aside, tensors, config, dtype, max_shard_bytes)
         dtype_name = str(dtype).removeprefix("torch.")
         _write_json(aside / "config.json", {**config_to_huggingface(config), **ends, "torch_dtype": dtype_name})
         _write_json(aside / "generation_config.json", {"_from_model_config": True, **ends})
         for source in tokenizer_files:
             _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
+
+
+@contextmanager
+def _directory_aside(directory: Path) -> Iterator[Path]:
+    """A directory that becomes `directory` when the block ends well, and leaves nothing behind when it raises."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = append_suffix(directory, f".tmp{os.getpid()}")
+    # What an export that was killed has left: in a container every process has the same id.
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
         sync_folder(aside)
         os.rename(aside, directory)
     except BaseException:
@@ -179,14 +184,11 @@ def _write_weights(
         f"{PREFIX}{theirs}": Stored(dtype, shapes[ours][:: -1 if transposed else 1], partial(read, ours, transposed))
         for ours, theirs, transposed in matching_names(config)
     }
-    sizes = {name: tensor.nbytes for name, tensor in to_write.items()}
-    files = sharded("model", ".safetensors", sizes, max_shard_bytes)
-    for file, names in files.items():
-        write_tensors(folder / file, {name: to_write[name] for name in names})
+    files = sharded("model", ".safetensors", to_write, max_shard_bytes)
+    for file, shard in files.items():
+        write_tensors(folder / file, shard)
     if len(files) > 1:
-        weight_map = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        _write_json(folder / "model.safetensors.index.json", shard_index(files))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ DTYPES = {
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-REMEDY = "Copy the checkpoint again, or load another one: --load-fallback takes the newest whole one."
+REMEDY = "Copy the checkpoint again, or load another one: by --load-fallback (pretrain_gpt2.py) or --tag (the other scripts)."
 
 
 class CheckpointError(ValueError):
@@ -87,6 +87,11 @@ def latest_tag(directory: str | Path) -> str | None:
 def replaced_path(directory: str | Path, tag: str) -> Path:
     """Where a checkpoint rests while a save of the same tag takes its place."""
     return Path(directory) / f".{tag}.replaced"
+
+
+def tag_at(path: Path) -> str:
+    """The tag of the checkpoint at `path`, which may be a `replaced_path`."""
+    return path.name.removeprefix(".").removesuffix(".replaced")
 
 
 def checkpoint_path(directory: str | Path, tag: str) -> Path:
@@ -140,9 +145,9 @@ class CheckedFile:
         ValueError: the number of checksums does not suit the size.
     """
 
-    def __init__(self, path: Path, nbytes: int, checksums: Sequence[int], block_bytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, checksums: list[int], block_bytes: int) -> None:
         self._file: BufferedReader | None = None
-        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, (list, tuple))
+        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, list)
         if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
             found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
             raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
@@ -173,27 +178,26 @@ class CheckedFile:
             CheckpointError: a block is not what was written.
             OSError: the disk does not give it.
         """
-        stop, size = start + len(out), self.block_bytes
+        stop = start + len(out)
         if not 0 <= start <= stop <= self.nbytes:
             raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and the index says {start}..{stop} for {what}")
-        for block in range(start // size, -(-stop // size)):
-            low, high = block * size, min((block + 1) * size, self.nbytes)
+        for block in range(start // self.block_bytes, -(-stop // self.block_bytes)):
+            low, high = self._bounds(block)
             if start <= low and high <= stop:
-                self._read_block(block, out[low - start : high - start], what)
+                self._read_block(block, what, out[low - start : high - start])
                 continue
             if block != self._block:
-                content = np.empty(high - low, dtype=np.uint8)
-                self._read_block(block, content, what)
-                self._block, self._content = block, content
+                self._content = self._read_block(block, what)
+                self._block = block
             first, last = max(low, start), min(high, stop)
             out[first - start : last - start] = self._content[first - low : last - low]
 
     def verify(self) -> Iterator[tuple[int, int, bool]]:
         """Reads the whole file: of every block [low, high) in bytes, and whether it is as it was written."""
         for block in range(len(self.checksums)):
-            low, high = block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
+            low, high = self._bounds(block)
             try:
-                self._read_block(block, np.empty(high - low, dtype=np.uint8), "a check")
+                self._read_block(block, "a check")
                 yield low, high, True
             except CheckpointError:
                 yield low, high, False
@@ -207,17 +211,23 @@ class CheckedFile:
     def __del__(self) -> None:
         self.close()
 
-    def _read_block(self, block: int, out: np.ndarray, what: str) -> None:
+    def _bounds(self, block: int) -> tuple[int, int]:
+        return block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
+
+    def _read_block(self, block: int, what: str, out: np.ndarray | None = None) -> np.ndarray:
+        low, high = self._bounds(block)
+        out = np.empty(high - low, dtype=np.uint8) if out is None else out
         if self._file is None:
             self.check_size()
             self._file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
-        low = self._file.seek(block * self.block_bytes)
+        self._file.seek(low)
         try:
             count = self._file.readinto(out.data)
         except OSError as error:  # of a disk that fails; it does not say which file it was
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if count < len(out) or crc32(out.data) != self.checksums[block]:
+        if count < high - low or crc32(out.data) != self.checksums[block]:
             raise CheckpointError(
-                f"Checkpoint file {self.path} is damaged: bytes {low} to {low + len(out)} are not what was written (read for "
+                f"Checkpoint file {self.path} is damaged: bytes {low} to {high} are not what was written (read for "
                 f"{what}). {REMEDY}"
             )
+        return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -46,12 +45,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
 
 
 def open_checkpoint(path: str | Path, tag: str | None = None) -> Reader:
-    """The checkpoint that `path` and `tag` mean, as in `locate`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `locate`.
-        CheckpointError: it is damaged.
-    """
+    """The checkpoint that `path` and `tag` mean. Arguments and errors as of `locate`; CheckpointError if it is damaged."""
     return Reader(*locate(path, tag))
 
 
@@ -94,14 +88,14 @@ def describe_directory(directory: str | Path) -> list[str]:
 def describe(reader: Reader) -> list[str]:
     """Everything that the index of one checkpoint says: its parameters, counters and settings."""
     rows, kinds, numels, nbytes = [], Counter[str](), Counter[str](), Counter[str]()
-    for name in reader.tensors:
-        shape, states, kind = reader.shape(name), reader.states(name), str(reader.tensors[name]["kind"])
-        codes = list(dict.fromkeys(reader.tensors[name]["states"].values()))
-        rows.append((name, kind, " x ".join(map(str, shape)) or "scalar", ", ".join(codes), ", ".join(states)))
+    for name, entry in reader.tensors.items():
+        kind, numel, states = str(entry["kind"]), reader.numel(name), reader.states(name)
+        codes = dict.fromkeys(entry["states"].values())
+        shape = " x ".join(map(str, reader.shape(name))) or "scalar"
+        rows.append((name, kind, shape, ", ".join(codes), ", ".join(states)))
         kinds[kind] += 1
-        numels[kind] += math.prod(shape)
-        for state, dtype in states.items():
-            nbytes[state] += math.prod(shape) * dtype.itemsize
+        numels[kind] += numel
+        nbytes.update({state: numel * dtype.itemsize for state, dtype in states.items()})
     lines = columns(("NAME", "KIND", "SHAPE", "DTYPE", "STATES"), rows)
     totals = [(kind, f"{count} tensors, {numels[kind]:,} elements") for kind, count in kinds.items()]
     totals += [(state, size(count)) for state, count in nbytes.items()]
@@ -118,7 +112,7 @@ def describe(reader: Reader) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def brief(encoded: Any, width: int = 60) -> str:
+def brief(encoded: Any) -> str:
     """A JSON value, or one of `plain.encode`, in a few words."""
     kind = encoded.get(MARK) if isinstance(encoded, dict) else None
     if kind in ("tensor", "numpy"):
@@ -129,7 +123,7 @@ def brief(encoded: Any, width: int = 60) -> str:
         text = f"{type(encoded).__name__} of {len(encoded)}"
     else:
         text = json.dumps(encoded, ensure_ascii=False)
-    return shortened(text, width)
+    return shortened(text, 60)
 
 
 def is_nested(items: list[Any]) -> bool:
@@ -145,7 +139,7 @@ def shortened(text: str, width: int) -> str:
 def _summary(reader: Reader) -> tuple[str, ...]:
     """Of the table's row what follows the tag."""
     steps, stage = (str(reader.index.get(key)) for key in ("global_steps", "zero_stage"))
-    return steps, _saved(reader.path), _ranks(reader), stage, size(sum(file.nbytes for file in reader.files)), ""
+    return steps, _saved(reader.path), _ranks(reader), stage, size(reader.nbytes), ""
 
 
 def _ranks(reader: Reader) -> str:
@@ -159,7 +153,7 @@ def _facts(reader: Reader) -> list[tuple[str, str]]:
         ("path", str(reader.path)),
         ("saved", f"{_saved(reader.path)} by {versions}"),
         ("ranks", f"{_ranks(reader)} (model x data parallel), ZeRO stage {said('zero_stage')}, {said('device')}"),
-        ("files", f"{len(reader.files)}, {size(sum(file.nbytes for file in reader.files))}"),
+        ("files", f"{len(reader.files)}, {size(reader.nbytes)}"),
         ("steps", f"{said('global_steps')} ({said('skipped_steps')} skipped)"),
         *((name, brief(value)) for name, value in said("counters", {}).items()),
     ]

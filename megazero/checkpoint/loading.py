@@ -1,7 +1,4 @@
-"""How a checkpoint comes back into a training run, under any tensor-parallel size, data-parallel size and stage.
-
-All ranks take the same checkpoint; each loads the ranges that it needs, wherever they were saved (`restore`).
-"""
+"""How a checkpoint comes back into a training run: all ranks take the same one, and each restores what it needs of it."""
 
 from __future__ import annotations
 
@@ -112,23 +109,23 @@ def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[
 
 def _first_intact(directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], None]) -> Reader:
     """The first checkpoint that `read` can read on every rank. Collective."""
-    for number, tag in enumerate(tags):
-        reader, error = None, None
+    remaining = list(tags)
+    while True:
+        error = None
         try:
-            reader = _open(directory, tag)
+            reader = _open(directory, remaining.pop(0))
             read(reader)
         except Exception as caught:  # told to the others first, who would wait for this rank
             error = caught
         mine = None if error is None else (isinstance(error, (CheckpointError, OSError)), str(error))
         found = [(rank, *each) for rank, each in enumerate(comm.all_gathered_objects(mine)) if each is not None]
-        if not found and reader is not None:
+        if not found:
             return reader
         rank, is_damaged, message = found[0]
-        if not is_damaged or number + 1 == len(tags):
+        if not is_damaged or not remaining:
             kind = CheckpointError if is_damaged else comm.OtherRankError
             raise error or kind(f"rank {rank} cannot load: {message}")
         logger.warning("%s Going back to the checkpoint before it.", message)
-    raise AssertionError("there is at least one")
 
 
 def _open(directory: str | Path, tag: str | None) -> Reader:

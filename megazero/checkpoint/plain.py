@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 MARK = "$"
-_JSON_INT_BITS = (
-    63  # larger ones are written in hexadecimal: other readers of JSON round them, and Python limits digits
-)
+_JSON_INT_BITS = 63  # larger ones are in hexadecimal: other readers of JSON round them, and Python limits digits
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _SCALARS: dict[str, Callable[[str], Any]] = {

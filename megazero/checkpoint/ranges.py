@@ -120,5 +120,16 @@ def shard_to_full(shape: Sequence[int], cut: Cut | None, rank: int, size: int) -
     before = np.arange(outer)[:, None]
     source, target = (before * rows_of_shard + k * chunk) * inner, (before * rows + first) * inner
     lengths = np.broadcast_to(length * inner, source.shape)
-    is_there = lengths.reshape(-1) > 0
-    return RangeMap(*(np.ascontiguousarray(x).reshape(-1)[is_there] for x in (source, target, lengths)))
+    return RangeMap(*(column[lengths > 0] for column in (source, target, lengths)))
+
+
+def shards_to_full(shape: Sequence[int], cut: Cut | None, size: int) -> RangeMap:
+    """The same of all shards, which lie one behind the other; of a parameter that is not cut there is one.
+
+    Raises:
+        ValueError: the parameter cannot be cut so.
+    """
+    numel = math.prod(shard_shape(shape, cut, size))
+    maps = [shard_to_full(shape, cut, rank, size) for rank in range(size if cut else 1)]
+    source = [each.source + rank * numel for rank, each in enumerate(maps)]
+    return RangeMap(*map(np.concatenate, (source, [each.target for each in maps], [each.length for each in maps])))

@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero import __version__
 from megazero.checkpoint import writer
 from megazero.checkpoint.format import FORMAT, FORMAT_VERSION
-from megazero.checkpoint.ranges import Cut
+from megazero.checkpoint.ranges import Cut, shard_shape
 from megazero.checkpoint.writer import Stored, dtype_code, write_tensors
 from megazero.zero.bucket import MASTER
 
@@ -78,11 +78,7 @@ def rank_file(rank: int) -> str:
 
 
 def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
-    """Writes one rank's file into `folder`, and returns what `whole_index` has to know of it, as plain JSON.
-
-    Raises:
-        OSError, TypeError, ValueError: as `write_tensors`.
-    """
+    """Writes one rank's file by `write_tensors`, and returns what `whole_index` has to know of it, as plain JSON."""
     written = write_tensors(folder / rank_file(rank), snapshot.tensors())
     at = written.offsets
     return {
@@ -124,9 +120,7 @@ def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[
             at = [offsets[state] for state in tensors[name]["states"]]
             tensors[name]["pieces"].append([model_parallel_rank, start, stop, rank, at])
     for name, entry in tensors.items():
-        padded = list(entry["shape"])
-        if entry["cut"] is not None:
-            padded[entry["cut"]["dim"]] = entry["cut"]["padded"]
+        padded = shard_shape(entry["shape"], entry["cut"] and Cut(**entry["cut"]), size=1)
         numel, found = math.prod(padded), sum(stop - start for _, start, stop, _, _ in entry["pieces"])
         if found != numel:
             raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {numel}")

@@ -51,8 +51,13 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
         with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
             for segment, part, start in bucket.weight_parts():
                 if segment.name in reader.tensors:
-                    of_optimizer = {key: list(state.optimizer.parts_of(states, bucket, key, segment)) for key in kinds}
-                    _read_segment(state, reader, segment, part, start, of_optimizer)
+                    # A parameter may have been frozen when it was saved and be trained now, or the other way round.
+                    to_read = [(reader.weight_state(segment.name), part, start)]
+                    saved_keys = reader.states(segment.name)
+                    for key in (key for key in kinds if key in saved_keys):
+                        parts = state.optimizer.parts_of(states, bucket, key, segment)
+                        to_read += [(key, view, at.start) for view, at in parts]
+                    _read_segment(state, reader, segment, to_read)
     for name, buffer in state.buffers().items():
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
@@ -61,27 +66,15 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
 
 
 def _read_segment(
-    state: TrainingState,
-    reader: Reader,
-    segment: Segment,
-    weights: Tensor,
-    start: int,
-    of_optimizer: dict[str, list[tuple[Tensor, slice]]],
+    state: TrainingState, reader: Reader, segment: Segment, to_read: list[tuple[str, Tensor, int]]
 ) -> None:
     """Reads what belongs to the same elements together: their places are worked out once.
 
     Args:
-        weights: to be filled with elements from `start` on of the flattened parameter.
-        of_optimizer: by state, what is to be filled and its places in the flattened parameter.
+        to_read: a state, what is to be filled with it, and its first element in the flattened parameter.
     """
-    saved = reader.states(segment.name)
-    # A parameter may have been frozen when it was saved and be trained now, or the other way round.
-    wanted = [(reader.weight_state(segment.name), weights, start)]
-    for key, parts in of_optimizer.items():
-        if key in saved:
-            wanted += [(key, view, at.start) for view, at in parts]
     together: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for key, out, first in wanted:
+    for key, out, first in to_read:
         together.setdefault((first, out.numel()), {})[key] = out
     cut = state.cut(segment.name, segment.shape)
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
@@ -181,7 +174,7 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
             f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
             f"{first}: saved {list(saved[first]) if first in saved else 'nothing'}, model "
             f"{list(wanted[first]) if first in wanted else 'nothing'}. Give the sizes that it was trained with (--num-layers, "
-            "--hidden-size, --max-position-embeddings, the vocabulary), or load what is there with load_module_strict=False."
+            "--hidden-size, --max-position-embeddings, the vocabulary). A program's load_module_strict=False loads what is there."
         )
 
 
@@ -196,12 +189,16 @@ def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
 
 
 def _numbers(values: dict[Any, Any]) -> dict[Any, Any]:
-    """The values, if they are numbers.
+    """The values, if they are numbers that fit into 64 bits.
 
     Raises:
         ValueError: one is not.
     """
-    wrong = {key: value for key, value in values.items() if type(value) not in (int, float, bool)}
+
+    def is_number(value: Any) -> bool:
+        return type(value) in (float, bool) or (type(value) is int and value.bit_length() < 64)
+
+    wrong = {key: value for key, value in values.items() if not is_number(value)}
     if wrong:
-        raise ValueError(f"{wrong} should be a number")
+        raise ValueError(f"{wrong} should be a number of 64 bits")
     return values

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ class Saver:
         self._group: comm.ProcessGroup | None = None
         self._folders: dict[Path, CheckpointFolder] = {}  # all that have been claimed
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._what = ""
+        self._error: Exception | None = None  # of the save in the background
 
     def save(
         self,
@@ -39,9 +39,9 @@ class Saver:
         directory: str | Path,
         tag: str,
         *,
-        save_latest: bool = True,
-        keep_last: int = 0,
-        in_background: bool = False,
+        save_latest: bool,
+        keep_last: int,
+        in_background: bool,
     ) -> Path:
         """Writes one checkpoint and returns its directory, where it will be when a save in the background is done.
 
@@ -59,18 +59,16 @@ class Saver:
         folder, path = self.claim(directory), Path(directory) / tag
 
         def publish() -> None:
-            parts = _parts(folder.aside(tag), torch.distributed.get_world_size())
-            folder.publish(tag, whole_index(parts, index), save_latest, keep_last)
+            folder.publish(tag, whole_index(_parts(folder.aside(tag)), index), save_latest, keep_last)
 
+        write = partial(self._write, folder, tag, publish)
         try:
             if in_background:
                 staged = comm.together(snapshot.staged, self._group)  # one rank's host may have no room for it
-                self._what = str(path)
-                arguments = (staged, folder, tag, publish)
-                self._thread = threading.Thread(target=self._write_behind, args=arguments, name=f"save {tag}")
+                self._thread = threading.Thread(target=self._behind, args=(write, staged, path), name=f"save {tag}")
                 self._thread.start()
             else:
-                self._write(snapshot, folder, tag, publish)
+                write(snapshot)
         except comm.OtherRankError as error:
             raise OSError(f"the checkpoint {folder.path / tag} was not saved: {error}") from error
         return path
@@ -86,7 +84,7 @@ class Saver:
         path = Path(directory).absolute()  # a job may change its working directory
         folder = self._folders.setdefault(path, CheckpointFolder(path))
         try:
-            comm.together(folder.claim if torch.distributed.get_rank() == 0 else None, self._group)
+            self._on_first_rank(folder.claim)
         except comm.OtherRankError as error:
             raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
         return folder
@@ -103,8 +101,7 @@ class Saver:
         for folder in self._folders.values():
             folder.wait()
         if error is not None:
-            kind = OSError if isinstance(error, (OSError, comm.OtherRankError)) else RuntimeError
-            raise kind(f"the checkpoint {self._what} was not saved: {type(error).__name__}: {error}") from error
+            raise error
 
     def close(self) -> None:
         """Waits, and lets other jobs save in the directory."""
@@ -115,24 +112,28 @@ class Saver:
                 folder.release()
             self._folders.clear()
 
-    def _write_behind(self, *arguments: Any) -> None:
+    def _write(self, folder: CheckpointFolder, tag: str, publish: Callable[[], None], snapshot: Snapshot) -> None:
+        self._on_first_rank(lambda: folder.prepare(tag))
         try:
-            self._write(*arguments)
-        except BaseException as error:
-            logger.error("the checkpoint %s was not saved: %s: %s", self._what, type(error).__name__, error)
-            self._error = error
-
-    def _write(self, snapshot: Snapshot, folder: CheckpointFolder, tag: str, publish: Callable[[], None]) -> None:
-        rank, group = torch.distributed.get_rank(), self._group
-        is_first = rank == 0
-        comm.together((lambda: folder.prepare(tag)) if is_first else None, group)
-        try:
-            comm.together(lambda: _write_part(folder.aside(tag), rank, snapshot), group)
-            comm.together(publish if is_first else None, group)
+            comm.together(lambda: _write_part(folder.aside(tag), snapshot), self._group)
+            self._on_first_rank(publish)
         except BaseException:
-            if is_first:
+            if torch.distributed.get_rank() == 0:
                 folder.discard(tag)
             raise
+
+    def _behind(self, write: Callable[[Snapshot], None], snapshot: Snapshot, path: Path) -> None:
+        try:
+            write(snapshot)
+        except BaseException as error:
+            kind = OSError if isinstance(error, (OSError, comm.OtherRankError)) else RuntimeError
+            self._error = kind(f"the checkpoint {path} was not saved: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+            if torch.distributed.get_rank() == 0:  # where the other ranks' errors arrive, too
+                logger.error("%s", self._error)
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        comm.together(action if torch.distributed.get_rank() == 0 else None, self._group)
 
 
 def _note(aside: Path, rank: int) -> Path:
@@ -140,16 +141,17 @@ def _note(aside: Path, rank: int) -> Path:
     return aside / f"rank_{rank:05d}.json"
 
 
-def _write_part(aside: Path, rank: int, snapshot: Snapshot) -> None:
+def _write_part(aside: Path, snapshot: Snapshot) -> None:
+    rank = torch.distributed.get_rank()
     aside.mkdir(exist_ok=True)  # the first rank has made it; some network file systems show that late
     part, note = write_rank_file(aside, rank, snapshot), _note(aside, rank)
     with naming(note):
         note.write_text(json.dumps(part))
 
 
-def _parts(aside: Path, world_size: int) -> Iterator[dict[str, Any]]:
+def _parts(aside: Path) -> Iterator[dict[str, Any]]:
     """What `_write_part` has noted on every rank; the notes are deleted."""
-    for rank in range(world_size):
+    for rank in range(torch.distributed.get_world_size()):
         note = _note(aside, rank)
         if not note.is_file():
             raise OSError(

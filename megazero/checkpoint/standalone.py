@@ -1,4 +1,4 @@
-"""The script that lies beside every checkpoint: `ranges`, `format`, `reader`, `writer` and `zero_to_fp32` in one file."""
+"""The script that lies beside every checkpoint: `zero_to_fp32` and the modules that it needs, in one file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from megazero.files import written_aside
 
 SCRIPT = "zero_to_fp32.py"
-_PARTS = ("ranges.py", "format.py", "reader.py", "writer.py", SCRIPT)
+_PARTS = ("ranges", "format", "pieces", "reader", "writer", "zero_to_fp32")
 _FUTURE = "from __future__ import annotations\n"
 _OWN_IMPORT = re.compile(
-    r"^from megazero\.checkpoint\.(?:ranges|format|reader|writer) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE
+    rf"^from megazero\.checkpoint\.(?:{'|'.join(_PARTS)}) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE
 )
 
 
 @cache
 def script_text() -> str:
     """The script's source."""
-    sources = [(Path(__file__).parent / name).read_text() for name in _PARTS]
+    sources = [Path(__file__).with_name(f"{part}.py").read_text() for part in _PARTS]
     docstring = sources[-1].split('"""')[1]
     bodies = [_OWN_IMPORT.sub("", source.split('"""', 2)[2].replace(_FUTURE, "", 1)).strip() for source in sources]
     head = f'#!/usr/bin/env python3\n"""{docstring}"""\n\n{_FUTURE}'

@@ -1,10 +1,4 @@
-"""The directory that a job saves in: written so that nothing is lost, by one job at a time.
-
-    SAVE/latest                     the tag of the newest whole checkpoint
-    SAVE/global_step20/             a checkpoint: index.json and the ranks' files
-    SAVE/.global_step40.partial/    one that is being written, or whose save has died
-    SAVE/.lock                      locked by the job that saves here
-    SAVE/zero_to_fp32.py            turns a checkpoint into plain weights, with nothing but torch
+"""The directory that a job saves in (docs/checkpoint_format.md): written so that nothing is lost, by one job at a time.
 
 A checkpoint is written into a directory aside, made durable, and renamed; `latest` moves last. So a save that dies leaves
 the previous checkpoint in place.
@@ -25,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path
+from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path, tag_at
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.writer import naming
 from megazero.files import sync_folder, written_aside
@@ -71,7 +65,7 @@ def list_tags(directory: str | Path) -> list[str]:
     """Tags of the checkpoints in `directory`, in the order in which they were written."""
     whole = {path.parent.name: path for path in Path(directory).glob("*/index.json") if path.parent.name[0] != "."}
     for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
-        whole.setdefault(path.parent.name[1:].removesuffix(".replaced"), path)
+        whole.setdefault(tag_at(path.parent), path)
     return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
 
 
@@ -176,7 +170,7 @@ class CheckpointFolder:
             for aside in self.path.glob(f"{name}.tmp*"):
                 aside.unlink(missing_ok=True)
         for replaced in self.path.glob(".*.replaced"):
-            final = self.path / replaced.name.removeprefix(".").removesuffix(".replaced")
+            final = self.path / tag_at(replaced)
             if final.exists():
                 _remove(replaced)
             else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,13 +31,12 @@ class Verification:
     """What was found.
 
     Attributes:
+        reader: None where the index itself is damaged.
         problems: a sentence each; none where all is as it was written.
     """
 
     path: Path
-    num_files: int = 0
-    num_tensors: int = 0
-    nbytes: int = 0
+    reader: Reader | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -48,27 +48,26 @@ def verify(directory: str | Path, tag: str) -> Verification:
         OSError: a file cannot be read.
     """
     found = Verification(checkpoint_path(directory, tag))
-    try:
-        reader = Reader(directory, tag, (found.path / "index.json").read_bytes())
-        found.num_files, found.num_tensors = len(reader.files), len(reader.tensors)
-        found.nbytes = sum(file.nbytes for file in reader.files)
+    with _noting(found):
+        found.reader = reader = Reader(directory, tag, (found.path / "index.json").read_bytes())
         with reader.well_formed("what lies in its files"):
             extents = _extents(reader)
         _check_files(found, reader, extents)
         for name in reader.tensors:
-            _check_parameter(found, reader, name)
+            with _noting(found):
+                if missing := reader.missing(name):
+                    numel = reader.numel(name)
+                    found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
         if not found.problems:
             client_state(reader)
-    except CheckpointError as error:
-        found.problems.append(str(error))
     return found
 
 
-def _check_parameter(found: Verification, reader: Reader, name: str) -> None:
+@contextmanager
+def _noting(found: Verification) -> Iterator[None]:
+    """Ends the block at the first damage that it meets, which becomes one of the problems."""
     try:
-        missing, numel = reader.missing(name), math.prod(reader.shape(name))
-        if missing:
-            found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
+        yield
     except CheckpointError as error:
         found.problems.append(str(error))
 
@@ -89,7 +88,7 @@ def _extents(reader: Reader) -> list[list[_Extent]]:
 
 
 def _check_files(found: Verification, reader: Reader, extents: list[list[_Extent]]) -> None:
-    with tqdm(total=found.nbytes, desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
+    with tqdm(total=reader.nbytes, desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
         for file, held in zip(reader.files, extents, strict=True):
             nbytes, name = file.found_size(), file.path.name
             for one, next_one in pairwise(held):
@@ -118,7 +117,7 @@ def _damaged(file: CheckedFile, bar: tqdm) -> list[tuple[int, int]]:
     return ranges
 
 
-def _names(extents: Iterable[_Extent], most: int = 4) -> str:
+def _names(extents: Iterable[_Extent]) -> str:
     names = list(dict.fromkeys(extent.what for extent in extents))
-    rest = f", and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "no tensor, only the file's header") + rest
+    rest = f", and {len(names) - 4} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "no tensor, only the file's header") + rest

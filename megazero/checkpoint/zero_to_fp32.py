@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Stored, write_tensors
+from megazero.checkpoint.writer import Stored, shard_index, sharded, write_tensors
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 
@@ -47,7 +47,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         FileNotFoundError: there is no checkpoint of this tag.
     """
     reader = _open(checkpoint_dir, tag)
-    found = {name: _fp32(reader, name).read() for name in _names(reader, exclude_frozen_parameters)}
+    found = {name: stored.read() for name, stored in _tensors(reader, exclude_frozen_parameters).items()}
     aliases = reader.index.get("aliases", {})
     return {**found, **{alias: found[name] for alias, name in aliases.items() if name in found}}
 
@@ -82,56 +82,35 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         OSError: a file could not be written; files appear under their names when they are whole.
     """
     reader, output = _open(checkpoint_dir, tag), Path(output)
-    names = _names(reader, exclude_frozen_parameters)
-    _announce(reader, output, names)
+    tensors, aliases = _tensors(reader, exclude_frozen_parameters), reader.index.get("aliases", {})
+    _announce(reader, output, tensors)
     if output.suffix in _FILE_SUFFIXES and not output.is_dir():
         output.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(reader, output, names)
+        _write_file(output, tensors, aliases)
         return
     output.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    first = [output / f"model.safetensors{end}" for end in ("", ".index.json")]
-    if not safe_serialization and any(path.exists() for path in first):
+    if not safe_serialization and any((output / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
         raise ValueError(
             f"{output} has a model.safetensors already, which is read before the pytorch_model.bin that would be written beside "
             "it. Choose another directory, or --safe_serialization."
         )
-    sizes = {name: _fp32(reader, name).nbytes for name in names}
-    files = sharded(stem, suffix, sizes, _bytes(max_shard_size))
+    files = sharded(stem, suffix, tensors, _bytes(max_shard_size))
     for file, shard in files.items():
-        _write_file(reader, output / file, shard)
-    index = output / f"{stem}{suffix}.index.json"
+        _write_file(output / file, shard, aliases)
+    index, kept = output / f"{stem}{suffix}.index.json", set(files)
     if len(files) > 1:
-        weight_map = {name: f for f, shard in files.items() for name in (*shard, *_aliases_of(reader, shard, suffix))}
-        text = json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=2)
-        _replace(index, lambda path: path.write_text(text))
-    else:
-        index.unlink(missing_ok=True)
+        content = shard_index(files)
+        if not safe_serialization:
+            file_of = content["weight_map"]
+            file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
+        _replace(index, lambda path: path.write_text(json.dumps(content, indent=2)))
+        kept.add(index.name)
     # Of an earlier conversion, which whoever reads the directory would take for this one.
     digits = "[0-9]" * 5
-    for older in (output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
-        if older.name not in files:
+    for older in (index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
+        if older.name not in kept:
             older.unlink(missing_ok=True)
-
-
-def sharded(stem: str, suffix: str, sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Names of files, as transformers has them, and in each the names of its tensors, in order.
-
-    Args:
-        sizes: of all tensors, in bytes.
-        limit: of the bytes in a file; a single larger tensor has one of its own.
-    """
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, nbytes in sizes.items():
-        if shards[-1] and held + nbytes > limit:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += nbytes
-    if len(shards) == 1:
-        return {stem + suffix: shards[0]}
-    return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
 
 
 def _open(directory: str | Path, tag: str | int | None) -> Reader:
@@ -142,28 +121,22 @@ def _open(directory: str | Path, tag: str | int | None) -> Reader:
     return Reader(directory, None if tag is None else str(tag))
 
 
-def _names(reader: Reader, exclude_frozen: bool) -> list[str]:
-    return [name for name, entry in reader.tensors.items() if not (exclude_frozen and entry["kind"] == "frozen")]
+def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, Stored]:
+    """What to write, by name."""
+    kinds = {name: entry["kind"] for name, entry in reader.tensors.items()}
+    return {name: _fp32(reader, name) for name, kind in kinds.items() if not (exclude_frozen and kind == "frozen")}
 
 
 def _fp32(reader: Reader, name: str) -> Stored:
-    """What to write: of parameters fp32, of a buffer its own dtype."""
+    """Parameters in fp32, buffers in their own dtype."""
     own = reader.dtype(name, reader.weight_state(name))
     dtype = torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
     return Stored(dtype, reader.shape(name), lambda: reader.read_weight(name).to(dtype))
 
 
-def _aliases_of(reader: Reader, names: Iterable[str], suffix: str) -> dict[str, str]:
-    """Further names of tied parameters. safetensors files hold each tensor once, as transformers has it."""
-    if suffix == ".safetensors":
-        return {}
-    kept = set(names)
-    return {alias: name for alias, name in reader.index.get("aliases", {}).items() if name in kept}
-
-
-def _announce(reader: Reader, output: Path, names: list[str]) -> None:
+def _announce(reader: Reader, output: Path, names: Iterable[str]) -> None:
     index = reader.index
-    total = sum(torch.Size(reader.shape(name)).numel() for name in names if reader.tensors[name]["kind"] != "buffer")
+    total = sum(reader.numel(name) for name in names if reader.tensors[name]["kind"] != "buffer")
     ranks = index["model_parallel_size"] * index["data_parallel_size"]
     print(f"Processing zero checkpoint at {reader.path.name}")
     print(f"Detected checkpoint of type zero stage {index['zero_stage']}, world_size: {ranks}")
@@ -192,19 +165,20 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _write_file(reader: Reader, path: Path, names: list[str]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> None:
+    """Writes tensors, in a .bin under all of their names; safetensors files hold each once, as transformers has it."""
     if path.suffix == ".safetensors":
-        _replace(path, lambda aside: write_tensors(aside, {name: _fp32(reader, name) for name in names}))
+        _replace(path, lambda aside: write_tensors(aside, tensors))
     else:
-        _replace(path, lambda aside: _write_torch(reader, aside, names))
+        _replace(path, lambda aside: _write_torch(aside, tensors, aliases))
 
 
-def _write_torch(reader: Reader, path: Path, names: list[str]) -> None:
+def _write_torch(path: Path, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> None:
     """torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".zero_to_fp32.") as file:
         state, start = {}, 0
-        for name in names:
-            value = _fp32(reader, name).read()
+        for name, stored in tensors.items():
+            value = stored.read()
             if value.nbytes:
                 file.truncate(start + value.nbytes)
                 mapped = np.memmap(file.name, dtype=np.uint8, mode="r+", offset=start, shape=(value.nbytes,))
@@ -212,7 +186,7 @@ def _write_torch(reader: Reader, path: Path, names: list[str]) -> None:
                 value = torch.from_numpy(mapped).view(value.dtype).view(value.shape)
             state[name] = value
             start += -(-value.nbytes // 64) * 64
-        state.update({alias: state[name] for alias, name in _aliases_of(reader, names, path.suffix).items()})
+        state.update({alias: state[name] for alias, name in aliases.items() if name in state})
         torch.save(state, path)
 
 

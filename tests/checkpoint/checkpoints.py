@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint.offline import RankPiece, write_checkpoint
 from megazero.checkpoint.plain import encode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.reshape import RankPiece, write_checkpoint
 from megazero.checkpoint.writer import dtype_code
 from megazero.mpu.partition import Partition
 

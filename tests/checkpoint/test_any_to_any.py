@@ -203,9 +203,10 @@ def count_case(directory: str) -> tuple[int, int, int]:
     engine = wide_engine(1)
     read, read_block = [], CheckedFile._read_block
 
-    def counted(file, block, out, what):
-        read.append(len(out))
-        read_block(file, block, out, what)
+    def counted(file, block, what, out=None):
+        content = read_block(file, block, what, out)
+        read.append(len(content))
+        return content
 
     with patch.object(CheckedFile, "_read_block", counted):
         engine.load_checkpoint(directory)

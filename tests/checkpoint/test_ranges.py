@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
+from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full, shards_to_full
 from megazero.mpu.partition import Partition
 
 SIZES = (1, 2, 3, 4)
@@ -80,12 +80,7 @@ def test_any_range_of_any_shard_comes_from_any_pieces_of_other_shards(case, data
     for base, (_, values) in zip(bases, pieces, strict=False):
         file[base : base + len(values)] = values
     to_file = RangeMap.of([start for start, _ in pieces], bases[:-1].tolist(), lengths)
-    maps = [shard_to_full(shape, saved_cut, rank, saved_size) for rank in range(len(saved))]
-    to_full = RangeMap.of(
-        np.concatenate([m.source + rank * saved[0].numel() for rank, m in enumerate(maps)]),
-        np.concatenate([m.target for m in maps]),
-        np.concatenate([m.length for m in maps]),
-    )
+    to_full = shards_to_full(shape, saved_cut, saved_size)
     for rank, shard in enumerate(shards(full, partition, size, cut)):
         start = data.draw(st.integers(0, shard.numel() - 1))
         stop = data.draw(st.integers(start + 1, shard.numel()))

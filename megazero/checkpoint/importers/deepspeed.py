@@ -13,19 +13,20 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
-from megazero.checkpoint.importers.deepspeed_megatron import merge_model_parallel
-from megazero.checkpoint.importers.deepspeed_partitions import OptimizerFiles, read_optimizer_files
+from megazero.checkpoint.importers.deepspeed_partitions import OptimizerFiles, is_vector, read_optimizer_files
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
 
 logger = logging.getLogger(__name__)
 
+_Rank = tuple[dict[str, ForeignTensor], dict[str, str], OptimizerFiles]  # tensors and aliases of a model-parallel rank
 # What DeepSpeed itself writes at the top of a model file; every other key is the user's.
 _OWN_KEYS = set(
     """
@@ -49,37 +50,27 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
         ValueError: the files do not belong together, are damaged, or are of a kind that is not supported.
     """
     files = find_deepspeed_files(directory, tag)
-    parts = [_read_rank(files, rank) for rank in range(files.model_parallel)]
-    model, optimizer, tensors = parts[0].model, parts[0].optimizer, parts[0].tensors
+    models = [files.load_model(rank) for rank in range(files.model_parallel)]
+    parts = [_read_rank(files, rank, model) for rank, model in enumerate(models)]
+    model, (tensors, aliases, optimizer) = models[0], parts[0]
     if len(parts) > 1:
-        tensors = merge_model_parallel([part.tensors for part in parts], model.get("checkpoint_version", 0))
+        tensors = merge_model_parallel([part[0] for part in parts], model.get("checkpoint_version", 0))
     logger.info("%s: written by DeepSpeed %s, %d tensors", files.folder, model.get("ds_version"), len(tensors))
     return ForeignCheckpoint(
         tensors=tensors,
-        aliases={alias: name for alias, name in parts[0].aliases.items() if name in tensors},
+        aliases={alias: name for alias, name in aliases.items() if name in tensors},
         global_steps=int(model.get("global_steps") or 0),
         skipped_steps=int(model.get("skipped_steps") or 0),
         optimizer_type=_optimizer_type(model.get("ds_config")),
-        optimizer_counters=optimizer.counters if optimizer else None,
-        optimizer_groups=plain_data(optimizer.groups, "optimizer_groups") if optimizer else None,
+        optimizer_counters=optimizer.counters,
+        optimizer_groups=plain_data(optimizer.groups, "optimizer_groups"),
         lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
-        loss_scaler=_loss_scaler(parts[0].optimizer_state),
+        loss_scaler=_loss_scaler(optimizer.state),
         client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
     )
 
 
-class _Rank(NamedTuple):
-    """What the files of one model-parallel rank hold."""
-
-    tensors: dict[str, ForeignTensor]
-    aliases: dict[str, str]
-    model: dict[str, Any]
-    optimizer: OptimizerFiles | None
-    optimizer_state: dict[str, Any]
-
-
-def _read_rank(files: DeepSpeedFiles, rank: int) -> _Rank:
-    model = files.load_model(rank)
+def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank:
     where = str(files.model[rank, 0])
     module = {name: value for name, value in model["module"].items() if isinstance(value, Tensor)}
     if others := sorted(model["module"].keys() - module.keys()):
@@ -102,7 +93,7 @@ def _read_rank(files: DeepSpeedFiles, rank: int) -> _Rank:
             tensors[name] = _constant(value, "buffer")
         elif name not in tensors and name not in aliases and not is_stage_3:  # stage 3 has placeholders here
             tensors[name] = _constant(value, "frozen")
-    return _Rank(tensors, aliases, model, optimizer, states[0])
+    return tensors, aliases, optimizer
 
 
 def _constant(value: Tensor, kind: str) -> ForeignTensor:
@@ -153,16 +144,14 @@ def _read_stage_0(
     for number, name in enumerate(names):
         readers = {"master": partial(_to_fp32, module[name])}
         if is_certain:
-            readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if isinstance(v, Tensor) and v.dim()}
+            readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if is_vector(v)}
         tensors[name] = ForeignTensor(tuple(module[name].shape), "trained", readers)
-    if not is_certain:
-        return _Rank(tensors, aliases, model, None, state)
-    scalars = {k: float(v) for k, v in states[0].items() if not (isinstance(v, Tensor) and v.dim())}
-    return _Rank(tensors, aliases, model, OptimizerFiles({}, scalars, groups), state)
+    scalars = {k: float(v) for k, v in states[0].items() if not is_vector(v)} if is_certain else None
+    return tensors, aliases, OptimizerFiles({}, scalars, groups if is_certain else None, state)
 
 
 def _shape_of(state: dict[str, Any]) -> Any:
-    return next((value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()), None)
+    return next((value.shape for value in state.values() if is_vector(value)), None)
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

@@ -99,11 +99,11 @@ def _load(path: Path, key: str, kind: str) -> dict[str, Any]:
     return content
 
 
-def find_deepspeed_files(directory: str | Path, tag: str | None = None) -> DeepSpeedFiles:
+def find_deepspeed_files(directory: str | Path, tag: str | None) -> DeepSpeedFiles:
     """The files of one checkpoint in a `save_dir` of DeepSpeed.
 
     Args:
-        tag: the folder in `directory`; by default the one that DIR/latest names.
+        tag: the folder in `directory`; None for the one that DIR/latest names.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.

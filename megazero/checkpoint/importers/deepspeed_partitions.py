@@ -43,11 +43,13 @@ class OptimizerFiles(NamedTuple):
         readers: by parameter and state ("master", "exp_avg", ...), a function that gives the full fp32 tensor.
         counters: the optimizer's scalar state; None where it has not run yet.
         groups: the optimizer's groups; None in "elastic" checkpoints, which have none.
+        state: what data-parallel rank 0 has saved.
     """
 
     readers: dict[str, dict[str, Reader]]
     counters: dict[str, float] | None
     groups: list[dict[str, Any]] | None
+    state: dict[str, Any]
 
 
 def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where: str) -> OptimizerFiles:
@@ -76,7 +78,8 @@ def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where:
         by_state = {state: _share_readers(flat, shapes, f"{where}: {state}") for state, flat in vectors.items()}
     readers = {name: {state: by_state[state][name] for state in by_state} for name in by_state["master"]}
     base = _base_state(files[0], key)
-    return OptimizerFiles(readers, counters, base.get("param_groups", []) if isinstance(base, dict) else None)
+    groups = base.get("param_groups", []) if isinstance(base, dict) else None
+    return OptimizerFiles(readers, counters, groups, files[0])
 
 
 def _base_state(file: dict[str, Any], key: str) -> Any:
@@ -91,7 +94,7 @@ def _vectors(
     states = [_group_states(_base_state(file, key), len(file[key])) for file in files]
     if not any(state for rank in states for state in rank):
         return vectors, None
-    names = {name for name, value in states[0][0].items() if _is_vector(value) and name != "step"}
+    names = {name for name, value in states[0][0].items() if is_vector(value) and name != "step"}
     for rank, groups in enumerate(states):
         for group, state in enumerate(groups):
             if not names <= state.keys():
@@ -116,7 +119,8 @@ def _group_states(base: Any, groups: int) -> list[dict[str, Any]]:
     return [state.get(group, {}) for group in range(groups)]
 
 
-def _is_vector(value: Any) -> bool:
+def is_vector(value: Any) -> bool:
+    """Whether an optimizer's state is one of a parameter's elements, like "exp_avg", and no scalar."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

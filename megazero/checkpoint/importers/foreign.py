@@ -1,12 +1,22 @@
-"""What an importer gives: another framework's checkpoint in full, logical parameters, read one tensor at a time."""
+"""What an importer gives: another framework's checkpoint in full, logical parameters; and how it becomes one of ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from megazero.checkpoint.format import DTYPES
+from megazero.checkpoint.offline import RankPiece, write_checkpoint
+from megazero.checkpoint.plain import encode, plain_settings
+from megazero.checkpoint.rank_files import tensor_entry
+from megazero.checkpoint.store import tag_of
+from megazero.checkpoint.training_state import CLIENT, CONSTANT, SCHEDULE
+from megazero.zero.bucket import MASTER
 
 
 @dataclass(frozen=True)
@@ -47,3 +57,61 @@ class ForeignCheckpoint:
     lr_scheduler: dict[str, Any] | None = None
     loss_scaler: dict[str, Any] | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
+
+
+def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
+    """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
+
+    Raises:
+        ValueError: `foreign` is inconsistent: a tensor is not of the shape that was announced, or has no values at all.
+        OSError: as `write_checkpoint`.
+    """
+    entries = {name: _entry(name, tensor) for name, tensor in foreign.tensors.items()}
+
+    def read(piece: RankPiece, state: str) -> Tensor:
+        tensor, code = foreign.tensors[piece.name], entries[piece.name]["states"][state]
+        value = tensor.states[state]().detach()
+        if tuple(value.shape) != tuple(tensor.shape):
+            found, announced = list(value.shape), list(tensor.shape)
+            raise ValueError(f"{state} of {piece.name} has shape {found}, announced as {announced}.")
+        return value.to(DTYPES[code]).reshape(-1)[piece.start : piece.stop]
+
+    client_state, client_tensors = encode(foreign.client_state, prefix=CLIENT)
+    schedule, schedule_tensors = encode(foreign.lr_scheduler, "lr_scheduler", SCHEDULE)
+    index = {
+        **{"model_parallel_size": 1, "data_parallel_size": 1, "zero_stage": 0, "device": "cpu"},
+        "global_steps": foreign.global_steps,
+        "skipped_steps": foreign.skipped_steps,
+        "counters": {},
+        "optimizer": _optimizer(foreign),
+        "loss_scaler": foreign.loss_scaler,
+        "lr_scheduler": schedule,
+        "client_state": client_state,
+        "aliases": foreign.aliases,
+        "tensors": entries,
+    }
+    blobs = {**client_tensors, **schedule_tensors}
+    return write_checkpoint(directory, tag_of(foreign.global_steps), index, blobs, read)
+
+
+def _entry(name: str, tensor: ForeignTensor) -> dict[str, Any]:
+    if tensor.kind == "trained" and MASTER in tensor.states:
+        states = dict.fromkeys(tensor.states, torch.float32)
+    elif tensor.kind in ("frozen", "buffer") and tensor.states.keys() == {CONSTANT}:
+        states = {CONSTANT: tensor.states[CONSTANT]().dtype}
+    else:
+        found = ", ".join(tensor.states) or "none"
+        raise ValueError(f"{name} is {tensor.kind!r} with the states {found}: it has no weights.")
+    return tensor_entry(tensor.kind, tensor.shape, None, states)
+
+
+def _optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
+    if foreign.optimizer_counters is None:
+        return None
+    groups = foreign.optimizer_groups
+    return {
+        "type": foreign.optimizer_type,
+        "counters": foreign.optimizer_counters,
+        "counters_of": {name: None for name, tensor in foreign.tensors.items() if tensor.states.keys() == {MASTER}},
+        "groups": groups and [plain_settings(group) for group in groups],
+    }

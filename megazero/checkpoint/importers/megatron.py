@@ -21,18 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
+from megazero.checkpoint.importers.megatron_cuts import cut_dimension
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_optimizer
 from megazero.checkpoint.importers.torch_files import load_torch_file, plain_data
-from megazero.comm import ProcessGroup
-from megazero.model.config import GPT2Config
-from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import check_names
-from megazero.mpu.partition import Partition, partitions
+from megazero.mpu.partition import Partition
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +66,8 @@ def read_megatron(
     shards = [_flat(file["model"]) for file in files]
     args = plain_data(files[0].get("args", {}), "args")
     config = megatron_config(shards, args, vocab_size, num_attention_heads, folder)
-    shapes, cuts = config.full_shapes(), _cuts(config)
-    _check_shards(shards, shapes, cuts, folder)
+    shapes = config.full_shapes()
+    cuts = _checked_cuts(shards, shapes, folder)
     optimizer = _optimizer(files, shards, list(shapes), folder)
     held = optimizer.states if optimizer else [{name: {"master": shard[name]} for name in shapes} for shard in shards]
     version = float(files[0].get("checkpoint_version") or 0)
@@ -82,21 +79,20 @@ def read_megatron(
         full = cuts[name].merge(parts) if name in cuts else parts[0]
         return full.to(torch.float32, copy=name not in cuts)  # never a view of the file
 
-    checkpoint = ForeignCheckpoint(
+    steps = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
+    return ForeignCheckpoint(
         tensors={
             name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in held[0][name]})
             for name, shape in shapes.items()
         },
-        global_steps=0 if folder.name == "release" else int(files[0].get("iteration", 0)),
+        global_steps=steps,
+        optimizer_type="AdamW" if optimizer else None,  # apex's FusedAdam, whose weight decay is decoupled
+        optimizer_counters={"step": optimizer.step} if optimizer else None,
+        optimizer_groups=optimizer.groups if optimizer else None,
+        lr_scheduler=_schedule(files[0].get("lr_scheduler"), steps) if optimizer else None,
+        loss_scaler=optimizer.loss_scaler if optimizer else None,
         client_state={"model": asdict(config)},
     )
-    if optimizer:
-        checkpoint.optimizer_type = "AdamW"  # apex's FusedAdam, whose weight decay is decoupled
-        checkpoint.optimizer_counters = {"step": optimizer.step}
-        checkpoint.optimizer_groups = optimizer.groups
-        checkpoint.loss_scaler = optimizer.loss_scaler
-        checkpoint.lr_scheduler = _schedule(files[0].get("lr_scheduler"), checkpoint.global_steps)
-    return checkpoint
 
 
 def _folder(directory: Path, iteration: int | None) -> Path:
@@ -154,20 +150,14 @@ def _our_name(name: str) -> str:
     return name
 
 
-def _cuts(config: GPT2Config) -> dict[str, Partition]:
-    """How our model says that its parameters are cut."""
-    alone = ProcessGroup(dist.HashStore(), 0, 1)  # a description of one rank: nothing is communicated
-    with torch.random.fork_rng(devices=[]):  # building a model draws seeds
-        return partitions(GPT2Model(config, group=alone, device="meta"))
-
-
-def _check_shards(
-    shards: Sequence[Mapping[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    cuts: Mapping[str, Partition],
-    folder: Path,
-) -> None:
-    ranks = len(shards)
+def _checked_cuts(
+    shards: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> dict[str, Partition]:
+    """How each parameter is cut, if what every rank holds has a shape that suits it."""
+    ranks, cuts = len(shards), {}
+    for name, shape in shapes.items():
+        if (dim := cut_dimension(name, ranks)) is not None:
+            cuts[name] = Partition(dim, 3 if _QUERY_KEY_VALUE in name else 1, full_size=shape[dim])
     for rank, shard in enumerate(shards):
         check_names(shard, shapes, f"{folder}, rank {rank},")
         for name, full in shapes.items():
@@ -181,6 +171,7 @@ def _check_shards(
                     f"{folder}, rank {rank}: {name} has shape {list(shard[name].shape)}, expected {wanted} on each of {ranks} "
                     "model-parallel ranks."
                 )
+    return cuts
 
 
 def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:

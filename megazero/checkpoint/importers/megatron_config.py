@@ -19,10 +19,7 @@ _QKV = "transformer.layers.0.attention.query_key_value.bias"
 _MLP = "transformer.layers.0.mlp.dense_h_to_4h.bias"
 _SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters that show the sizes, and their dimensions
 # Arguments of the same name and meaning.
-_SAME = {
-    "make_vocab_size_divisible_by",
-    *("attention_dropout", "hidden_dropout", "init_method_std", "layernorm_epsilon"),
-}
+_SAME = "make_vocab_size_divisible_by attention_dropout hidden_dropout init_method_std layernorm_epsilon".split()
 
 
 def megatron_config(

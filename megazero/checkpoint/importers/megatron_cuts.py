@@ -1,6 +1,6 @@
-"""Joining the model-parallel ranks of a Megatron-LM GPT-2 that DeepSpeed saved.
+"""How Megatron-LM's GPT-2 is cut over model-parallel ranks, and the joining of those that DeepSpeed saved.
 
-The files do not say how a layer was cut, only Megatron-LM's names do. A parameter under another name is refused, not guessed.
+Files do not say how a layer was cut, only Megatron-LM's names do. A parameter under another name is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def merge_model_parallel(ranks: Sequence[dict[str, ForeignTensor]], version: flo
     for name, first in ranks[0].items():
         parts = [rank.get(name) for rank in ranks]
         tensors = [part for part in parts if part is not None and _form(part) == _form(first)]
-        dim = _dimension(name, len(ranks))
+        dim = cut_dimension(name, len(ranks))
         if len(tensors) != len(ranks):
             raise ValueError(
                 f"{name!r} is missing, or of another shape or kind, in the files of a model-parallel rank."
@@ -57,8 +57,12 @@ def _form(tensor: ForeignTensor) -> tuple[Any, ...]:
     return tensor.kind, tensor.shape, tensor.states.keys()
 
 
-def _dimension(name: str, ranks: int) -> int | None:
-    """Along which dimension a parameter was cut; None if every rank has all of it."""
+def cut_dimension(name: str, ranks: int) -> int | None:
+    """Along which dimension a parameter was cut over so many ranks; None if each of them has all of it.
+
+    Raises:
+        ValueError: its name does not say.
+    """
     for pattern, dimension in ((_CUT_BY_ROWS, 0), (_CUT_BY_COLUMNS, 1), (_WHOLE, None)):
         if pattern.fullmatch(name):
             return dimension

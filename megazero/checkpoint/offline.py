@@ -1,0 +1,97 @@
+"""Writes a whole checkpoint from one process, without ranks. One state of one piece of a parameter is in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from tqdm import tqdm
+
+from megazero.checkpoint.format import DTYPES
+from megazero.checkpoint.ranges import Cut, shard_shape
+from megazero.checkpoint.rank_files import Piece, Snapshot, whole_index, write_rank_file
+from megazero.checkpoint.store import CheckpointFolder
+from megazero.checkpoint.writer import Stored
+
+
+class RankPiece(NamedTuple):
+    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
+
+    name: str
+    model_parallel_rank: int
+    start: int
+    stop: int
+
+
+def write_checkpoint(
+    directory: str | Path,
+    tag: str,
+    index: dict[str, Any],
+    blobs: dict[str, Tensor],
+    read: Callable[[RankPiece, str], Tensor],
+) -> Path:
+    """The directory of a checkpoint that is written, whole, by this process alone; with a bar, where a person watches.
+
+    Args:
+        index: all of it but what `whole_index` adds; the sizes in it say how many files are written.
+        blobs: tensors that are not of the model, for the first rank's file.
+        read: of a piece, one of its states: 1-D, in the dtype that the index says.
+
+    Raises:
+        FileExistsError: `directory` has a checkpoint of this tag.
+        DirectoryInUseError: a job is saving its checkpoints there.
+        OSError: a file could not be written. Then, and when `read` raises, nothing is left.
+    """
+
+    def read_and_count(piece: RankPiece, state: str) -> Tensor:
+        value = read(piece, state)
+        bar.update(value.nbytes)
+        return value
+
+    def to_write(piece: RankPiece) -> Piece:
+        shape, codes = (piece.stop - piece.start,), index["tensors"][piece.name]["states"]
+        states = {s: Stored(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
+        return Piece(piece.name, piece.model_parallel_rank, piece.start, states)
+
+    folder = CheckpointFolder(directory)
+    if (folder.path / tag).exists():
+        raise FileExistsError(f"{folder.path / tag} exists already: choose another directory, or delete this one.")
+    plan = _plan(index["tensors"], index["model_parallel_size"], index["data_parallel_size"])
+    snapshots = [Snapshot([to_write(p) for p in pieces], {} if rank else blobs) for rank, pieces in enumerate(plan)]
+    total = sum(stored.nbytes for each in snapshots for piece in each.pieces for stored in piece.states.values())
+    with tqdm(total=total, desc=f"writing {tag}", unit="B", unit_scale=True, disable=None) as bar:
+        try:
+            folder.prepare(tag)
+            try:
+                parts = [write_rank_file(folder.aside(tag), rank, each) for rank, each in enumerate(snapshots)]
+                folder.publish(tag, whole_index(parts, index), save_latest=True, keep_last=0)
+            except BaseException:
+                folder.discard(tag)
+                raise
+        finally:
+            folder.release()
+    return folder.path / tag
+
+
+def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size: int) -> list[list[RankPiece]]:
+    """By rank, what it holds: the parameters of a tensor-parallel rank lie one behind the other and are cut into equal parts."""
+    ranks: list[list[RankPiece]] = [[] for _ in range(model_parallel_size * data_parallel_size)]
+    for rank in range(model_parallel_size):
+        held = []
+        for name, entry in entries.items():
+            cut = entry["cut"] and Cut(**entry["cut"])
+            if cut is not None or rank == 0:  # what is not cut is the same on all ranks, and the first saves it
+                held.append((name, math.prod(shard_shape(entry["shape"], cut, model_parallel_size))))
+        total, offset = sum(numel for _, numel in held), 0
+        ends = [total * part // data_parallel_size for part in range(data_parallel_size + 1)]
+        for name, numel in held:
+            for part in range(data_parallel_size):
+                start, stop = max(ends[part] - offset, 0), min(ends[part + 1] - offset, numel)
+                if start < stop:
+                    ranks[part * model_parallel_size + rank].append(RankPiece(name, rank, start, stop))
+            offset += numel
+    return ranks
