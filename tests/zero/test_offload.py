@@ -315,7 +315,7 @@ def compiled_case(offload_optimizer: str) -> bool:
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "zero": {"offload_optimizer": offload_optimizer}}
     engine = make_engine(nn.Sequential(nn.Linear(300, 300)), 1, **options)
-    engine.backward(engine(torch.ones(1, 300)).float().square().mean())
+    engine.backward(engine(torch.ones(1, 300, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
     return "megazero.optim.adam_numba" in sys.modules
 
