@@ -40,7 +40,7 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if self.prompt and self.sample_input_file:
             raise ValueError("--prompt and --sample-input-file exclude each other. Drop one of them.")
-        if self.sample_input_file and not Path(self.sample_input_file).is_file():
+        if self.sample_input_file and (not (path := Path(self.sample_input_file)).exists() or path.is_dir()):
             raise ValueError(f"--sample-input-file {self.sample_input_file}: there is no such file.")
         if self.num_samples < 1 or self.out_seq_length < 1:
             raise ValueError(

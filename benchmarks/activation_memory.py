@@ -2,6 +2,7 @@
 
     python benchmarks/activation_memory.py                                             # 6 x 384, 2 x 512 tokens, fp32
     python benchmarks/activation_memory.py --attention-dropout 0.1 --plot activation_memory.png
+    python benchmarks/activation_memory.py --layers 3 --hidden 32 --heads 2 --rounds 2 --auto     # does it work?
     python -m megazero.launch --standalone --nproc-per-node 2 benchmarks/activation_memory.py    # tensor-parallel
 
     none, selective, full       --recompute

@@ -2,6 +2,7 @@
 
     python benchmarks/chunked_loss.py                                     # 512 tokens, hidden 384 and 768, fp32
     python benchmarks/chunked_loss.py --tokens 2048 --hidden 768 --dtype bfloat16 --vocab-chunks 2048 8192
+    python benchmarks/chunked_loss.py --tokens 64 --hidden 16 --vocab-chunks 2048 --token-chunks 16 --rounds 2     # does it work?
 
     whole                the logits are stored; their gradient takes their place
     vocabulary N         N ids at a time, logits computed again in backward: `--vocab-chunk-size N`

@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py                              # 1, 30 and 100 MB of fp32 on 2 and on 4 ranks
     python benchmarks/collectives.py --mb 30 --ranks 2 --dtype bfloat16 --rounds 41
+    python benchmarks/collectives.py --mb 1 --rounds 2            # does it work?
 
 Ranks have one thread each. The ways take turns on the same buffer, operation by operation, in an order that rotates. An
 operation's time is from a barrier to the end of the last rank. Prints one JSON line: [lower quartile, median, upper] in ms.
@@ -48,7 +49,7 @@ def ways() -> dict[str, Collective]:
     }
 
     def collective(name: str) -> Collective:
-        return lambda action, buffer: lanes[name].issue(action, buffer).wait() and None
+        return lambda action, buffer: lanes[name].issue(action, buffer, "the buffer").wait() and None
 
     return {name: collective(name) for name in lanes}
 

@@ -2,7 +2,7 @@
 
     nice -n -20 python benchmarks/cpu_adam.py                    # 50 M parameters, 1 and 2 threads
     python benchmarks/cpu_adam.py --layout gpt2                  # the same number, as the tensors of GPT-2's blocks
-    python benchmarks/cpu_adam.py --numel 1000000 --rounds 3     # a quick look
+    python benchmarks/cpu_adam.py --numel 1000000 --rounds 3     # does it work?
 
     ours-fp32       CPUAdam.step, fp32 gradients
     ours-mixed      what the engine calls: bf16 gradients in, bf16 weights out; the kernel is numba's, else torch's in tiles

@@ -3,6 +3,7 @@
     python benchmarks/data_parallel.py                                              # 6 x 384, fp32, 2 ranks
     python benchmarks/data_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
     python benchmarks/data_parallel.py --sides megazero-3,fsdp2 --steps 20
+    python benchmarks/data_parallel.py --layers 2 --hidden 32 --heads 2 --vocab 128 --steps 2      # does it work?
 
 Every side trains the same plain GPT-2 from the same weights on the same batches, in processes of its own, and must agree with DDP
 in loss and gradient norm. The sides of one ZeRO stage are alive together with DDP and take turns, a step each, in an order that

@@ -2,7 +2,7 @@
 
     python benchmarks/largest_batch.py --model 1.5B                              # on a GPU: all of its memory, bf16
     python benchmarks/largest_batch.py --model 10B --vocab-chunk-size 8192
-    python benchmarks/largest_batch.py --model tiny --memory-gb 0.1 --dtype float32      # anywhere
+    python benchmarks/largest_batch.py --model tiny --memory-gb 0.1 --dtype float32      # does it work? Anywhere
 
 A step is forward and backward. Beside activations the device holds parameters and gradients; --other-gb is taken off for what
 else there is in training (fp32 gradients, master weights and moments: 16 bytes a parameter beyond these, less what ZeRO cuts or

@@ -2,6 +2,7 @@
 
     python benchmarks/single_process.py                      # 12 x 768, fp32, CPU
     python benchmarks/single_process.py --bf16 --layers 24 --hidden 1024 --heads 16 --batch 8     # on a GPU
+    python benchmarks/single_process.py --layers 2 --hidden 32 --heads 2 --seq-length 16 --vocab 128 --steps 2     # does it work?
 
 Both train the same weights on the same batches in one process, a step of one after a step of the other, and must agree in the
 loss. Prints one JSON line: medians, quartiles, and the ratio of medians (engine / plain).

@@ -49,7 +49,7 @@ JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm ma
 launch() {
   local where=()
   # One process reads flags and files before all ranks start, and says on descriptor 3 how many there are to be (megazero.entry).
-  { NPROC=$(MEGAZERO_CHECK=3 "$PYTHON" "$@" 3>&1 >&4); } 4>&1
+  { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
   [ -n "$NPROC" ] || exit 0  # it has printed --help
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( CORES / NPROC > 0 ? CORES / NPROC : 1 ))}
   if [ -n "${RDZV_ENDPOINT:-}" ]; then

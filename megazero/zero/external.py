@@ -60,7 +60,7 @@ class Forwards:
         self._modules: list[nn.Module] = []
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Counts the module in from now on, before hooks that are registered later; returns the handles."""
+        """Counts the module in from now on; returns the handles."""
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         before = module.register_forward_pre_hook(enter, prepend=True)
         return [before, module.register_forward_hook(leave, always_call=True)]
@@ -73,6 +73,10 @@ class Forwards:
     def read(self, bucket: Bucket) -> bool:
         """Whether one of them reads a parameter of the bucket that it does not own."""
         return any(bucket_of(p) is bucket for module in self._modules for p in external_parameters(module))
+
+    def clear(self) -> None:
+        """Forgets them all: torch runs no hook where Ctrl-C ends a forward."""
+        self._modules.clear()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._modules.append(module)

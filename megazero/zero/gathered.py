@@ -46,8 +46,8 @@ class GatheredParameters:
             bucket = bucket_of(parameter)
             if bucket is not None and bucket not in self.buckets:
                 self.buckets.append(bucket)
-            if bucket is not None and fwd_module is not None:
-                register_external_parameter(fwd_module, parameter)
+            if bucket is not None and (reader := fwd_module or _reader_of(bucket)) is not None:
+                register_external_parameter(reader, parameter)
         if modifier_rank is None:  # whole parameters can be read at any time
             self.buckets = [bucket for bucket in self.buckets if bucket.sharding.parameters]
         if self.buckets and modifier_rank is not None and not 0 <= modifier_rank < self.buckets[0].channel.size:
@@ -103,6 +103,12 @@ class GatheredParameters:
                 f"GatheredParameters: {', '.join(sorted(names))} changed inside the context, which was opened for reading only; "
                 "the change has been undone. To keep it, give modifier_rank=0 (the rank whose values count)."
             )
+
+
+def _reader_of(bucket: Bucket) -> nn.Module | None:
+    """The module in whose forward this is: it reads what it does not own, and its backward will need that again."""
+    is_elsewhere = bucket.driver is not None and not bucket.weights.is_gathered
+    return bucket.driver.forward_under_way if is_elsewhere and bucket.driver is not None else None
 
 
 def _changed(bucket: Bucket) -> list[str]:

@@ -85,6 +85,8 @@ class ReleasedParameter(nn.Parameter):
                 return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
             if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not torch.is_grad_enabled()):
                 return _writers[-1](target, lambda: _call(func, args, kwargs or {}, target))
+        if func in _GEOMETRY and target is not None and _is_in_forward(target):
+            return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -174,7 +176,14 @@ def _is_in_place(func: Callable, first: Any, target: nn.Parameter) -> bool:
 
 
 def _writes(func: Callable, first: Any, target: nn.Parameter) -> bool:
-    return _is_in_place(func, first, target) or getattr(func, "__name__", "") in ("__set__", "__setitem__")
+    is_written_through = func == _T.data.__get__  # type: ignore[attr-defined]
+    return is_written_through or _is_in_place(func, first, target) or func.__name__ in ("__set__", "__setitem__")
+
+
+def _is_in_forward(parameter: nn.Parameter) -> bool:
+    record = _record(parameter)
+    driver = None if record is None else record[0].driver
+    return driver is not None and driver.forward_under_way is not None
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ differ between ranks and would then pair one rank's bucket with another's. One i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from megazero.zero.parameter import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT, BucketPlan, tiles_in
+
+logger = logging.getLogger(__name__)
 
 MAX_REDUCTIONS = 1  # on their way at the same time
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, beyond those that are gathered ahead
@@ -68,7 +71,7 @@ class Schedule:
         self._handles: list[Any] = []
         self._watched: set[str] = set()
         self._forwards = Forwards()
-        self._external: dict[Bucket, set[str]] = {bucket: set() for bucket in buckets}  # read by other modules as well
+        self._external: set[Bucket] = set()  # of which other modules read a parameter
         for bucket in buckets:
             bucket.driver = self
         for bucket in self._order:
@@ -125,6 +128,7 @@ class Schedule:
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
+        self._forwards.clear()
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
     def finish_backward(self) -> None:
@@ -206,14 +210,26 @@ class Schedule:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
         if bucket is not None and bucket in self._unit_of:
-            self._external[bucket].add(bucket.segment_of(parameter).name)
+            self._external.add(bucket)
             self._register(module, [bucket], lambda _: None)
+
+    @property
+    def forward_under_way(self) -> nn.Module | None:
+        """The innermost unit whose forward runs now, or the model."""
+        return self._forwards.innermost
 
     def gather_external(self, parameter: nn.Parameter) -> bool:
         """Makes a released parameter whole that the forward under way reads, now and whenever that runs; False outside of any."""
         module, bucket = self._forwards.innermost, bucket_of(parameter)
         if module is None or bucket is None:
             return False
+        if not any(parameter is known for known in external_parameters(module)) and torch.distributed.get_rank() == 0:
+            logger.info(
+                "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
+                type(module).__name__,
+                bucket.segment_of(parameter).name,
+                bucket.name,
+            )
         register_external_parameter(module, parameter)
         self._gather([bucket])
         return True
@@ -239,7 +255,7 @@ class Schedule:
             # of all later tiles, unless the backward of this very one has asked for the recomputation.
             is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
             for bucket in buckets if is_over else ():
-                if not self._forwards.read(bucket):
+                if self._unit_of[bucket] != ROOT and not self._forwards.read(bucket):
                     bucket.weights.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
             made_before = {id(tensor): maker for tensor, maker in inputs}
@@ -318,7 +334,7 @@ class Schedule:
         self._gather(self._of_unit[ROOT])
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
-        output = _without_views(output, self._of_unit[ROOT])
+        output = _without_views(output, self.buckets)
         if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
             self.release_all()
         return output
@@ -326,14 +342,14 @@ class Schedule:
     # When a unit's backward is over. A trained parameter's gradient comes when every use of it is done, so a unit is over when
     # all have come; a frozen weight is needed for the gradients of the unit's inputs as well. And where a parameter was not used,
     # the gradients of the inputs tell: autograd runs what was recorded later first, so all of the unit has run before the node
-    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) Neither tells when other
-    # modules have done with a parameter of the unit, unless that has a gradient.
+    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) Where other modules read
+    # a parameter of the unit nothing tells, as its gradient may come early, by a nested backward, or late: it is over at the end.
 
     def _release_if_done(self, index: int) -> None:
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
             return
-        if any(self._external[bucket] - {s.name for s in bucket.trained_segments} for bucket in buckets):
+        if self._external.intersection(buckets):
             return
         if self._inputs_left.get(index) and not all(bucket.is_trainable for bucket in buckets):
             return
@@ -347,8 +363,8 @@ class Schedule:
             if self._inputs_left[index] == 0:
                 if index not in self._has_leaf_inputs:
                     for bucket in self._of_unit[index]:
-                        if bucket.is_trainable:
-                            self._waiting[bucket] &= self._external[bucket]
+                        if bucket.is_trainable and bucket not in self._external:
+                            self._waiting[bucket].clear()
                     self._reduce_ready()
                 self._release_if_done(index)
 

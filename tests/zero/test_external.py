@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu, zero
@@ -17,25 +18,27 @@ from tests.zero.models import Block, Output, Toy, call, make_engine, run, token_
 
 
 class Reader(Block):
-    """A block that adds a bias of its own shape, which it is given."""
+    """A block that uses a weight, by its shape first, and a bias of another one, which it is given."""
 
-    bias_of: Callable[[], nn.Parameter]
+    other: Callable[[], Block]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.bias_of().abs().sum()) + self.bias_of()
+        weight = self.other().up.weight
+        y = super().forward(x) + F.linear(F.linear(x, weight), weight.t()) / (weight.shape[0] * weight.numel())
+        return y * (1 + self.other().down.bias.abs().sum())
 
 
 class Reading(nn.Module):
-    """Token ids -> loss; block `reader` reads the last bias of block `owner`, registered by hand or not."""
+    """Token ids -> loss; block `reader` reads two parameters of block `owner`, registered by hand or not."""
 
     def __init__(self, reader: int, owner: int, register: bool = False, way: str = "plain") -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 5)
         self.blocks = nn.ModuleList((Reader if index == reader else Block)(5) for index in range(4))
-        self.way, bias = way, self.blocks[owner].down.bias
-        self.blocks[reader].bias_of = lambda: bias
-        if register:
-            zero.register_external_parameter(self.blocks[reader], bias)
+        self.way, other = way, self.blocks[owner]
+        self.blocks[reader].other = lambda: other
+        for parameter in (other.up.weight, other.down.bias) if register else ():
+            zero.register_external_parameter(self.blocks[reader], parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -62,8 +65,8 @@ def reading_case(reader: int, owner: int) -> None:
         assert equal(by_hand, want), way
         found = {name: external_parameters(module) for name, module in models[1].named_modules()}
         assert [name for name, parameters in found.items() if parameters] == [f"blocks.{reader}"], way
-        (bias,) = found[f"blocks.{reader}"]
-        assert bias is models[1].blocks[owner].down.bias, way
+        (weight,) = found[f"blocks.{reader}"]  # its whole unit is gathered, and so the bias is there
+        assert weight is models[1].blocks[owner].up.weight, way
 
 
 @pytest.mark.parametrize(("reader", "owner"), [(1, 0), (1, 2), (0, 3)])
@@ -118,6 +121,54 @@ def test_a_view_within_an_object_is_refused_instead_of_crashing():
     run_ranks(1, wrapped_case)
 
 
+class Viewing(Reading):
+    """Returns a view of one block's weight, which it reads in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0)
+
+    def forward(self, tokens: Tensor) -> Any:
+        with zero.GatheredParameters(self.blocks[2].up.weight):
+            penalty = self.blocks[2].up.weight.square().sum()
+        return super().forward(tokens) + penalty, {"weight": self.blocks[3].up.weight.t()}
+
+
+class Penalised(Viewing):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[0]
+
+
+def viewing_case() -> None:
+    mpu.initialize_model_parallel(1)
+    assert equal(run(Penalised, 3), run(Penalised, 0))
+    model = Viewing()
+    want = model.blocks[3].up.weight.t().clone()
+    with torch.no_grad():
+        _, own = make_engine(model, 3)(token_batches(1, 1, 2)[0, 0, 0])
+    assert torch.equal(own["weight"], want)
+
+
+def test_reading_within_gathered_parameters_and_returning_from_the_model_what_a_unit_owns():
+    run_ranks(2, viewing_case)
+
+
+def root_case() -> None:
+    mpu.initialize_model_parallel(1)
+    model = Toy()
+    engine = make_engine(model, 3)
+    weight = model.embedding.weight
+    zero.register_external_parameter(model.blocks[1], weight)
+    seen: list[bool] = []
+    model.blocks[2].register_forward_hook(lambda *_: seen.append(not isinstance(weight, ReleasedParameter)))
+    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    engine.step()
+    assert seen == [True]
+
+
+def test_the_root_stays_whole_where_a_unit_reads_it():
+    run_ranks(2, root_case)
+
+
 def outside_case() -> None:
     mpu.initialize_model_parallel(1)
     model = Reading(1, 0)
@@ -144,9 +195,10 @@ def outside_case() -> None:
     with pytest.raises(KeyError, match="of the user"):
         engine(tokens)
     refused(lambda: model.blocks[3].norm.bias + 1)
-    model.blocks[1].up.forward = lambda _: model.blocks[3].norm.bias.zero_()
-    with torch.no_grad():
-        refused(lambda: engine(tokens))
+    for write in (lambda _: model.blocks[3].norm.bias.zero_(), lambda _: model.blocks[3].norm.bias.data):
+        model.blocks[1].up.forward = write
+        with torch.no_grad():
+            refused(lambda: engine(tokens))
 
 
 def test_outside_of_a_forward_it_is_refused_and_so_is_writing_inside_of_one():
