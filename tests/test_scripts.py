@@ -263,7 +263,9 @@ def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
     )
     assert run("scripts/generate_text.sh", "--help", NPROC="2").count("usage: generate_samples.py") == 1
     output = run("scripts/generate_text.sh", LOAD=str(tmp_path), MODEL_PARALLEL_SIZE="3", EXPECT="1")
-    assert "No checkpoint" in output, "for as many ranks as the script wants, not for those that this machine is good for"
+    assert "No checkpoint" in output, (
+        "for as many ranks as the script wants, not for those that this machine is good for"
+    )
 
 
 def test_taken_port_is_one_clear_line(corpus, tmp_path):

@@ -91,6 +91,7 @@ class GatheredParameters:
                 bucket.keep_gathered()
             elif kind is None:
                 changed += _changed(bucket)
+            bucket.weights.mark_unwritten()
             if not was_gathered or changed:
                 bucket.weights.release()
         if self.buckets and kind is None and self.modifier_rank is None:

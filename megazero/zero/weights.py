@@ -96,7 +96,11 @@ class Weights:
             self._point_parameters()
 
     def release(self) -> None:
-        """Frees all of P but this rank's shard. Does nothing where P is not sharded."""
+        """Frees all of P but this rank's shard. Does nothing where P is not sharded.
+
+        Raises:
+            RuntimeError: a parameter was written to in place meanwhile, which is lost now.
+        """
         if not self.is_sharded or self.is_held:
             return
         if self._arrival.ahead is not None:
@@ -108,6 +112,13 @@ class Weights:
             for parameter in self.parameters.values():
                 parameter.data = self._empty
                 parameter.__class__ = ReleasedParameter
+            if self._versions != self._current_versions():
+                self.mark_unwritten()
+                raise RuntimeError(
+                    f"A parameter of unit {self.name!r} was written to in place while it was gathered. It is sharded, so the "
+                    "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
+                    "stage below 3."
+                )
 
     def exchange(self) -> None:
         """Starts to bring the other ranks' parts of a whole P to this one; `wait_gathered` finishes."""
@@ -117,6 +128,7 @@ class Weights:
         """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
         gone = {id(parameter) for parameter in parameters}
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in gone}
+        self.mark_unwritten()
         self.release()
         if not self.parameters:
             self.flat = self._empty

@@ -72,6 +72,40 @@ def test_steps_and_writes_inside_of_gathered_parameters_are_refused():
     run_ranks(2, held_case)
 
 
+class Written(Toy):
+    """Its forward writes into parameters, in one of three ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        if way == "renorm":
+            self.embedding = nn.Embedding(11, 5, max_norm=0.1)
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            if self.way == "own":
+                self.norm.weight.mul_(0.5)
+            elif self.way == "other":
+                target = self.blocks[1].norm.weight
+                target.copy_(target * 0.5)
+        return super().forward(tokens)
+
+
+def written_case(way: str) -> None:
+    mpu.initialize_model_parallel(1)
+    engine = make_engine(Written(way), 3)
+    with pytest.raises(RuntimeError, match=r"unit '(root|blocks.1)' was written to in place .* is lost"):
+        engine.backward(engine(my_batch()))
+    if way == "own":
+        engine.module.way = "none"
+        one_step(engine, my_batch())
+
+
+@pytest.mark.parametrize("way", ["own", "other", "renorm"])
+def test_what_a_forward_writes_into_sharded_parameters_is_refused_instead_of_lost(way):
+    run_ranks(2, written_case, way)
+
+
 class GatheringBlock(Block):
     def forward(self, x):
         with zero.GatheredParameters(self.up.weight):
