@@ -24,8 +24,8 @@ from data_tools.line_functions import Dropped
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shards import contents_of, run_documents
 from megazero.data.contents import check_unchanged
-from megazero.data.jsonl import LineError, block_lines, is_blank, read_object
 from megazero.data.progress import Progress
+from megazero.data.results import BlockResult, Counts, read_documents
 
 _WORD = re.compile(r"\w+")
 _SPACED = "".join(chr(point) if _WORD.match(chr(point)) else " " for point in range(128))
@@ -48,6 +48,9 @@ class _WordHashes(dict[str, int]):
         return value
 
 
+_WORD_HASHES = _WordHashes()
+
+
 def normalized_words(text: str) -> list[str]:
     """The words of a text in lower case, without punctuation: what `\\w+` finds."""
     text = text.lower()
@@ -66,7 +69,6 @@ class NgramHasher:
         # One odd factor per place, so that the same words in another order have another hash.
         factors = [hashlib.blake2b(bytes([place]), digest_size=8).digest() for place in range(size)]
         self._factors = [np.uint64(int.from_bytes(digest, "little") | 1) for digest in factors]
-        self._words = _WordHashes()
 
     def __call__(self, text: str) -> tuple[list[str], U64]:
         """The normalised words, and the hash of the sequence that begins at each word but the last `size` - 1."""
@@ -74,14 +76,11 @@ class NgramHasher:
         count = len(words) - self.size + 1
         if count < 1:
             return words, np.empty(0, np.uint64)
-        hashes = np.fromiter(map(self._words.__getitem__, words), np.uint64, len(words))
+        hashes = np.fromiter(map(_WORD_HASHES.__getitem__, words), np.uint64, len(words))
         ngrams = np.zeros(count, np.uint64)
         for place, factor in enumerate(self._factors):
             ngrams += hashes[place : place + count] * factor
         return words, ngrams ^ (ngrams >> np.uint64(29))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_words": _WordHashes()}
 
 
 class Decontaminator:
@@ -162,15 +161,15 @@ def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"--evaluation {path}: invalid UTF-8 at byte {error.start}") from error
         return
-    number = 0
+    before = 0
     for block in document_blocks(path, options.block_bytes, max_line_bytes=options.max_line_bytes):
-        for _, line in block_lines(block):
-            number += 1
-            try:
-                if not is_blank(line, block):
-                    yield read_object(line, key, block.fault)[key]
-            except LineError as error:
-                raise ValueError(f"--evaluation {path}:{number}: {error} (--evaluation-key names the text)") from error
+        result = BlockResult([], Counts())
+        for *_, document in read_documents(block, key, result):
+            yield document[key]
+        if result.removed:
+            line, _, _, fault = result.removed[0]
+            raise ValueError(f"--evaluation {path}:{before + line + 1}: {fault} (--evaluation-key names the text)")
+        before += result.counts.lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

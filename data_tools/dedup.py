@@ -14,30 +14,29 @@ total size, another --similarity or more inputs makes only those that are missin
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.dedup_index import Search, find_copies
+from data_tools.dedup_index import CHUNK, Search, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
 from data_tools.documents import ID_KEYS, list_inputs
-from data_tools.line_functions import DocumentLines, Reason, unchanged
+from data_tools.done_marker import read_marker, write_marker
+from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, describe, run_lines
 from megazero.data.cache import key_of
-from megazero.data.journal import full_disk_named
 from megazero.data.jsonl import Block
+from megazero.data.outputs import full_disk_named
+from megazero.data.resumable import Reason
 from megazero.files import append_suffix, locked, written_aside
-
-_CHUNK = 1 << 14  # rows at a time
-_RESULT = "copies"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +71,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {**statistics, **search.summary(), "signatures": VERSION}
 
 
+@dataclass
 class CopySearch:
     """The search for copies among all documents of the inputs; its result stays in a folder.
 
-    Args:
+    Attributes:
         args: of `add_copy_arguments`, with `output` and `json_key`.
         id_keys: which entries name a document.
         reports: whether this search reports lines that hold no document, and not a later pass over the documents.
-
-    Attributes:
         signed: statistics of the pass over the documents that the last search has made.
         settings: what the result depends on, the content of all inputs included.
 
@@ -88,84 +86,68 @@ class CopySearch:
         ValueError: a flag is bad.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        inputs: Sequence[Path],
-        options: RunOptions,
-        id_keys: Sequence[str] = ID_KEYS,
-        reports: bool = False,
-    ) -> None:
-        _check(args)
-        self._args, self._inputs, self._options, self._id_keys, self._reports = args, inputs, options, id_keys, reports
-        self.signed: dict[str, Any] = {}
-        self._folder = Path(args.work_folder or append_suffix(Path(args.output), ".dedup"))
+    args: argparse.Namespace
+    inputs: Sequence[Path]
+    options: RunOptions
+    id_keys: Sequence[str] = ID_KEYS
+    reports: bool = False
+    signed: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        args = self.args
+        if not 0 < args.similarity <= 1:
+            raise ValueError(f"--similarity must lie in (0, 1], got {args.similarity}")
+        if args.bands < 1 or args.rows < 1 or args.bands * args.rows > 1024:
+            raise ValueError(
+                f"--bands and --rows must be positive and their product 1024 at most, got {args.bands} x {args.rows}"
+            )
+        self._result = Path(args.work_folder or append_suffix(Path(args.output), ".dedup")) / "copies"
         settings = {name: getattr(args, name) for name in ("bands", "rows", "similarity")}
-        settings |= {"key": args.json_key, "id_keys": list(id_keys), "version": VERSION}
+        settings |= {"key": args.json_key, "id_keys": list(self.id_keys), "version": VERSION}
         # All inputs: whether a document is a copy depends on all of them.
-        described = describe("dedup", settings, contents_of(inputs, options), options)
-        self.settings: dict[str, Any] = {**settings, "all_inputs": key_of(described)}
+        described = describe("dedup", settings, contents_of(self.inputs, self.options), self.options)
+        self.settings = {**settings, "all_inputs": key_of(described)}
 
     @contextmanager
     def result(self) -> Iterator[tuple[SignatureFiles, Documents]]:
         """The signatures, and for each document the first one of its group. Searched, or what an earlier run has stored."""
-        args, options = self._args, self._options
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with locked(self._folder / "lock"):
+        args, options, folder = self.args, self.options, self._result.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock"):
             permutations = args.bands * args.rows
-            inputs, reports = self._inputs, self._reports
             files, self.signed = sign(
-                inputs, self._folder, args.json_key, permutations, options, self._id_keys, reports
+                self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports
             )
-            workers, keys = options.workers_in_memory, self._folder / "keys"
+            workers, keys = options.workers_in_memory, folder / "keys"
             search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys, options.log_interval_s)
-            with full_disk_named(f"to {self._folder}"):
-                first = _find(files, search, self._folder / _RESULT, self.settings["all_inputs"])
+            with full_disk_named(f"to {folder}"):
+                first = _find(files, search, self._result, self.settings["all_inputs"])
             yield files, first
 
     def summary(self) -> dict[str, int]:
         """What is stored of the result: groups, comparisons; {} where there is none."""
-        return _read_summary(self._folder / _RESULT, self.settings["all_inputs"]) or {}
-
-
-def _check(args: argparse.Namespace) -> None:
-    if not 0 < args.similarity <= 1:
-        raise ValueError(f"--similarity must lie in (0, 1], got {args.similarity}")
-    if args.bands < 1 or args.rows < 1 or args.bands * args.rows > 1024:
-        raise ValueError(
-            f"--bands and --rows must be positive and their product 1024 at most, got {args.bands} x {args.rows}"
-        )
+        stored = read_marker(self._result, self.settings["all_inputs"], [self._result])
+        return stored["summary"] if stored else {}
 
 
 def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> Documents:
-    if _read_summary(path, identity) is not None:
-        with open(path, "rb") as file:
-            file.readline()
-            return np.fromfile(file, dtype="<i8")
+    """For each document the first one of its group, as it is stored in `path`; searched for where it is not."""
+    if read_marker(path, identity, [path]) is not None:
+        return np.fromfile(path, dtype="<i8")
     found = find_copies(files, search)
-    summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
     with written_aside(path) as file:
-        file.write(json.dumps({"identity": identity, **summary}).encode() + b"\n")
-        for start in range(0, len(found.first), _CHUNK):
-            file.write(found.first[start : start + _CHUNK].tobytes())
+        file.write(found.first.data)
+    summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
+    write_marker(path, identity, [path], {"summary": summary})
     return found.first
-
-
-def _read_summary(path: Path, identity: str) -> dict[str, int] | None:
-    """What is stored of the search, without its result; None if there is none or one of another input or settings."""
-    try:
-        with open(path, "rb") as file:
-            content = json.loads(file.readline())
-    except FileNotFoundError:
-        return None
-    return content if content.pop("identity") == identity else None
 
 
 def _count_groups(first: Documents) -> int:
     """How many documents have copies."""
     has_copies = np.zeros(len(first), dtype=bool)
-    for start in range(0, len(first), _CHUNK):
-        part = first[start : start + _CHUNK]
+    for start in range(0, len(first), CHUNK):
+        part = first[start : start + CHUNK]
         has_copies[part[part != np.arange(start, start + len(part))]] = True
     return int(has_copies.sum())
 
@@ -197,7 +179,7 @@ class Copies:
     def _load(self, number: int) -> None:
         """Finds the copies in a file, and where their lines begin."""
         documents, starts = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for first, rows in self._files.chunks_of_file(number, _CHUNK):
+        for first, rows in self._files.chunks_of_file(number, CHUNK):
             own = np.arange(first, first + len(rows))
             is_copy = self._first[own] != own
             documents.append(own[is_copy])

@@ -33,7 +33,8 @@ _BYTES_PER_RECORD = 64  # needed at most to sort and compare the records of a fi
 _FIXED_BYTES = 100 << 20  # of a process, for everything else: interpreter, packages, a chunk of rows
 _BYTES_PER_DOCUMENT = 8  # of `Groups`
 _MOST_FILES = 512  # that are open at once
-_CHUNK = 1 << 14  # documents or pairs at a time, some 10 MB
+CHUNK = 1 << 14
+"""Documents or pairs at a time, some 10 MB."""
 _THOROUGH_TURNS = 50
 _MOST_TURNS = 150  # in those beyond _THOROUGH_TURNS, documents that agree with one of their key are compared no more
 
@@ -98,13 +99,13 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
 
 
 def _content_keys(files: SignatureFiles, log_interval_s: float) -> Keys:
-    for first, rows in files.chunks(_CHUNK, "dedup: dividing by content", log_interval_s):
+    for first, rows in files.chunks(CHUNK, "dedup: dividing by content", log_interval_s):
         yield rows["content"][:, 0], np.arange(first, first + len(rows))
 
 
 def _band_keys(files: SignatureFiles, search: Search, groups: Groups) -> Keys:
     """Of the first document of each content alone: a page that was copied a million times costs as much as any other."""
-    for first, rows in files.chunks(_CHUNK, "dedup: dividing by bands", search.log_interval_s):
+    for first, rows in files.chunks(CHUNK, "dedup: dividing by bands", search.log_interval_s):
         documents = np.arange(first, first + len(rows))
         is_first = groups.first(documents) == documents
         yield band_keys(rows["minima"][is_first], search.bands).ravel(), np.repeat(documents[is_first], search.bands)
@@ -213,8 +214,8 @@ def _is_open(keys: U64, connected: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool
 
 def _compare(files: SignatureFiles, agree: Agree, a: Documents, b: Documents) -> npt.NDArray[np.bool_]:
     result = np.empty(len(a), dtype=bool)
-    for start in range(0, len(a), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, len(a), CHUNK):
+        part = slice(start, start + CHUNK)
         result[part] = agree(files.read(a[part]), files.read(b[part]))
     return result
 
@@ -244,7 +245,7 @@ class Groups:
 
     def finish(self) -> Documents:
         """For each document the first one of its group; this object is used up."""
-        for start in range(0, len(self._parent), _CHUNK):
-            part = self._parent[start : start + _CHUNK]
+        for start in range(0, len(self._parent), CHUNK):
+            part = self._parent[start : start + CHUNK]
             part[:] = self.first(part)
         return self._parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.dedup_minhash import SHINGLE_WORDS, VERSION
 from megazero.data.progress import Progress
 from megazero.files import append_suffix
 
@@ -37,12 +35,6 @@ def row_type(permutations: int) -> np.dtype:
     )
 
 
-def header(permutations: int) -> bytes:
-    """The first line of a file of rows: everything that decides which signature a text has."""
-    content = {"version": VERSION, "shingle_words": SHINGLE_WORDS, "permutations": permutations}
-    return json.dumps(content).encode() + b"\n"
-
-
 def ids_path(rows_path: Path) -> Path:
     """The file of ids beside a file of rows."""
     return append_suffix(rows_path, ".ids")
@@ -55,12 +47,11 @@ class SignatureFiles:
         paths: the files of rows, in the order of the input.
 
     Raises:
-        ValueError: a file was made in another way, or is damaged.
+        ValueError: a file is damaged.
     """
 
     def __init__(self, paths: Sequence[Path], permutations: int) -> None:
         self.paths, self.permutations, self._type = list(paths), permutations, row_type(permutations)
-        self._header = header(permutations)
         counts = [self._count(path) for path in self.paths]
         self.firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         """[files + 1] the number of the first document of each file, and the number of documents."""
@@ -84,7 +75,6 @@ class SignatureFiles:
         """The rows of one file, in chunks."""
         first, stop = self.firsts[number : number + 2].tolist()
         with open(self.paths[number], "rb") as file:
-            file.seek(len(self._header))
             for document in range(first, stop, size):
                 yield document, np.fromfile(file, dtype=self._type, count=min(size, stop - document))
 
@@ -94,7 +84,7 @@ class SignatureFiles:
         rows, size = np.empty(len(unique), dtype=self._type), self._type.itemsize
         view = rows.view(np.uint8).data
         for number, start, stop in self._by_file(unique):
-            places = (unique[start:stop] - self.firsts[number]) * size + len(self._header)
+            places = (unique[start:stop] - self.firsts[number]) * size
             with open(self.paths[number], "rb", buffering=0) as file:
                 for row, place in enumerate(places.tolist(), start):
                     if os.preadv(file.fileno(), [view[row * size : (row + 1) * size]], place) != size:
@@ -122,16 +112,7 @@ class SignatureFiles:
 
     def _count(self, path: Path) -> int:
         """How many rows a file has."""
-        if path.stat().st_size == 0:  # of an empty input
-            return 0
-        with open(path, "rb") as file:
-            found = file.readline(1 << 12)
-        if found != self._header:
-            raise ValueError(
-                f"{path} holds signatures of another kind: {found!r}, and this run needs {self._header!r}. Delete it and start "
-                "again, with the Python and the settings that are to make all of them."
-            )
-        count, rest = divmod(path.stat().st_size - len(self._header), self._type.itemsize)
+        count, rest = divmod(path.stat().st_size, self._type.itemsize)
         if rest:
             raise ValueError(f"{path} is damaged ({rest} bytes behind its {count} rows). Delete it and start again.")
         return count

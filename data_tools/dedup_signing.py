@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.counts import Counts
-from data_tools.dedup_minhash import signatures
-from data_tools.dedup_signatures import SignatureFiles, header, ids_path, row_type
+from data_tools.dedup_minhash import VERSION, signatures
+from data_tools.dedup_signatures import SignatureFiles, ids_path, row_type
 from data_tools.documents import document_id
-from data_tools.line_functions import BAD_LINE, BlockResult, Reason
 from data_tools.options import RunOptions
-from data_tools.partial_shard import Shard
 from data_tools.shards import run_blocks
 from megazero.data.cache import key_of
-from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
+from megazero.data.partial_shard import Shard
+from megazero.data.results import BlockResult, Counts, read_documents
+from megazero.data.resumable import Item
 
 
 def sign(
@@ -47,7 +46,8 @@ def sign(
         shards.append(Shard((path,), (rows, ids_path(rows)), rows))
     settings: dict[str, Any] = {
         "key": key,
-        "rows": header(permutations).decode(),
+        "version": VERSION,
+        "permutations": permutations,
         "id_keys": list(id_keys),
         "reports": reports,
     }
@@ -66,27 +66,17 @@ class BlockSigner:
     def __init__(self, key: str, permutations: int, reports: bool, id_keys: Sequence[str]) -> None:
         self._key, self._permutations, self._reports, self._id_keys = key, permutations, reports, tuple(id_keys)
 
-    def __call__(self, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
+    def __call__(self, item: Item) -> BlockResult:
         """Rows, in which `id_start` counts from the first id of the block, and ids."""
-        _, block, _ = item
         texts, ids, starts = [], [], []
-        result = BlockResult([], Counts(text_bytes_in=block.stop - block.start))
-        counts = result.counts
-        for number, (offset, line) in enumerate(block_lines(block)):
-            counts.lines += 1
-            if is_blank(line, block):
-                continue
-            try:
-                document = read_object(line, self._key, block.fault)
-            except LineError as error:
-                counts.bad_lines += 1
-                if self._reports:
-                    result.removed.append((number, BAD_LINE, None, str(error)))
-                continue
+        result = BlockResult([], Counts())
+        for _, offset, _, document in read_documents(item[1], self._key, result):
             texts.append(document[self._key])
             ids.append(document_id(document, self._key, self._id_keys).encode("utf-8", "surrogatepass"))
             starts.append(offset)
-        counts.documents = len(texts)
+        result.counts.documents = len(texts)
+        if not self._reports:
+            result.removed.clear()
         rows = np.empty(len(texts), dtype=row_type(self._permutations))
         rows["content"], rows["minima"] = signatures(texts, self._permutations)
         rows["line_start"], rows["id_bytes"] = starts, [len(identity) for identity in ids]
@@ -95,7 +85,7 @@ class BlockSigner:
         return result
 
     def place(self, output_bytes: list[int], frames: list[bytes]) -> list[bytes]:
-        """Rows whose `id_start` counts from the beginning of the file of ids, behind the header at the beginning of theirs."""
+        """Rows whose `id_start` counts from the beginning of the file of ids."""
         rows = np.frombuffer(frames[0], dtype=row_type(self._permutations)).copy()
         rows["id_start"] += output_bytes[1]
-        return [(b"" if output_bytes[0] else header(self._permutations)) + rows.tobytes(), frames[1]]
+        return [rows.tobytes(), frames[1]]

@@ -15,6 +15,7 @@ from typing import Any
 
 from data_tools.optional import require
 from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
+from megazero.data.partial_shard import JOURNAL
 from megazero.files import is_compressed
 
 Document = dict[str, Any]
@@ -25,8 +26,6 @@ URL_FORMATS = ("txt", "txt.gz", "txt.zst")
 _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".parquet", ".wet", ".warc")
 ID_KEYS = ("id", "url")
 """The entries that name a document."""
-JOURNAL = ".partial.json"
-"""Ends the name of the file that says how far a shard is done."""
 _PIECE_BYTES = 1 << 20
 _SIDECAR_ENDS = (".dropped.jsonl", ".done.json", ".manifest.json")
 

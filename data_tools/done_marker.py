@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_tools.documents import JOURNAL
-from megazero.data.journal import check_ours, full_disk_named
+from megazero.data.outputs import check_ours, full_disk_named
+from megazero.data.partial_shard import JOURNAL
 from megazero.files import append_suffix, locked, written_aside
 
 logger = logging.getLogger(__name__)

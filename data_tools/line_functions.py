@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import NamedTuple
 
-from data_tools.counts import Counts
 from data_tools.documents import Document, compress, document_id, dump
-from data_tools.partial_shard import Shard
-from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
-
-BAD_LINE = "bad line"
-"""The reason for dropping a line that holds no document."""
-
-Reason = tuple[str, str | None, str | None]
-"""Why a line is dropped: the three arguments of `Dropped`."""
+from megazero.data.jsonl import LineError, read_object
+from megazero.data.results import BlockResult, Counts, filled_lines
+from megazero.data.resumable import Item
 
 
 class Dropped(Exception):
@@ -42,20 +35,6 @@ class Kept(NamedTuple):
 
 LineFunction = Callable[[bytes], Kept]
 """Picklable; takes a line without its end. Raises LineError if it holds no document, Dropped if it is unwanted."""
-
-
-@dataclass
-class BlockResult:
-    """What a worker has made of a block.
-
-    Attributes:
-        frames: what to append to each output.
-        removed: (line within the block, reason, identity, detail) of each line left out; a bad line has no identity.
-    """
-
-    frames: list[bytes]
-    counts: Counts
-    removed: list[tuple[int, str, str | None, str | None]] = field(default_factory=list)
 
 
 DocumentFunction = Callable[[Document], Document]
@@ -95,21 +74,17 @@ def unchanged(document: Document) -> Document:
     return document
 
 
-def apply_to_block(function: LineFunction, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
-    """The result of a function of a line for a block of a shard, given what an earlier pass drops of it.
+def apply_to_block(function: LineFunction, item: Item) -> BlockResult:
+    """The result of a function of a line for a block, given what an earlier pass drops of it.
 
     A function that has `identify`, as `DocumentLines` has, is asked what names the document on a line that is dropped unparsed.
     """
-    shard, block, drops = item
+    outputs, block, drops = item
     identify = getattr(function, "identify", lambda line: None)
-    parts: list[list[bytes]] = [[] for _ in shard.outputs]
-    counts = Counts(text_bytes_in=block.stop - block.start)
-    removed: list[tuple[int, str, str | None, str | None]] = []
-    for number, (offset, line) in enumerate(block_lines(block)):
-        counts.lines += 1
-        if is_blank(line, block):
-            counts.blank_lines += 1
-            continue
+    parts: list[list[bytes]] = [[] for _ in outputs]
+    result = BlockResult([], Counts())
+    counts = result.counts
+    for number, offset, line in filled_lines(block, result):
         try:
             if block.fault is not None:
                 raise LineError(block.fault)
@@ -118,17 +93,14 @@ def apply_to_block(function: LineFunction, item: tuple[Shard, Block, Mapping[int
                 raise Dropped(reason, identity or identify(line), detail)
             kept = function(line)
         except LineError as error:
-            counts.bad_lines += 1
-            removed.append((number, BAD_LINE, None, str(error)))
+            result.bad_line(number, str(error))
         except Dropped as drop:
-            counts.documents += 1
-            counts.drop(drop.reason)
-            removed.append((number, drop.reason, drop.identity, drop.detail))
+            result.drop(number, drop.reason, drop.identity, drop.detail)
         else:
             counts.documents += 1
             counts.kept += 1
             counts.changed += kept.is_changed
             counts.text_bytes_out += len(kept.line)
             parts[kept.output].append(kept.line)
-    frames = [compress(b"".join(part), path) for part, path in zip(parts, shard.outputs, strict=True)]
-    return BlockResult(frames, counts, removed)
+    result.frames = [compress(b"".join(part), path) for part, path in zip(parts, outputs, strict=True)]
+    return result

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.documents import dump
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
-from megazero.data.journal import check_ours, full_disk_named
+from megazero.data.outputs import check_ours, full_disk_named
 from megazero.data.progress import Progress
 from megazero.data.workers import available_cores, ordered_map
 from megazero.files import append_suffix, locked, written_aside

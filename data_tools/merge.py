@@ -9,20 +9,19 @@ error; else the later document is left out, with the reason `duplicate id` in th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from data_tools.counts import Counts
 from data_tools.documents import compress, list_inputs
-from data_tools.line_functions import BlockResult, DocumentLines, Kept, Reason, apply_to_block, unchanged
+from data_tools.line_functions import DocumentLines, Kept, apply_to_block, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.partial_shard import Shard
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, run_blocks, run_lines
 from megazero.data.cache import key_of
-from megazero.data.jsonl import Block, read_object
+from megazero.data.jsonl import read_object
+from megazero.data.results import BlockResult, Counts
+from megazero.data.resumable import Item
 
 DUPLICATE_ID = "duplicate id"
 
@@ -41,15 +40,15 @@ class SeenLines(DocumentLines):
         return Kept(line + b"\n")
 
 
-def copy_block(lines: SeenLines, item: tuple[Shard, Block, Mapping[int, Reason]]) -> BlockResult:
+def copy_block(lines: SeenLines, item: Item) -> BlockResult:
     """As `apply_to_block(lines, item)`; but a block is copied in one piece where the search has listed none of its lines."""
-    shard, block, drops = item
+    outputs, block, drops = item
     data = block.read()
     if drops or data[:1] != b"{" or data[-1:] != b"\n":
         return apply_to_block(lines, item)
     count = data.count(b"\n")
     counts = Counts(count, documents=count, kept=count, text_bytes_in=len(data), text_bytes_out=len(data))
-    return BlockResult([compress(data, shard.outputs[0])], counts)
+    return BlockResult([compress(data, outputs[0])], counts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

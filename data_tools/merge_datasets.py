@@ -11,6 +11,7 @@ where it stopped.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -25,17 +26,18 @@ from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.journal import JournaledFiles, check_ours, full_disk_named
-from megazero.data.mmidx import publish, write_index
-from megazero.data.partial_output import INDEX_ASIDE_SUFFIX, JOURNAL_SUFFIX
+from megazero.data.outputs import check_ours, full_disk_named
+from megazero.data.partial_shard import JOURNAL, PartialShard, Shard
+from megazero.data.preprocess import publish_corpus
 from megazero.data.progress import Progress
-from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar
+from megazero.data.results import BlockResult, Counts
+from megazero.data.resumable import Item, WorkOptions, fill, read_pieces
+from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path
 from megazero.files import append_suffix, locked
 
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 1 << 24
-_COMMIT_INTERVAL_S = 2.0
 
 
 def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
@@ -79,15 +81,16 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
     contents = describe_files(_files(sources))
     record = _merged_record(sources, contents)
     key = key_of({"step": "merge_datasets", "inputs": contents, "tokenizer": record and record.tokenizer_sha256})
+    documents = sum(len(source.doc_idx) - 1 for source in sources)
     result = {
         "prefix": str(output),
         "inputs": len(sources),
-        "documents": sum(len(source.doc_idx) - 1 for source in sources),
+        "documents": documents,
         "sequences": sum(len(source) for source in sources),
         "tokens": sum(source.num_tokens for source in sources),
         "dtype": str(sources[0].dtype),
     }
-    outputs = [append_suffix(output, suffix) for suffix in (".bin", ".idx")]
+    outputs = (append_suffix(output, ".bin"), append_suffix(output, ".idx"))
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(f"{output}.*"):
         is_done = read_marker(output, key, outputs) is not None and read_sidecar(output) == record
@@ -95,11 +98,17 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
             logger.info("%s is there already, from the same inputs", output)
         else:
             check_free(output)
-            check_ours(outputs, "--output-prefix", marker_path(output), append_suffix(output, JOURNAL_SUFFIX))
-            files = JournaledFiles(append_suffix(output, JOURNAL_SUFFIX), [append_suffix(output, ".bin.partial")], key)
-            _write(sources, contents, output, record, files)
-            write_marker(output, key, outputs, {"result": result})
-            files.remove()
+            check_ours(outputs, "--output-prefix", marker_path(output), append_suffix(output, JOURNAL))
+            partial = PartialShard(Shard(tuple(source.bin_path for source in sources), outputs, output), key)
+            try:
+                _copy(partial, documents)
+                check_unchanged(_files(sources), contents)
+                parts = [(source.sizes, source.doc_idx) for source in sources]
+                publish_corpus(partial, sources[0].dtype, parts, record, [marker_path(output)])
+                write_marker(output, key, outputs, {"result": result})
+                partial.remove()
+            finally:
+                partial.close()
     return {**result, "skipped": is_done}
 
 
@@ -159,50 +168,21 @@ def _files(sources: Sequence[IndexedDataset]) -> list[Path]:
     return [path for source in sources for path in (source.bin_path, source.index_path)]
 
 
-def _write(
-    sources: Sequence[IndexedDataset],
-    contents: list[dict[str, Any]],
-    output: Path,
-    record: Sidecar | None,
-    files: JournaledFiles,
-) -> None:
-    try:
-        _copy(sources, files)
-        files.commit({})
-    finally:
-        files.close()
-    check_unchanged(_files(sources), contents)
-    parts = [(source.sizes, source.doc_idx) for source in sources]
-    index_aside = append_suffix(output, INDEX_ASIDE_SUFFIX)
-    write_index(index_aside, sources[0].dtype, parts)
-    # An old .idx goes first: with it, the record of this run would vouch for the tokens of another.
-    for path in (marker_path(output), append_suffix(output, ".idx")):
-        path.unlink(missing_ok=True)
-    if record is None:
-        sidecar_path(output).unlink(missing_ok=True)
-    else:
-        write_sidecar(output, record)
-    publish(output, files.paths[0], index_aside)
+def copy_block(documents_per_byte: float, item: Item) -> BlockResult:
+    """A piece of a .bin as it is, with about how many documents are in it."""
+    data = item[1].read()
+    counts = Counts(documents=round(documents_per_byte * len(data)), text_bytes_in=len(data))
+    return BlockResult([data, b""], counts)
 
 
-def _copy(sources: Sequence[IndexedDataset], files: JournaledFiles) -> None:
-    """Appends the tokens of all sources, without the first ones, which an earlier run has copied."""
-    sizes = [source.bin_path.stat().st_size for source in sources]
-    done = files.sizes[0]
-    if done:
-        logger.info("%s: continuing after %.1f MB", files.paths[0], done / 1e6)
-    with closing(Progress("merging", sum(sizes))) as progress:
-        progress.skip(done)
-        for source, size in zip(sources, sizes, strict=True):
-            skipped = min(done, size)
-            done -= skipped
-            documents = (len(source.doc_idx) - 1) / max(size, 1)  # in a byte, on average
-            with open(source.bin_path, "rb") as file:
-                file.seek(skipped)
-                while data := file.read(_COPY_BYTES):
-                    files.append(data)
-                    progress.update(round(documents * len(data)), len(data), len(data))
-                    files.commit({}, _COMMIT_INTERVAL_S)
+def _copy(partial: PartialShard, documents: int) -> None:
+    """Puts the tokens of all sources together, without the first ones, which an earlier run has copied."""
+    total = sum(path.stat().st_size for path in partial.shard.inputs)
+    work, options = functools.partial(copy_block, documents / max(total, 1)), WorkOptions(1, block_bytes=_COPY_BYTES)
+    progress = Progress("merging", total)
+    with closing(progress), closing(fill([partial], work, options, 1, progress, reader=read_pieces)) as filled:
+        next(filled)
+        partial.commit()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

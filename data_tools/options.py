@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.documents import OUTPUT_FORMATS
+from megazero.data.resumable import WorkOptions
 from megazero.data.workers import available_cores
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -17,32 +18,25 @@ _COPIES = 8  # of a block or line that are alive at once: bytes, text, objects, 
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(WorkOptions):
     """How a step goes about it. Only `block_bytes` and `max_line_bytes` can change the bytes that come out.
 
     Attributes:
-        workers: processes at most.
+        block_bytes: also what a compressed file has in each member or frame.
         memory_bytes: what the step may use, all its processes together.
-        strict: whether the first line that holds no document is an error; else such lines are counted and reported.
-        block_bytes: text that a worker takes at a time, and that a compressed file has in each member or frame.
-        max_line_bytes: longer lines are not read: they count as lines that hold no document.
-        commit_interval_s: seconds of work that a kill can cost at most.
         log_interval_s: seconds between log lines where no bar is shown.
         held_bytes: of a table that each process has a copy of, beside what it works on.
     """
 
     workers: int = 1
-    memory_bytes: int = 2 << 30
-    strict: bool = False
     block_bytes: int = 1 << 20
     max_line_bytes: int = 16 << 20
-    commit_interval_s: float = 2.0
+    memory_bytes: int = 2 << 30
     log_interval_s: float = 30.0
     held_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {self.workers}")
+        super().__post_init__()
         if self.block_bytes < 1 or self.max_line_bytes < 1:
             raise ValueError("--block-kb and --max-line-mb must be positive")
         if self.memory_bytes < self.worker_bytes:

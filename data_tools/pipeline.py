@@ -25,7 +25,7 @@ import json
 import logging
 import platform
 import string
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,6 @@ class Pipeline:
     variables: dict[str, str]
     defaults: dict[str, Any]
     steps: list[dict[str, Any]]
-
-
-@dataclass
-class _Outputs:
-    """Where the outputs of the steps so far lie."""
-
-    by_name: dict[str, str] = field(default_factory=dict)
-    last: str | None = None
 
 
 def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
@@ -115,14 +107,14 @@ def _flags(step: str) -> set[str]:
     return {flag for action in step_parser(step)._actions for flag in action.option_strings}
 
 
-def _command(pipeline: Pipeline, step: dict[str, Any], outputs: _Outputs) -> list[str]:
-    """The flags of a step."""
+def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) -> list[str]:
+    """The flags of a step; its output is added to those of the steps so far, by their names, the newest last."""
     known = _flags(step["step"])
     flags = {name: value for name, value in pipeline.defaults.items() if f"--{name}" in known}
     flags |= {name: value for name, value in step.items() if name not in ("step", "name")}
-    if "input" not in flags and "--input" in known and outputs.last is not None:
-        flags["input"] = outputs.last
-    variables = pipeline.variables | outputs.by_name
+    if "input" not in flags and "--input" in known and outputs:
+        flags["input"] = next(reversed(outputs.values()))
+    variables = pipeline.variables | outputs
     argv: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -131,7 +123,8 @@ def _command(pipeline: Pipeline, step: dict[str, Any], outputs: _Outputs) -> lis
         texts = [_filled(str(v), variables, pipeline.path) for v in values]
         if name in _OUTPUT_FLAGS:
             texts = [str(pipeline.folder / text) for text in texts]
-            outputs.last = outputs.by_name[step.get("name", step["step"])] = texts[0]
+            outputs.pop(step.get("name", step["step"]), None)
+            outputs[step.get("name", step["step"])] = texts[0]
         elif name == "input":
             texts = [path for text in texts for path in _matching(text)]
         argv += [f"--{name}", *texts]
@@ -153,7 +146,7 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     Raises:
         ValueError: flags of a step are wrong, which is found before the first one runs; or its input is.
     """
-    outputs = _Outputs()
+    outputs: dict[str, str] = {}
     commands = []
     for step in pipeline.steps:
         argv = _command(pipeline, step, outputs)

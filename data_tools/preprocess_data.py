@@ -23,7 +23,7 @@ from data_tools.documents import document_blocks, list_inputs
 from data_tools.options import RunOptions, add_run_options
 from megazero.data.contents import describe_files
 from megazero.data.encoding import SURROGATES
-from megazero.data.partial_output import DROPPED_SUFFIX
+from megazero.data.partial_shard import DROPPED_SUFFIX
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 
@@ -86,22 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Tokenizes each key, and returns the statistics."""
     limits = RunOptions(
-        args.workers,
-        args.memory,
-        args.strict,
-        block_bytes=_BLOCK_BYTES,
-        max_line_bytes=int(args.max_line_mb * (1 << 20)),
+        args.workers, args.strict, _BLOCK_BYTES, int(args.max_line_mb * (1 << 20)), memory_bytes=args.memory
     )
     if limits.workers_in_memory < args.workers:
         logger.warning(
             "--memory allows %d of %d --workers; give more to use all", limits.workers_in_memory, args.workers
         )
     options = TokenizeOptions(
-        limits.workers_in_memory,
-        strict=args.strict,
-        log_interval=args.log_interval,
-        block_bytes=_BLOCK_BYTES,
-        max_line_bytes=limits.max_line_bytes,
+        limits.workers_in_memory, args.strict, _BLOCK_BYTES, limits.max_line_bytes, log_interval=args.log_interval
     )
     inputs = list_inputs(args.input)
     tokenizer = tokenizer_of(args)

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.documents import document_blocks
-from data_tools.line_functions import Reason
 from data_tools.options import RunOptions
-from data_tools.partial_shard import Shard
 from megazero.data.jsonl import Block, LineError, block_lines
+from megazero.data.partial_shard import Shard
 from megazero.data.progress import Progress
+from megazero.data.resumable import Reason
 from megazero.data.workers import ordered_map
 from megazero.files import append_suffix
 

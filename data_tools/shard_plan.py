@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.documents import OUTPUT_FORMATS, output_format
-from data_tools.partial_shard import Shard
+from megazero.data.partial_shard import Shard
 from megazero.files import is_compressed
 
 # Of a name that ends so, nobody expects that a folder is made.

@@ -1,53 +1,41 @@
-"""A function applied to all lines of a corpus: in parallel, in order, resumable, the same for any number of workers.
+"""A function applied to all lines of a corpus: the frame of the steps, over `megazero.data.resumable`.
 
-A worker takes a block of lines and returns its part of each output, compressed; the parts are written in the order of the input.
-So what is written depends on the input and the settings alone.
+At the end the outputs of a shard and RECORD.dropped.jsonl get their names, then RECORD.done.json is written: without it, nothing
+counts as made.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_tools.counts import Counts
-from data_tools.documents import document_blocks, list_inputs
-from data_tools.line_functions import (
-    BAD_LINE,
-    BlockResult,
-    DocumentFunction,
-    DocumentLines,
-    LineFunction,
-    Reason,
-    apply_to_block,
-)
+from data_tools.documents import document_blocks, list_inputs, output_format
+from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
-from data_tools.partial_shard import PartialShard, Shard, finished
 from data_tools.shard_plan import plan_shards
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
-from megazero.data.journal import full_disk_named
-from megazero.data.jsonl import Block, check_strict, complain, left_out
+from megazero.data.jsonl import check_strict
+from megazero.data.outputs import check_ours, full_disk_named
+from megazero.data.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Place, Shard
 from megazero.data.progress import Progress
-from megazero.data.workers import ordered_map
-from megazero.files import append_suffix, locked
+from megazero.data.results import Counts
+from megazero.data.resumable import BlockWork, Drops, fill, useful_workers
+from megazero.files import append_suffix, locked, sync_folder
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-Drops = Callable[[Block], Mapping[int, Reason]]
-"""block -> {byte at which a line begins in the text of the file: reason to drop it}, from an earlier pass."""
 DropSearch = Callable[[], AbstractContextManager[Drops]]
 """Makes that earlier pass, when there is a shard to make and not before; at the end of the `with` block its files are removed."""
-BlockWork = Callable[[tuple[Shard, Block, Mapping[int, Reason]]], BlockResult]
-"""Picklable: what a worker makes of a block, given what an earlier pass drops of it. `apply_to_block` makes one."""
-Place = Callable[[list[int], list[bytes]], list[bytes]]
-"""(how long each output of a shard is so far, what a worker has made of the next block) -> what is appended to each."""
 
 
 @contextmanager
@@ -76,10 +64,9 @@ def run_lines(
     settings: Mapping[str, Any],
     options: RunOptions,
     search: DropSearch = no_search,
-    faults: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """`run_blocks` with a function of a line; warns where it has kept no document."""
-    result = run_blocks(step, shards, partial(apply_to_block, function), settings, options, search, faults)
+    result = run_blocks(step, shards, partial(apply_to_block, function), settings, options, search)
     if result["documents"] and not result["kept"]:
         logger.warning("%s: kept none of %d documents; dropped: %s", step, result["documents"], result["dropped"])
     return result
@@ -107,106 +94,90 @@ def run_blocks(
         ValueError: bad input with `options.strict`, a damaged file, or an output in the way.
         RuntimeError: a worker process died; OSError: the disk is full. In both cases what was committed is kept.
     """
-    run = _Run(step, work, settings, options, search, faults | {BAD_LINE}, place)
     first = min(shard.record for shard in shards)
     first.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(first, ".lock")), full_disk_named(f"to {first.parent}"):
-        run.make(shards)
-    return run.total.statistics(len(shards), run.skipped)
-
-
-@dataclass
-class _Run:
-    """One step over many shards: the arguments of `run_blocks`, and what was counted."""
-
-    step: str
-    work: BlockWork
-    settings: Mapping[str, Any]
-    options: RunOptions
-    search: DropSearch
-    faults: frozenset[str]
-    place: Place | None
-    total: Counts = field(default_factory=Counts)
-    skipped: int = 0
-    partials: dict[Shard, PartialShard] = field(default_factory=dict)
-    descriptions: dict[Shard, dict[str, Any]] = field(default_factory=dict)
-
-    def make(self, shards: Sequence[Shard]) -> None:
-        """Makes what is not there."""
-        todo = []
         files = list(dict.fromkeys(path for shard in shards for path in shard.inputs))
-        contents = dict(zip(files, contents_of(files, self.options), strict=True))
+        contents = dict(zip(files, contents_of(files, options), strict=True))
+        total, todo = Counts(), {}
         for shard in shards:
-            inputs = [contents[path] for path in shard.inputs]
-            self.descriptions[shard] = description = describe(self.step, self.settings, inputs, self.options)
+            description = describe(step, settings, [contents[path] for path in shard.inputs], options)
             done = finished(shard, key_of(description))
             if done is None:
-                todo.append(shard)
+                todo[shard] = description
                 continue
-            self.skipped += 1
-            self.total.add(done)
-            check_strict(done.errors, self.options.strict, f"when {shard.record} was made")
-        if self.skipped:
-            logger.info("%s: %d of %d shards are there already", self.step, self.skipped, len(shards))
+            total.add(done)
+            check_strict(done.errors, options.strict, f"when {shard.record} was made")
+        if skipped := len(shards) - len(todo):
+            logger.info("%s: %d of %d shards are there already", step, skipped, len(shards))
         if todo:
-            with self.search() as drops:
-                self._make(todo, drops)
+            with search() as drops:
+                total.add(_make(step, todo, work, options, drops, faults, place))
+    return total.statistics(len(shards), skipped)
 
-    def _make(self, shards: Sequence[Shard], drops: Drops) -> None:
-        total = sum(path.stat().st_size for shard in shards for path in shard.inputs)
-        workers = min(self.options.workers_in_memory, max(1, -(-4 * total // self.options.block_bytes)))
-        waiting = list(shards)
-        try:
-            with closing(Progress(self.step, total, self.options.log_interval_s)) as progress:
-                items = self._items(shards, drops, progress)
-                with closing(ordered_map(self.work, items, workers)) as results:
-                    for (shard, block, _), result in results:
-                        while waiting[0] != shard:
-                            self._finish(waiting.pop(0))
-                        self._take(self.partials[shard], block, result, progress)
-                        self.partials[shard].commit(self.options.commit_interval_s)
-                for shard in waiting:
-                    self._finish(shard)
-        finally:
-            for partial in self.partials.values():
-                partial.close()
 
-    def _items(
-        self, shards: Sequence[Shard], drops: Drops, progress: Progress
-    ) -> Iterator[tuple[Shard, Block, Mapping[int, Reason]]]:
-        for shard in shards:
-            self.partials[shard] = partial = PartialShard(shard, key_of(self.descriptions[shard]))
-            check_strict(partial.counts.errors, self.options.strict, "before the run was stopped")
-            progress.skip(partial.position.disk_bytes_of(shard.inputs))
-            for number, path, start in partial.position.remaining(shard.inputs):
-                if path.stat().st_size == 0:
-                    logger.warning("%s: %s is empty", self.step, path)
-                    partial.counts.empty_files += 1
-                options = self.options
-                for block in document_blocks(path, options.block_bytes, start, number, options.max_line_bytes):
-                    yield shard, block, drops(block)
+def _make(
+    step: str,
+    todo: Mapping[Shard, dict[str, Any]],
+    work: BlockWork,
+    options: RunOptions,
+    drops: Drops,
+    faults: frozenset[str],
+    place: Place | None,
+) -> Counts:
+    """Makes the shards, of which `todo` holds the descriptions; what was counted of them."""
+    total = Counts()
+    paths = [path for shard in todo for path in shard.inputs]
+    workers = useful_workers(paths, options.block_bytes, options.workers_in_memory)
+    partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
+    progress = Progress(step, sum(path.stat().st_size for path in paths), options.log_interval_s)
+    filled = fill(partials, work, options, workers, progress, drops, faults, place, document_blocks)
+    with closing(progress), closing(filled):
+        for partial in filled:
+            inputs, description = partial.shard.inputs, todo[partial.shard]
+            check_unchanged(inputs, description["inputs"], options.workers)
+            empty = [path for path in inputs if path.stat().st_size == 0]
+            for path in empty:
+                logger.warning("%s: %s is empty", step, path)
+            partial.counts.empty_files = len(empty)
+            finish(partial, description)
+            total.add(partial.counts)
+    return total
 
-    def _take(self, partial: PartialShard, block: Block, result: BlockResult, progress: Progress) -> None:
-        counts = result.counts
-        before = partial.position.advance(block, counts.lines)
-        records = []
-        for line, reason, identity, detail in result.removed:
-            number = before + line + 1
-            records.append(left_out(block.path, number, identity, reason, detail))
-            if reason in self.faults:
-                what = detail if reason == BAD_LINE else f"{reason} {identity}" + (f" ({detail})" if detail else "")
-                complain(f"{block.path}:{number}: {what}", partial.counts.errors, self.options.strict)
-        frames = self.place(partial.output_bytes, result.frames) if self.place else result.frames
-        partial.append(frames, b"".join(records))
-        progress.update(counts.documents, counts.text_bytes_in, block.disk_bytes)
-        partial.counts.add(counts)
 
-    def _finish(self, shard: Shard) -> None:
-        # It stays among the open ones, to be closed if this fails.
-        partial, description = self.partials[shard], self.descriptions[shard]
-        check_unchanged(shard.inputs, description["inputs"], self.options.workers)
-        partial.finish(description)
-        self.total.add(self.partials.pop(shard).counts)
+def finish(partial: PartialShard, description: dict[str, Any]) -> None:
+    """Gives the outputs their names and writes the done-marker, which counts from then on."""
+    partial.commit()
+    shard = partial.shard
+    # An old one would vouch for the files of this run.
+    marker_path(shard.record).unlink(missing_ok=True)
+    *parts, dropped = partial.paths
+    for part, output in zip(parts, shard.outputs, strict=True):
+        if output_format(output) == "parquet":
+            from data_tools.parquet import write_parquet
+
+            write_parquet(part, output)
+        else:
+            os.replace(part, output)
+    os.replace(dropped, append_suffix(shard.record, DROPPED_SUFFIX))
+    for folder in {path.parent for path in (*shard.outputs, shard.record)}:
+        sync_folder(folder)
+    content = {"description": description, "counts": asdict(partial.counts)}
+    write_marker(shard.record, key_of(description), shard.outputs, content)
+    partial.remove()
+
+
+def finished(shard: Shard, key: str) -> Counts | None:
+    """What was counted when the shard was made, if it is there, whole, and of the same input and settings; else None.
+
+    Raises:
+        ValueError: an output exists that no run of a step has made: it would be overwritten.
+    """
+    content = read_marker(shard.record, key, shard.outputs)
+    if content is not None:
+        return Counts(**content["counts"])
+    check_ours(shard.outputs, "--output", marker_path(shard.record), append_suffix(shard.record, JOURNAL))
+    return None
 
 
 def contents_of(paths: Sequence[Path], options: RunOptions) -> list[dict[str, Any]]:

@@ -22,18 +22,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from data_tools.counts import Counts
 from data_tools.documents import compress, list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
-from data_tools.partial_shard import PartialShard, Shard, finished
 from data_tools.shard_plan import check_outputs, ending, names_file
-from data_tools.shards import contents_of, describe, run_lines
+from data_tools.shards import contents_of, describe, finish, finished, run_lines
 from megazero.data.cache import key_of
-from megazero.data.journal import full_disk_named
 from megazero.data.jsonl import check_strict, expected_text_bytes, read_object
+from megazero.data.outputs import full_disk_named
+from megazero.data.partial_shard import PartialShard, Shard
 from megazero.data.progress import Progress
-from megazero.data.workers import ordered_map
+from megazero.data.results import BlockResult, Counts
+from megazero.data.resumable import Item, WorkOptions, fill, read_pieces
 from megazero.files import COMPRESSED, append_suffix, locked
 
 _COPIES = 6  # of a bucket while it is sorted: lines, keys, the sorted text, its compressed form
@@ -72,19 +72,21 @@ def scatter(key: str, seed: int, layout: Layout, line: bytes) -> Kept:
     return Kept(b"%b%b\n" % (digest.hex().encode(), line), bucket)
 
 
-def sort_bucket(layout: Layout, outputs: Sequence[Path], limit: int, bucket: Path) -> tuple[list[bytes], int]:
-    """The frames of each output, and the number of lines; a ValueError where `limit` bytes of memory are too few."""
-    if (need := bucket.stat().st_size * _COPIES) > limit:
+def sort_bucket(layout: Layout, limit: int, item: Item) -> BlockResult:
+    """The frames of each output that a bucket, a block, holds; a ValueError where `limit` bytes of memory are too few."""
+    outputs, bucket, _ = item
+    if (need := bucket.stop * _COPIES) > limit:
         raise ValueError(
             f"the text is larger than its files let expect: a worker needs {need >> 20}M. Give more --memory."
         )
-    with open(bucket, "rb", _READ_BYTES) as file:
+    with open(bucket.path, "rb", _READ_BYTES) as file:
         lines = sorted(file)
     parts: list[list[bytes]] = [[] for _ in outputs]
     for frame, content in groupby(lines, lambda line: layout.frame(int(line[:_HEX], 16))):
         output = frame * layout.outputs // layout.frames
         parts[output].append(compress(b"".join(line[_HEX:] for line in content), outputs[output]))
-    return [b"".join(part) for part in parts], len(lines)
+    counts = Counts(len(lines), documents=len(lines), text_bytes_in=bucket.stop)
+    return BlockResult([b"".join(part) for part in parts], counts)
 
 
 def plan_layout(inputs: Sequence[Path], outputs: int, options: RunOptions) -> Layout:
@@ -171,33 +173,33 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
     if counts is None:
         raise RuntimeError(f"{folder} was changed by another process while its files were sorted. Start again.")
     # What was sorted from other buckets must not be continued, so the layout is a part of the key of the partial files only.
-    output = PartialShard(shard, key_of(description), key_of({**description, "layout": vars(layout)}))
-    output.counts = replace(counts, text_bytes_out=counts.text_bytes_out - _HEX * counts.kept)
+    output = PartialShard(
+        Shard(tuple(buckets), shard.outputs, shard.record), key_of({**description, "layout": vars(layout)})
+    )
+    counts = replace(counts, text_bytes_out=counts.text_bytes_out - _HEX * counts.kept)
     try:
         with full_disk_named(f"to {shard.record.parent}"):
-            _gather(output, buckets, layout, options)
-            output.finish(description)
+            _gather(output, layout, options, counts, description)
     finally:
         output.close()
     shutil.rmtree(folder)
-    return output.counts
+    return counts
 
 
-def _gather(output: PartialShard, buckets: Sequence[Path], layout: Layout, options: RunOptions) -> None:
-    outputs = output.shard.outputs
+def _gather(
+    output: PartialShard, layout: Layout, options: RunOptions, counts: Counts, description: dict[str, Any]
+) -> None:
+    """Sorts the buckets into the outputs, one after another, and finishes these; a bucket that is done is not sorted again."""
+    buckets = output.shard.inputs
     if output.is_new:
         with open(buckets[0].with_name("scatter.dropped.jsonl"), "rb") as dropped:
             while data := dropped.read(_READ_BYTES):
-                output.append([b""] * len(outputs), data)
-    sizes = [path.stat().st_size for path in buckets]
-    done = output.position.offset  # buckets
-    function = partial(sort_bucket, layout, outputs, _bucket_memory(options))
-    workers = min(options.workers_in_memory, max(1, len(buckets) - done))
-    with closing(Progress("shuffle: sorting", sum(sizes), options.log_interval_s)) as progress:
-        progress.skip(sum(sizes[:done]))
-        with closing(ordered_map(function, buckets[done:], workers)) as results:
-            for size, (_, (frames, lines)) in zip(sizes[done:], results, strict=True):
-                output.append(frames, b"")
-                output.position.offset += 1
-                output.commit()
-                progress.update(lines, size, size)
+                output.append(*(b"" for _ in output.shard.outputs), data)
+    work = partial(sort_bucket, layout, _bucket_memory(options))
+    workers, sizes = min(options.workers_in_memory, len(buckets)), [path.stat().st_size for path in buckets]
+    by_bucket = WorkOptions(workers, block_bytes=max(1, *sizes), commit_interval_s=0.0)
+    progress = Progress("shuffle: sorting", sum(sizes), options.log_interval_s)
+    with closing(progress), closing(fill([output], work, by_bucket, workers, progress, reader=read_pieces)) as filled:
+        for _ in filled:
+            output.counts = counts
+            finish(output, description)

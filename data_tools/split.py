@@ -23,10 +23,10 @@ from typing import Any
 from data_tools.documents import document_id, list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.partial_shard import Shard
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import run_lines
 from megazero.data.jsonl import read_object
+from megazero.data.partial_shard import Shard
 
 logger = logging.getLogger(__name__)
 

@@ -9,18 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_tools.documents import document_blocks, document_id
-from data_tools.line_functions import BAD_LINE
-from megazero.data.jsonl import (
-    Block,
-    LineError,
-    block_lines,
-    complain,
-    expected_text_bytes,
-    is_blank,
-    left_out,
-    read_object,
-)
+from megazero.data.jsonl import Block, LineError, expected_text_bytes, read_object
 from megazero.data.progress import Progress
+from megazero.data.results import NO_TEXT, BlockResult, Counts, filled_lines, report
 from megazero.data.tokenizer import valid_unicode
 
 MAX_LINE_BYTES = 16 << 20
@@ -34,21 +25,17 @@ class Sample:
 
     Attributes:
         texts: documents spread over the whole corpus.
-        lines: of the whole corpus.
         replaced: texts with unpaired surrogates, in the place of which U+FFFD was put.
         num_bytes: of the lines of these texts.
-        left_out: a line for the sidecar of each line that was looked at and gave no text.
-        bad_lines: how many of these hold no document; the others hold an empty text.
-        errors: the first bad lines: file, line, reason.
+        left_out: for the sidecar, of each block: the lines that were looked at and gave no text.
+        counts: of the lines of the whole corpus, and of those left out.
     """
 
     texts: list[str] = field(default_factory=list)
-    lines: int = 0
     replaced: int = 0
     num_bytes: int = 0
     left_out: list[bytes] = field(default_factory=list)
-    bad_lines: int = 0
-    errors: list[str] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
 
 
 def sample_documents(
@@ -68,34 +55,32 @@ def sample_documents(
     sample = Sample()
     with closing(Progress("reading", sum(path.stat().st_size for path in paths))) as progress:
         for file, path in enumerate(paths):
-            number = 0
+            before = sample.counts.lines  # in other files
             for block in document_blocks(path, _BLOCK_BYTES, 0, file, max_line_bytes):
-                before = sample.lines
-                for _, line in block_lines(block):
-                    number, sample.lines = number + 1, sample.lines + 1
-                    is_chosen = zlib.crc32(str(sample.lines).encode()) <= limit or block.fault is not None
-                    if is_chosen and not is_blank(line, block):
-                        _take(sample, line, key, block, number, strict)
+                done, result = sample.counts.lines, BlockResult([], Counts())
+                for number, _, line in filled_lines(block, result):
+                    if zlib.crc32(str(done + number + 1).encode()) <= limit or block.fault is not None:
+                        _take(sample, line, key, block, number, result)
+                sample.left_out.append(report(block, done - before, result, sample.counts.errors, strict))
+                sample.counts.add(result.counts)
                 if sample.num_bytes > _MOST_SAMPLED * sample_mb * 1e6 + max_line_bytes:
                     raise ValueError(
                         f"{path}: the text is larger than its files let expect: more than --sample-mb {sample_mb:g} after "
-                        f"{sample.lines} lines. Give a smaller --sample-mb."
+                        f"{sample.counts.lines} lines. Give a smaller --sample-mb."
                     )
-                progress.update(sample.lines - before, block.stop - block.start, block.disk_bytes)
+                progress.update(result.counts.lines, block.stop - block.start, block.disk_bytes)
     return sample
 
 
-def _take(sample: Sample, line: bytes, key: str, block: Block, number: int, strict: bool) -> None:
+def _take(sample: Sample, line: bytes, key: str, block: Block, number: int, result: BlockResult) -> None:
     try:
         document = read_object(line, key, block.fault)
     except LineError as error:
-        complain(f"{block.path}:{number}: {error}", sample.errors, strict)
-        sample.left_out.append(left_out(block.path, number, None, BAD_LINE, str(error)))
-        sample.bad_lines += 1
+        result.bad_line(number, str(error))
         return
     text: str = document[key]
     if not text:
-        sample.left_out.append(left_out(block.path, number, document_id(document, key), "no text"))
+        result.drop(number, NO_TEXT, document_id(document, key))
         return
     whole = valid_unicode(text)  # as a tokenizer reads it
     sample.num_bytes += len(line)

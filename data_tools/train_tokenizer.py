@@ -30,8 +30,9 @@ from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
-from megazero.data.journal import check_ours, full_disk_named
 from megazero.data.jsonl import check_strict
+from megazero.data.outputs import check_ours, full_disk_named
+from megazero.data.results import NO_TEXT
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
 from megazero.files import append_suffix, locked, sync_folder, written_aside
 
@@ -42,7 +43,7 @@ MODEL_TYPES = ("bpe", "unigram", BYTE_LEVEL)
 PROBE = "Round  trip:\n\n\ttabs, 1234, \u00fcber, \u4e2d\u6587, \u2581 and <|endoftext|> \r\n"
 """Text with everything that sentencepiece's usual settings would change."""
 
-_DROPPED = "dropped.jsonl"
+_DROPPED, _ASIDE = "dropped.jsonl", ".partial"
 # What the step takes for a byte of the sample: 10, 20 and 6 were measured on English text, and half as much is added. And what it
 # takes without a sample, with the copies of the longest line.
 _BYTES_PER_BYTE = {"bpe": 15, "unigram": 30, BYTE_LEVEL: 9}
@@ -79,11 +80,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with locked(append_suffix(prefix, ".lock")):
         if (done := _finished(args, key)) is not None:
             return done
-        check_ours(_outputs(args), "--model-prefix", marker_path(prefix), _aside(prefix))
+        check_ours(_outputs(args), "--model-prefix", marker_path(prefix), append_suffix(prefix, _ASIDE))
         sample = sample_documents(paths, args.json_key, args.sample_mb, args.strict, int(args.max_line_mb * (1 << 20)))
         check_unchanged(paths, contents)
         if not sample.texts:
-            why = f"; the first: {sample.errors[0]}" if sample.errors else ""
+            why = f"; the first: {sample.counts.errors[0]}" if sample.counts.errors else ""
             raise ValueError(
                 f"no line of {', '.join(map(str, paths))} holds a text under the key {args.json_key!r} (--json-key){why}"
             )
@@ -121,7 +122,7 @@ def _finished(args: argparse.Namespace, key: str) -> dict[str, Any] | None:
 def _make(args: argparse.Namespace, sample: Sample, key: str) -> dict[str, Any]:
     """Trains into a folder aside; what is whole, and loses no text, comes to its place."""
     prefix, outputs = Path(args.model_prefix), _outputs(args)
-    aside = _aside(prefix)
+    aside = append_suffix(prefix, _ASIDE)
     shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
     aside.mkdir()
     try:
@@ -158,13 +159,13 @@ def _train_aside(args: argparse.Namespace, sample: Sample, aside: Path) -> dict[
         "vocab_size": tokenizer.vocab_size,
         "model_type": args.model_type,
         "sha256": tokenizer.sha256,
-        "lines": sample.lines,
+        "lines": sample.counts.lines,
         "sampled_documents": len(sample.texts),
         "sampled_mb": round(megabytes, 2),
-        "bad_lines": sample.bad_lines,
-        "empty_documents": len(sample.left_out) - sample.bad_lines,
+        "bad_lines": sample.counts.bad_lines,
+        "empty_documents": sample.counts.dropped.get(NO_TEXT, 0),
         "surrogates_replaced": sample.replaced,
-        "first_errors": sample.errors,
+        "first_errors": sample.counts.errors,
         "bytes_per_token": _check_round_trip(tokenizer, sample.texts, args.model_prefix),
     }
 
@@ -173,10 +174,6 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
     if args.model_type == BYTE_LEVEL:
         return [Path(args.model_prefix, name) for name in ("vocab.json", "merges.txt", "tokenizer.json")]
     return [append_suffix(args.model_prefix, ".model")]
-
-
-def _aside(prefix: Path) -> Path:
-    return append_suffix(prefix, ".partial")
 
 
 def _train(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, bytes]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.jsonl import Block, LineError, block_lines, is_blank, read_object
+from megazero.data.jsonl import LineError
 from megazero.data.mmidx import token_dtype
+from megazero.data.results import NO_TEXT, BlockResult, Counts, read_documents
+from megazero.data.resumable import Item
 from megazero.data.tokenizer import Tokenizer
 
 Surrogates: TypeAlias = Literal["replace", "reject"]
@@ -18,42 +19,11 @@ SURROGATES: tuple[Surrogates, ...] = get_args(Surrogates)
 take the line for one that holds no document."""
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A line of a block that gave no tokens.
-
-    Attributes:
-        line: its number within the block, from 0.
-        fault: why it holds no document; None if it holds one, without text.
-        identity: the "id" or "url" of the document, where it has one.
-    """
-
-    line: int
-    fault: str | None
-    identity: str | None = None
-
-
-@dataclass
-class EncodedBlock:
-    """The documents of one block.
-
-    Attributes:
-        tokens: all of them end to end, in the dtype that they are stored in.
-        sizes: [documents] int32, tokens per document.
-        lines: lines in the block, blank ones included.
-        left_out: lines that gave no tokens, blank ones apart.
-        replaced: documents in which unpaired surrogates were replaced.
-    """
-
-    tokens: np.ndarray
-    sizes: npt.NDArray[np.int32]
-    lines: int = 0
-    left_out: list[LeftOut] = field(default_factory=list)
-    replaced: int = 0
-
-
 class BlockEncoder:
-    """Turns a block into tokens; picklable.
+    """Turns the documents of a block into tokens: a `BlockWork` with two outputs.
+
+    These are the tokens end to end, in the dtype that they are stored in, and the length of each document, int32. A document is
+    counted as changed if unpaired surrogates were replaced in it.
 
     Args:
         key: which entry of each JSON object is the text.
@@ -66,34 +36,31 @@ class BlockEncoder:
         self.dtype = token_dtype(tokenizer.vocab_size)
         self._end = np.full(int(append_eod), tokenizer.eod, dtype=self.dtype)
 
-    def __call__(self, block: Block) -> EncodedBlock:
-        """The documents of `block`; lines that hold none are reported in `left_out`."""
-        pieces: list[np.ndarray] = []
+    def __call__(self, item: Item) -> BlockResult:
+        """The tokens of a block; lines that hold no document, or no text, are listed."""
+        pieces: list[np.ndarray] = [np.empty(0, self.dtype)]
         sizes: list[int] = []
-        encoded = EncodedBlock(np.empty(0, self.dtype), np.empty(0, np.int32))
-        for number, (_, line) in enumerate(block_lines(block)):
-            encoded.lines += 1
-            if is_blank(line, block):
-                continue
-            document: dict[str, Any] = {}
+        result = BlockResult([], Counts())
+        for number, _, line, document in read_documents(item[1], self.key, result):
             try:
-                document = read_object(line, self.key, block.fault)
                 ids = self._encode(document[self.key])
                 # Only such an escape can make a surrogate, so most lines need no second look.
-                if b"\\ud" in line or b"\\uD" in line:
-                    encoded.replaced += self._is_replaced(document[self.key])
+                is_replaced = (b"\\ud" in line or b"\\uD" in line) and self._is_replaced(document[self.key])
             except LineError as error:
-                encoded.left_out.append(LeftOut(number, str(error), _identity(document)))
+                result.bad_line(number, str(error), _identity(document))
                 continue
             if len(ids) == 0:
-                encoded.left_out.append(LeftOut(number, None, _identity(document)))
+                result.drop(number, NO_TEXT, _identity(document))
                 continue
+            result.counts.changed += is_replaced
             pieces += (ids, self._end)
             sizes.append(len(ids) + len(self._end))
-        if pieces:
-            encoded.tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
-            encoded.sizes = np.asarray(sizes, dtype=np.int32)
-        return encoded
+        result.counts.documents += len(sizes)
+        result.counts.kept = len(sizes)
+        result.tokens = sum(sizes)
+        tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe")
+        result.frames = [tokens.tobytes(), np.asarray(sizes, dtype="<i4").tobytes()]
+        return result
 
     def _is_replaced(self, text: str) -> bool:
         """Whether the text has unpaired surrogates; a LineError where those are rejected."""

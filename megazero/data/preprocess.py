@@ -3,66 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megazero.data.cache import key_of
 from megazero.data.contents import describe_files
-from megazero.data.encoding import SURROGATES, BlockEncoder, EncodedBlock, Surrogates
-from megazero.data.journal import check_ours, full_disk_named
-from megazero.data.jsonl import (
-    MAX_LINE_BYTES,
-    Block,
-    check_strict,
-    complain,
-    expected_text_bytes,
-    left_out,
-    read_blocks,
-)
-from megazero.data.partial_output import JOURNAL_SUFFIX, CountedPosition, PartialOutput
+from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
+from megazero.data.jsonl import check_strict, read_blocks
+from megazero.data.mmidx import Part, publish, token_dtype, write_index
+from megazero.data.outputs import check_ours, full_disk_named
+from megazero.data.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
 from megazero.data.progress import Progress
-from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path
+from megazero.data.results import NO_TEXT
+from megazero.data.resumable import BlockReader, WorkOptions, fill, useful_workers
+from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path, write_sidecar
 from megazero.data.tokenizer import Tokenizer
-from megazero.data.workers import available_cores, ordered_map
 from megazero.files import append_suffix, locked
 
 logger = logging.getLogger(__name__)
 
-BlockReader = Callable[..., Iterator[Block]]
-"""Called as (path, block_bytes, start, file_number, max_line_bytes); `read_blocks` is one."""
-FileDescriber = Callable[[Sequence[Path]], list[dict[str, Any]]]
-"""What tells one version of the input files from another, as JSON values; `describe_files` is one."""
-
 
 @dataclass(frozen=True)
-class TokenizeOptions:
+class TokenizeOptions(WorkOptions):
     """How a run goes about it. Nothing here but `max_line_bytes` and `strict` changes what comes out.
 
     Attributes:
-        workers: processes at most; None takes one per core that this process may use.
-        strict: whether the first line that holds no document is an error; else such lines are counted and left out.
         log_interval: documents between log lines; 0 logs none.
         progress: whether a bar is drawn where standard error is a terminal.
-        block_bytes: text that a worker takes at a time.
-        max_line_bytes: longer lines are not read: they count as lines that hold no document.
-        commit_interval_s: seconds of work that a kill can cost at most.
     """
 
-    workers: int | None = None
-    strict: bool = False
     log_interval: int = 0
     progress: bool = True
-    block_bytes: int = 1 << 21
-    max_line_bytes: int = MAX_LINE_BYTES
-    commit_interval_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers must be at least 1, got {self.workers}")
 
 
 def tokenize_json(
@@ -75,7 +52,7 @@ def tokenize_json(
     surrogates: Surrogates = "replace",
     options: TokenizeOptions | None = None,
     blocks: BlockReader = read_blocks,
-    describe: FileDescriber = describe_files,
+    describe: Callable[[Sequence[Path]], list[dict[str, Any]]] = describe_files,
 ) -> Sidecar:
     """Writes PREFIX.bin, PREFIX.idx and PREFIX.json from files of JSON lines, and returns what is recorded of them.
 
@@ -88,12 +65,13 @@ def tokenize_json(
         key: which entry is the text.
         append_eod: whether every document ends with the end-of-text token.
         surrogates: "replace" puts U+FFFD in the place of unpaired ones and counts the documents; "reject" leaves such lines out.
-        describe: decides what counts as the same input.
+        describe: tells one version of the inputs from another, as JSON values.
 
     Raises:
         FileNotFoundError: an input is missing.
-        ValueError: no line holds a document; or one does not and `options.strict` is set; names file and line.
-        RuntimeError: a worker process died.
+        ValueError: no line holds a document; or one does not and `options.strict` is set; names file and line. In the second
+            case, what was committed is kept: without `strict`, the next run goes on from there.
+        RuntimeError: a worker process died; what was committed is kept.
     """
     options = options or TokenizeOptions()
     paths, prefix = [Path(path) for path in inputs], Path(prefix)
@@ -111,36 +89,21 @@ def tokenize_json(
         return done
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(prefix, ".lock")), full_disk_named(f"{prefix}.*"):
-        encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
-        return _finished(prefix, source, options.strict) or _make(
-            paths, prefix, encoder, source, options, blocks, describe
-        )
-
-
-def _make(
-    paths: list[Path],
-    prefix: Path,
-    encoder: BlockEncoder,
-    source: dict[str, Any],
-    options: TokenizeOptions,
-    blocks: BlockReader,
-    describe: FileDescriber,
-) -> Sidecar:
-    check_free(prefix)
-    outputs = [append_suffix(prefix, suffix) for suffix in (".bin", ".idx")]
-    check_ours(outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL_SUFFIX))
-    output = PartialOutput(prefix, encoder.dtype, key_of(source))
-    try:
-        _run(paths, encoder, output, options, blocks)
-        _check_result(output.position, paths, encoder.key)
-        if describe(paths) != source["inputs"]:
-            raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
-        return _finish(output, encoder.tokenizer, source)
-    except ValueError:  # the input is at fault, so there is nothing to continue
-        output.remove()
-        raise
-    finally:
-        output.close()
+        if (done := _finished(prefix, source, options.strict)) is not None:
+            return done
+        shard = Shard(tuple(paths), tuple(append_suffix(prefix, suffix) for suffix in (".bin", ".idx")), prefix)
+        check_free(prefix)
+        check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL))
+        partial = PartialShard(shard, key_of(source))
+        try:
+            _fill(partial, BlockEncoder(tokenizer, key, append_eod, surrogates), options, blocks)
+            _check_documents(partial, key)
+            if describe(paths) != source["inputs"]:
+                partial.remove()  # nobody knows of which version it was made
+                raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
+            return _finish(partial, tokenizer, source)
+        finally:
+            partial.close()
 
 
 def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | None:
@@ -153,86 +116,87 @@ def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | N
     return sidecar
 
 
-def _run(
-    paths: list[Path], encoder: BlockEncoder, output: PartialOutput, options: TokenizeOptions, reader: BlockReader
-) -> None:
-    position = output.position
-    check_strict(position.errors, options.strict, "before the run was stopped")
-    blocks = _blocks(position.remaining(paths), options, reader)  # the position moves on while blocks are handed out
+def _fill(partial: PartialShard, encoder: BlockEncoder, options: TokenizeOptions, reader: BlockReader) -> None:
+    paths = partial.shard.inputs
     total = sum(path.stat().st_size for path in paths)
+    workers = useful_workers(paths, options.block_bytes, options.workers)
     shown = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
-    with closing(shown) as progress:
-        progress.skip(position.disk_bytes_of(paths))
-        with closing(ordered_map(encoder, blocks, _worker_count(paths, options))) as results:
-            for block, encoded in results:
-                output.append(encoded.tokens, encoded.sizes, _count(position, block, encoded, options.strict))
-                text_bytes = block.stop - block.start
-                progress.update(len(encoded.sizes), text_bytes, block.disk_bytes, len(encoded.tokens))
-                output.commit(options.commit_interval_s)
+    with closing(shown), closing(fill([partial], encoder, options, workers, shown, reader=reader)) as filled:
+        next(filled)
+        partial.commit()
 
 
-def _worker_count(paths: list[Path], options: TokenizeOptions) -> int:
-    if current_process().daemon:
-        return 1  # such a process may not have children
-    blocks = -(-expected_text_bytes(paths) // options.block_bytes)  # a small file is done before a worker has started
-    return min(options.workers or available_cores(), blocks or 1)
-
-
-def _blocks(files: list[tuple[int, Path, int]], options: TokenizeOptions, reader: BlockReader) -> Iterator[Block]:
-    for number, path, start in files:
-        yield from reader(path, options.block_bytes, start, number, options.max_line_bytes)
-
-
-def _count(position: CountedPosition, block: Block, encoded: EncodedBlock, strict: bool) -> bytes:
-    """Moves `position` behind the block; the record of the lines left out."""
-    before = position.advance(block, encoded.lines)
-    records = []
-    for line in encoded.left_out:
-        number = before + line.line + 1
-        if line.fault is None:
-            position.empty += 1
-        else:
-            position.bad += 1
-            complain(f"{block.path}:{number}: {line.fault}", position.errors, strict)
-        reason = "no text" if line.fault is None else "bad line"
-        records.append(left_out(block.path, number, line.identity, reason, line.fault))
-    position.lines += encoded.lines
-    position.documents += len(encoded.sizes)
-    position.tokens += len(encoded.tokens)
-    position.text_bytes += block.stop - block.start
-    position.replaced += encoded.replaced
-    return b"".join(records)
-
-
-def _check_result(position: CountedPosition, paths: list[Path], key: str) -> None:
-    if position.bad:
-        logger.warning("left out %d of %d lines that hold no document", position.bad, position.lines)
-    if position.documents == 0:
-        why = f"; the first: {position.errors[0]}" if position.errors else ""
+def _check_documents(partial: PartialShard, key: str) -> None:
+    """Warns of lines that are left out; a ValueError, and nothing left of the files, where there is no document at all."""
+    counts = partial.counts
+    if counts.bad_lines:
+        logger.warning("left out %d of %d lines that hold no document", counts.bad_lines, counts.lines)
+    if counts.kept == 0:
+        partial.remove()
+        why = f"; the first: {counts.errors[0]}" if counts.errors else ""
         raise ValueError(
-            f"no line of {', '.join(map(str, paths))} holds a text under the key {key!r}: {position.lines} lines, {position.bad} "
-            f"bad, {position.empty} without text{why}. Name the key with --json-keys (--text-key when training)."
+            f"no line of {', '.join(map(str, partial.shard.inputs))} holds a text under the key {key!r}: {counts.lines} lines, "
+            f"{counts.bad_lines} bad, {counts.documents} without text{why}. Name the key with --json-keys (--text-key when "
+            "training)."
         )
 
 
-def _finish(output: PartialOutput, tokenizer: Tokenizer, source: dict[str, Any]) -> Sidecar:
-    position = output.position
+def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any]) -> Sidecar:
+    """Makes the files of the corpus, and returns their record."""
+    counts, dtype = partial.counts, token_dtype(tokenizer.vocab_size)
     sidecar = Sidecar(
         tokenizer_type=tokenizer.name,
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
-        documents=position.documents,
-        tokens=position.tokens,
+        documents=counts.kept,
+        tokens=partial.sizes[0] // dtype.itemsize,
         source=source,
         statistics={
-            "lines": position.lines,
-            "text_bytes": position.text_bytes,
-            "bad_lines": position.bad,
-            "empty_documents": position.empty,
-            "surrogates_replaced": position.replaced,
-            "first_errors": position.errors,
+            "lines": counts.lines,
+            "text_bytes": counts.text_bytes_in,
+            "bad_lines": counts.bad_lines,
+            "empty_documents": counts.dropped.get(NO_TEXT, 0),
+            "surrogates_replaced": counts.changed,
+            "first_errors": counts.errors,
         },
     )
-    output.finish(sidecar)
+    sizes = np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
+    publish_corpus(partial, dtype, [(sizes, None)], sidecar)
+    partial.remove()
     return sidecar
+
+
+def publish_corpus(
+    partial: PartialShard,
+    dtype: np.dtype,
+    parts: Sequence[Part],
+    sidecar: Sidecar | None,
+    vouchers: Sequence[Path] = (),
+) -> None:
+    """Makes PREFIX.json, .bin, .idx and, if lines were left out, .dropped.jsonl of the partial files; the .idx last.
+
+    Args:
+        partial: a shard with the outputs .bin and .idx, of which the first one is whole.
+        parts: of the index.
+        sidecar: None removes an old one.
+        vouchers: records of an older corpus, which are removed.
+    """
+    prefix, tokens, dropped = partial.shard.record, partial.paths[0], partial.paths[-1]
+    index = append_suffix(prefix, ".idx.partial")
+    try:
+        write_index(index, dtype, parts)
+        # An old .idx goes first: with it, the record of this run would vouch for the tokens of another.
+        for path in (*vouchers, append_suffix(prefix, ".idx")):
+            path.unlink(missing_ok=True)
+        if sidecar is None:
+            sidecar_path(prefix).unlink(missing_ok=True)
+        else:
+            write_sidecar(prefix, sidecar)
+        if partial.sizes[-1]:
+            os.replace(dropped, append_suffix(prefix, DROPPED_SUFFIX))
+        else:
+            append_suffix(prefix, DROPPED_SUFFIX).unlink(missing_ok=True)
+        publish(prefix, tokens, index)
+    finally:  # an index that did not get its name is written again from what is kept
+        index.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -27,9 +27,10 @@ def available_cores() -> int:
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
-    """Each item with the function's result, in the order of the items; with one worker computed in this process itself.
+    """Each item with the function's result, in the order of the items.
 
-    To leave it early, close the generator (contextlib.closing): that ends the workers at once.
+    With one worker it is computed in this process itself, as it is where this is a daemon, which may not have children. To
+    leave it early, close the generator (contextlib.closing): that ends the workers at once.
 
     Args:
         function: picklable, as items and results are.
@@ -37,7 +38,7 @@ def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) ->
     Raises:
         RuntimeError: a worker died, or the function raised in it; then the message holds the traceback.
     """
-    if workers == 1:
+    if workers == 1 or current_process().daemon:
         for item in items:
             yield item, function(item)
         return

@@ -13,16 +13,8 @@ from megazero.data.sidecar import Sidecar, write_sidecar
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "plain.bin",
-        "plain.idx",
-        "c_text_document.bin",
-        "c_text_document.idx",
-        "v1.5.idx",
-        "loose.jsonl",
-        "l.json.gz",
-        "t.txt",
-    ):
+    names = "plain.bin plain.idx c_text_document.bin c_text_document.idx v1.5.idx loose.jsonl l.json.gz t.txt"
+    for name in names.split():
         (tmp_path / name).write_bytes(b"")
     return tmp_path
 

@@ -85,15 +85,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
-    (tmp_path / "run.py").write_text(INTERRUPTED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "run.py")]
+def start(folder):
+    """A run of the program above in a group of its own, at work."""
+    (folder / "run.py").write_text(INTERRUPTED)
     process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(folder / "run.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout.readline() == b"at work\n"
+    return process
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
+    process = start(tmp_path)
     for _ in range(times):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.02)
@@ -103,3 +111,29 @@ def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0 and b"in _work" not in errors, "workers say nothing"
+
+
+def running(group):
+    """Processes of a process group that have not ended (zombies, which nobody may reap in a container, have)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+def test_workers_end_when_the_run_is_killed(tmp_path):
+    process = start(tmp_path)
+    assert len(running(process.pid)) > 2
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while (left := running(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert not left, "workers outlive the run"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data_tools import dedup_index as index
-from data_tools.dedup_signatures import SignatureFiles, header, ids_path, row_type, same_content, similarity
+from data_tools.dedup_signatures import SignatureFiles, ids_path, row_type, same_content, similarity
 
 BANDS, ROWS = 4, 3
 PERMUTATIONS = BANDS * ROWS
@@ -37,7 +37,7 @@ def write(folder, rows, parts):
     paths = []
     for number, part in enumerate(np.split(rows, np.sort(np.random.default_rng(1).integers(0, len(rows), parts - 1)))):
         paths.append(folder / f"{number}.signatures")
-        paths[-1].write_bytes(header(PERMUTATIONS) + part.tobytes())
+        paths[-1].write_bytes(part.tobytes())
         ids_path(paths[-1]).write_bytes(b"")
     return SignatureFiles(paths, PERMUTATIONS)
 
@@ -71,7 +71,7 @@ def rows_and_groups():
 
 @pytest.mark.parametrize("parts, workers, memory", [(1, 1, 2048 * MB), (7, 1, 101 * MB), (3, 2, 400 * MB)])
 def test_groups_are_those_of_comparing_all_with_all(tmp_path, monkeypatch, rows_and_groups, parts, workers, memory):
-    monkeypatch.setattr(index, "_CHUNK", 100)  # several chunks
+    monkeypatch.setattr(index, "CHUNK", 100)  # several chunks
     if memory < 400 * MB:
         monkeypatch.setattr(index, "_BYTES_PER_RECORD", 1 << 16)  # several files of keys
     rows, groups = rows_and_groups
@@ -168,23 +168,13 @@ def test_rows_and_ids_are_read_in_any_order(tmp_path):
         encoded = [name.encode() for name in names[first:stop]]
         part["id_bytes"] = [len(name) for name in encoded]
         part["id_start"] = np.cumsum(part["id_bytes"]) - part["id_bytes"]
-        path.write_bytes(header(PERMUTATIONS) + part.tobytes())
+        path.write_bytes(part.tobytes())
         ids_path(path).write_bytes(b"".join(encoded))
     documents = np.array([99, 0, 5, 5, 64, 98, 1])
     read = files.read(documents)
     assert (read == rows[documents]).all()
     assert files.ids(documents, read) == [names[d] for d in documents]
     assert sum(len(chunk) for _, chunk in files.chunks(7, "reading", 30.0)) == len(files) == 100
-
-
-def test_signatures_of_another_version_are_refused(tmp_path):
-    path = tmp_path / "a.signatures"
-    path.write_bytes(header(PERMUTATIONS).replace(b"unicode-", b"unicode-0"))
-    with pytest.raises(ValueError, match=r"a\.signatures holds signatures of another kind: .*unicode-0"):
-        SignatureFiles([path], PERMUTATIONS)
-    path.write_bytes(header(PERMUTATIONS + 1))
-    with pytest.raises(ValueError, match="another kind"):
-        SignatureFiles([path], PERMUTATIONS)
-    path.write_bytes(header(PERMUTATIONS) + b"x")
-    with pytest.raises(ValueError, match=r"is damaged \(1 bytes behind its 0 rows\)"):
+    ids_path(path).rename(path)
+    with pytest.raises(ValueError, match=r"is damaged \([0-9]+ bytes behind its [0-9]+ rows\)"):
         SignatureFiles([path], PERMUTATIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def script(tmp_path, monkeypatch, capsys):
         return json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.mark.parametrize("name", ["merge_jsons", "group_duplicates_url"])
+def test_the_scripts_run_as_modules_too(name):
+    command = [sys.executable, "-m", f"data_tools.{name}", "--help"]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "--input" in done.stdout, done.stderr
 
 
 def test_open_webtext_from_urls_to_one_file_of_unique_documents(tmp_path, script):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +12,10 @@ from hypothesis import strategies as st
 
 from data_tools import merge_datasets as merging
 from data_tools.merge_datasets import merge_datasets
+from megazero.data import preprocess
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import write_index
+from megazero.data.partial_shard import PartialShard
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from tests.data.test_contents import change_a_byte
 
@@ -141,16 +140,16 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
 
     for name in ("write_index", "publish"):
         with monkeypatch.context() as patch:
-            patch.setattr(merging, name, stop)
+            patch.setattr(preprocess, name, stop)
             with pytest.raises(KeyboardInterrupt):
                 merge_datasets([a, a], tmp_path / "m")
         if name == "write_index":  # what was there is whole, and what was copied is kept
             assert files(tmp_path / "m") == old and (tmp_path / "m.done.json").exists()
-            assert (tmp_path / "m.bin.partial").stat().st_size == 2 * len(old[0])
+            assert (tmp_path / "m.partial.0").stat().st_size == 2 * len(old[0])
     assert not (tmp_path / "m.idx").exists() and not (tmp_path / "m.done.json").exists()
     with caplog.at_level("INFO"):
         assert merge_datasets([a, a], tmp_path / "m")["documents"] == 4
-    assert "m.bin.partial: continuing after" in caplog.text
+    assert "m: continuing after" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.done.json", "m.idx"]
 
 
@@ -158,23 +157,22 @@ def test_a_merge_that_is_killed_goes_on_where_it_stopped(tmp_path, monkeypatch, 
     parts = [write(tmp_path / name, [[[i] * 50] for i in range(count)]) for name, count in (("a", 40), ("b", 60))]
     merge_datasets(parts, tmp_path / "whole")
     monkeypatch.setattr(merging, "_COPY_BYTES", 1000)
-    monkeypatch.setattr(merging, "_COMMIT_INTERVAL_S", 0)
-    commits, commit = [], merging.JournaledFiles.commit
+    commits, commit = [], PartialShard.commit
 
-    def dies(files, *state):
-        commits.append(files.sizes[0])
+    def dies(partial, *_):
+        commits.append(partial.sizes[0])
         if commits[-1] > 6000:
             raise KeyboardInterrupt
-        commit(files, *state)
+        commit(partial)
 
     with monkeypatch.context() as patch:
-        patch.setattr(merging.JournaledFiles, "commit", dies)
+        patch.setattr(PartialShard, "commit", dies)
         with pytest.raises(KeyboardInterrupt):
             merge_datasets(parts, tmp_path / "m")
     assert not (tmp_path / "m.bin").exists() and not (tmp_path / "m.idx").exists()
     with caplog.at_level("INFO"):
         merge_datasets(parts, tmp_path / "m")
-    assert "m.bin.partial: continuing after 0.0 MB" in caplog.text and commits[-2] == 6000
+    assert "m: continuing after 0.0 MB" in caplog.text and commits[-2] == 6000
     assert files(tmp_path / "m") == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.done.json", "m.idx"]
 
@@ -182,8 +180,8 @@ def test_a_merge_that_is_killed_goes_on_where_it_stopped(tmp_path, monkeypatch, 
 def test_an_input_that_changes_while_it_is_copied_is_an_error(tmp_path, monkeypatch):
     a, copy = write(tmp_path / "a", A), merging._copy
 
-    def change(sources, journal):
-        copy(sources, journal)
+    def change(*arguments):
+        copy(*arguments)
         change_a_byte(tmp_path / "a.bin")
 
     with monkeypatch.context() as patch:
@@ -193,22 +191,3 @@ def test_an_input_that_changes_while_it_is_copied_is_an_error(tmp_path, monkeypa
     assert not (tmp_path / "m.bin").exists() and not (tmp_path / "m.done.json").exists()
     merge_datasets([a], tmp_path / "m")
     assert files(tmp_path / "m") == files(a)
-
-
-def test_a_finished_merge_is_found_without_a_record_too(tmp_path):
-    a = write(tmp_path / "a", A)
-    assert not merge_datasets([a], tmp_path / "m")["skipped"]
-    assert merge_datasets([a], tmp_path / "m")["skipped"]
-    (tmp_path / "m.bin").write_bytes(b"cut")
-    assert not merge_datasets([a], tmp_path / "m")["skipped"]
-
-
-def test_script_and_step(tmp_path):
-    write(tmp_path / "a", A)
-    script = Path(merging.__file__)
-    for command in (["-m", "data_tools", "merge_datasets"], [str(script)]):
-        flags = ["--input", str(tmp_path / "a"), str(tmp_path / "a"), "--output-prefix", str(tmp_path / "m")]
-        done = subprocess.run(
-            [sys.executable, *command, *flags], capture_output=True, text=True, check=True, cwd=script.parents[1]
-        )
-        assert json.loads(done.stdout)["documents"] == 4

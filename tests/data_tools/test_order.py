@@ -126,19 +126,7 @@ def test_a_corpus_larger_than_the_memory_is_no_trouble(tmp_path, step):
         json.dumps({"id": i, "text": hashlib.sha256(str(i).encode()).hexdigest() * 60}) + "\n" for i in range(100_000)
     )
     (tmp_path / "a.jsonl").write_text(lines)  # 386 MB
-    flags = [
-        step,
-        "--input",
-        "a.jsonl",
-        "--output",
-        "b.jsonl",
-        "--memory",
-        "256M",
-        "--max-line-mb",
-        "1",
-        "--workers",
-        "1",
-    ]
+    flags = [step, *"--input a.jsonl --output b.jsonl --memory 256M --max-line-mb 1 --workers 1".split()]
     program = (
         "import sys; from data_tools.__main__ import main; main(sys.argv[1:]); "
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"

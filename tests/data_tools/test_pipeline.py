@@ -13,9 +13,9 @@ import pytest
 
 from data_tools import make_sample_corpus
 from data_tools.__main__ import main
-from data_tools.partial_shard import PartialShard
 from data_tools.registry import ALIASES, STEPS, step_parser
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.partial_shard import PartialShard
 from megazero.data.tokenizer import build_tokenizer
 from tests.data_tools.dump import english, write_dump
 from tests.data_tools.steps import read_documents, run_step, write_documents

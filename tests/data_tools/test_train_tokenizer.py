@@ -48,14 +48,7 @@ def test_same_text_gives_the_same_file_wherever_it_lies(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         path = write_jsonl(tmp_path / name / f"{name}.jsonl", make_texts(100))
-        flags = [
-            "--input",
-            str(path),
-            "--vocab-size",
-            "400",
-            "--model-prefix",
-            str(tmp_path / name / "m"),
-        ]
+        flags = ["--input", str(path), "--vocab-size", "400", "--model-prefix", str(tmp_path / name / "m")]
         main(["train_tokenizer", *flags])
         contents.append((tmp_path / name / "m.model").read_bytes())
         result = json.loads(capsys.readouterr().out)
@@ -84,9 +77,12 @@ def test_compressed_input_another_key_and_bad_lines(tmp_path):
     lines = b'{"body": "one\\ntwo"}\n\nnot json\n{"body": "three \\ud800"}\n{"body": "", "id": 7}\n'
     path.write_bytes(gzip.compress(lines))
     sample = train_tokenizer.sample_documents([path], "body", 1)
-    assert sample.texts == ["one\ntwo", "three \ufffd"] and sample.bad_lines == 1
-    assert sample.errors[0].startswith(f"{path}:3: bad JSON") and (sample.lines, sample.replaced) == (5, 1)
-    records = map(json.loads, sample.left_out)
+    assert sample.texts == ["one\ntwo", "three \ufffd"] and sample.counts.bad_lines == 1
+    assert sample.counts.errors[0].startswith(f"{path}:3: bad JSON") and (sample.counts.lines, sample.replaced) == (
+        5,
+        1,
+    )
+    records = map(json.loads, b"".join(sample.left_out).splitlines())
     assert [(r["line"], r["id"], r["reason"]) for r in records] == [(3, None, "bad line"), (5, "7", "no text")]
     with pytest.raises(ValueError, match=":3: bad JSON.*drop --strict"):
         train_tokenizer.sample_documents([path], "body", 1, strict=True)
@@ -178,27 +174,21 @@ def test_memory_bounds_the_sample(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--input", "absent.jsonl"], "error: --input absent.jsonl: there is no such file"),
-        (["--input", "in.jsonl", "--json-key", "body"], "error: no line of in.jsonl holds a text under the key 'body'"),
+        ("absent.jsonl", "error: --input absent.jsonl: there is no such file"),
+        ("in.jsonl --json-key body", "error: no line of in.jsonl holds a text under the key 'body'"),
+        ("in.jsonl --vocab-size 100000", "error: --vocab-size 100000 cannot be trained on this text"),
+        ("in.jsonl --vocab-size 100", "error: --vocab-size 100 cannot be trained on this text"),
         (
-            ["--input", "in.jsonl", "--vocab-size", "100000"],
-            "error: --vocab-size 100000 cannot be trained on this text",
-        ),
-        (["--input", "in.jsonl", "--vocab-size", "100"], "error: --vocab-size 100 cannot be trained on this text"),
-        (
-            ["--input", "in.jsonl", "--model-type", "byte_level_bpe"],
+            "in.jsonl --model-type byte_level_bpe",
             "error: --vocab-size 8192 cannot be trained on this text: it has merges for",
         ),
-        (
-            ["--input", "in.jsonl", "--model-type", "byte_level_bpe", "--vocab-size", "256"],
-            "error: --vocab-size 256 cannot",
-        ),
+        ("in.jsonl --model-type byte_level_bpe --vocab-size 256", "error: --vocab-size 256 cannot"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "in.jsonl", make_texts(50))
     with pytest.raises(SystemExit) as error:
-        main(["train_tokenizer", *flags, "--model-prefix", "m"])
+        main(["train_tokenizer", "--model-prefix", "m", "--input", *flags.split()])
     assert str(error.value).startswith(message)
     assert not (tmp_path / "m.model").exists()

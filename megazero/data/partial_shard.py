@@ -1,0 +1,166 @@
+"""The files of a shard while it is being made: a killed run goes on from the last commit, and nothing half-made looks whole.
+
+Under the shard's record name there are RECORD.partial.N (output N so far), RECORD.dropped.partial (a JSON line for each one left
+out), and RECORD.partial.json, the journal: how long these were at the last commit, and how far the inputs were done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megazero.data.jsonl import Block, Position
+from megazero.data.results import BlockResult, Counts, report
+from megazero.files import append_suffix, locked, written_aside
+
+logger = logging.getLogger(__name__)
+
+JOURNAL = ".partial.json"
+"""Ends the name of the journal."""
+DROPPED_SUFFIX = ".dropped.jsonl"
+"""Ends the name of the list of lines left out."""
+Place = Callable[[list[int], list[bytes]], list[bytes]]
+"""(how long each output of a shard is so far, what a worker has made of the next block) -> what is appended to each."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of work that is done or not: files in, files out.
+
+    Attributes:
+        record: where what is known of it lies (RECORD.dropped.jsonl, for one).
+    """
+
+    inputs: tuple[Path, ...]
+    outputs: tuple[Path, ...]
+    record: Path
+
+
+class PartialShard:
+    """Appends to the files of a shard; what was appended after the last `commit` is cut off when another run goes on.
+
+    Args:
+        key: hash of what determines the shard; what a run with another one has left is started over.
+
+    Attributes:
+        paths: of the outputs so far and, last, of what was left out.
+        sizes: bytes of each of these.
+        is_new: whether there was nothing to go on from.
+        position: how far the inputs are done.
+        counts: what was counted up to there.
+
+    Raises:
+        ValueError: another process makes the same shard.
+    """
+
+    def __init__(self, shard: Shard, key: str) -> None:
+        self.shard, self._key = shard, key
+        for path in (shard.record, *shard.outputs):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        names = [*(f".partial.{number}" for number in range(len(shard.outputs))), ".dropped.partial"]
+        self.paths = [append_suffix(shard.record, name) for name in names]
+        self._journal = append_suffix(shard.record, JOURNAL)
+        with ExitStack() as held:  # the lock and the files, until `close` or an error below
+            _lock(shard.record, held)
+            committed = self._committed()
+            self.is_new = committed is None
+            self.sizes, self.position, self.counts = committed or ([0] * len(self.paths), Position(), Counts())
+            self._files = [_cut(path, size, held) for path, size in zip(self.paths, self.sizes, strict=True)]
+            if self.is_new:
+                self._write_journal(None)  # from now on, these files are known to be ours
+            self._held = held.pop_all()
+        self._commit_time = time.monotonic()
+        if self.counts.text_bytes_in:
+            logger.info("%s: continuing after %.1f MB", shard.record, self.counts.text_bytes_in / 1e6)
+
+    def take(
+        self, block: Block, result: BlockResult, faults: frozenset[str], strict: bool, place: Place | None
+    ) -> None:
+        """Appends what was made of the next block of the inputs; raises as `report` does."""
+        before = self.position.advance(block, result.counts.lines)
+        dropped = report(block, before, result, self.counts.errors, strict, faults)
+        self.append(*(place(self.sizes[:-1], result.frames) if place else result.frames), dropped)
+        self.counts.add(result.counts)
+
+    def append(self, *parts: bytes) -> None:
+        """Adds bytes to each file; they count as done from the next `commit` on."""
+        for number, (file, part) in enumerate(zip(self._files, parts, strict=True)):
+            file.write(part)
+            self.sizes[number] += len(part)
+
+    def commit(self, interval_s: float = 0.0) -> None:
+        """Makes all that was appended survive a kill, unless the last commit is younger than `interval_s`."""
+        if time.monotonic() - self._commit_time < interval_s:
+            return
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        self._write_journal({"position": asdict(self.position), "counts": asdict(self.counts)})
+        self._commit_time = time.monotonic()
+
+    def remove(self) -> None:
+        """Removes what is left of the files, and the journal last: as long as it is there, they are known to be ours."""
+        self.close()
+        for path in (*self.paths, self._journal):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the files; what was committed stays."""
+        self._held.close()
+
+    def _write_journal(self, state: dict[str, Any] | None) -> None:
+        content = {"key": self._key, "sizes": self.sizes, "state": state}
+        with written_aside(self._journal) as file:
+            file.write(json.dumps(content).encode())
+
+    def _committed(self) -> tuple[list[int], Position, Counts] | None:
+        try:
+            content = json.loads(self._journal.read_bytes())
+            found = [path.stat().st_size for path in self.paths]
+            key, state, sizes = content["key"], content["state"], list(map(int, content["sizes"]))
+            done = None if state is None else (Position(**state["position"]), Counts(**state["counts"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is damaged (%s): starting over", self._journal, error)
+            return None
+        if key != self._key:
+            logger.info("%s is of another run (other input or settings): starting over", self._journal)
+            return None
+        if len(sizes) != len(found) or any(have < want for have, want in zip(found, sizes, strict=True)):
+            logger.warning("%s: the files beside it are shorter than it says: starting over", self._journal)
+            return None
+        return None if done is None else (sizes, *done)
+
+
+def _lock(record: Path, held: ExitStack) -> None:
+    try:  # runs over different inputs can have some outputs in common, which their own locks do not show
+        held.enter_context(locked(append_suffix(record, ".writing"), wait=False))
+    except BlockingIOError as error:
+        raise ValueError(
+            f"--output {record}: another process is writing it, from other inputs or with other settings. Wait for its end, or "
+            "choose another --output."
+        ) from error
+
+
+def _cut(path: Path, size: int, held: ExitStack) -> BinaryIO:
+    """The file opened to append after its first `size` bytes, until `held` is closed."""
+    path.touch()
+    file = open(path, "r+b")  # noqa: SIM115 (closed by `held`)
+    held.callback(_close, file)
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _close(file: BinaryIO) -> None:
+    # What is not flushed yet was not committed and is not wanted; on a full disk it could not be written either.
+    with suppress(OSError):
+        file.close()

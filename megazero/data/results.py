@@ -1,0 +1,136 @@
+"""What a worker makes of a block of lines, and what is counted of many blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megazero.data.jsonl import (
+    ERRORS_KEPT,
+    Block,
+    LineError,
+    block_lines,
+    complain,
+    is_blank,
+    left_out,
+    read_object,
+)
+
+BAD_LINE = "bad line"
+"""The reason for leaving out a line that holds no document."""
+NO_TEXT = "no text"
+"""The reason for leaving out a document whose text is empty."""
+
+
+@dataclass
+class Counts:
+    """What happened to the lines of a shard, or of several.
+
+    Attributes:
+        dropped: documents left out, by reason.
+        errors: the first lines that hold no document: file, line, reason.
+    """
+
+    lines: int = 0
+    blank_lines: int = 0
+    bad_lines: int = 0
+    documents: int = 0
+    kept: int = 0
+    changed: int = 0
+    text_bytes_in: int = 0
+    text_bytes_out: int = 0
+    empty_files: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, other: Counts) -> None:
+        """Adds what another one has counted."""
+        for name, value in asdict(other).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
+        self.dropped = dict(sorted((Counter(self.dropped) + Counter(other.dropped)).items()))
+        self.errors = (self.errors + other.errors)[:ERRORS_KEPT]
+
+    def statistics(self, shards: int = 1, skipped: int = 0) -> dict[str, Any]:
+        """The entries of a step's JSON line."""
+        content = asdict(self)
+        errors = content.pop("errors")
+        return {"shards": shards, "shards_skipped": skipped, **content, "first_errors": errors}
+
+
+@dataclass
+class BlockResult:
+    """What a worker has made of a block.
+
+    Attributes:
+        frames: what to append to each output.
+        removed: (line within the block, reason, identity, detail) of each line left out; a bad line mostly has no identity.
+        tokens: how many there are in `frames`, for the progress.
+    """
+
+    frames: list[bytes]
+    counts: Counts
+    removed: list[tuple[int, str, str | None, str | None]] = field(default_factory=list)
+    tokens: int = 0
+
+    def drop(self, line: int, reason: str, identity: str | None, detail: str | None = None) -> None:
+        """Counts and lists a document that is left out."""
+        self.counts.documents += 1
+        self.counts.dropped[reason] = self.counts.dropped.get(reason, 0) + 1
+        self.removed.append((line, reason, identity, detail))
+
+    def bad_line(self, line: int, fault: str, identity: str | None = None) -> None:
+        """Counts and lists a line that holds no document."""
+        self.counts.bad_lines += 1
+        self.removed.append((line, BAD_LINE, identity, fault))
+
+
+def filled_lines(block: Block, result: BlockResult) -> Iterator[tuple[int, int, bytes]]:
+    """(number within the block, byte of the text at which it begins, line) of each line that is not blank; all are counted."""
+    result.counts.text_bytes_in = block.stop - block.start
+    for number, (offset, line) in enumerate(block_lines(block)):
+        result.counts.lines += 1
+        if is_blank(line, block):
+            result.counts.blank_lines += 1
+        else:
+            yield number, offset, line
+
+
+def read_documents(block: Block, key: str, result: BlockResult) -> Iterator[tuple[int, int, bytes, dict[str, Any]]]:
+    """As `filled_lines`, with the document on each line; lines that hold none go into `result`."""
+    for number, offset, line in filled_lines(block, result):
+        try:
+            document = read_object(line, key, block.fault)
+        except LineError as error:
+            result.bad_line(number, str(error))
+        else:
+            yield number, offset, line, document
+
+
+def report(
+    block: Block,
+    before: int,
+    result: BlockResult,
+    errors: list[str],
+    strict: bool,
+    faults: frozenset[str] = frozenset(),
+) -> bytes:
+    """The lines of the sidecar for what was left out of a block that `before` lines of its file lie before.
+
+    Args:
+        errors: bad lines are added to it and logged, as long as these are few.
+        faults: reasons for dropping a document that count like a bad line.
+
+    Raises:
+        ValueError: `strict` is set, and there is a bad line.
+    """
+    records = []
+    for line, reason, identity, detail in result.removed:
+        number = before + line + 1
+        records.append(left_out(block.path, number, identity, reason, detail))
+        if reason == BAD_LINE or reason in faults:
+            what = detail if reason == BAD_LINE else f"{reason} {identity}" + (f" ({detail})" if detail else "")
+            complain(f"{block.path}:{number}: {what}", errors, strict)
+    return b"".join(records)

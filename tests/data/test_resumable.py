@@ -1,0 +1,96 @@
+"""Work on shards: what a worker is given, whose results they are, and partial files that cannot be opened or read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from functools import partial
+
+import pytest
+
+from megazero.data import partial_shard
+from megazero.data.partial_shard import PartialShard, Shard
+from megazero.data.progress import Progress
+from megazero.data.results import BlockResult, Counts
+from megazero.data.resumable import WorkOptions, fill
+
+
+def copied(item):
+    """The block as it is."""
+    data = item[1].read()
+    return BlockResult([data], Counts(lines=data.count(b"\n"), text_bytes_in=len(data)))
+
+
+def weighed(sizes, item):
+    sizes.append(len(pickle.dumps(item)))
+    return copied(item)
+
+
+def shards_of(folder, *contents):
+    """A shard of each list of texts, which become a file each."""
+    for number, texts in enumerate(contents):
+        inputs = [folder / f"{number}-{i:03}.txt" for i in range(len(texts))]
+        for path, text in zip(inputs, texts, strict=True):
+            path.write_text(text)
+        yield Shard(tuple(inputs), (folder / f"{number}.out",), folder / f"{number}.out")
+
+
+def filled(shards, work, workers=1, block_bytes=4):
+    """The bytes of the output of each shard."""
+    partials = (PartialShard(shard, "key") for shard in shards)
+    made = []
+    for each in fill(partials, work, WorkOptions(block_bytes=block_bytes), workers, Progress("test", 1)):
+        each.commit()
+        made.append(each.paths[0].read_bytes())
+        each.remove()
+    return made
+
+
+def test_what_a_worker_is_given_does_not_grow_with_the_inputs(tmp_path):
+    weights = []
+    for count in (1, 200):
+        sizes = []
+        assert filled(shards_of(tmp_path, ["line\n"] * count), partial(weighed, sizes)) == [b"line\n" * count]
+        assert len(sizes) == count
+        weights.append(max(sizes))
+    assert weights[1] < weights[0] + 20
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_go_to_their_own_shards_and_empty_ones_are_made_too(tmp_path, workers):
+    contents = [[], ["a\nb\n" * 9, "c\n"], [""], ["d\n"], ["e\n" * 20, "", "f\n"], [], [""]]
+    shards = shards_of(tmp_path, *contents)
+    assert filled(shards, copied, workers) == ["".join(texts).encode() for texts in contents]
+    assert not list(tmp_path.glob("*.out*"))
+
+
+@pytest.mark.parametrize("name", ["_cut", "written_aside"])
+def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, name):
+    (shard,) = shards_of(tmp_path, ["a\n"])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_shard, name, full)
+        with pytest.raises(OSError) as error:
+            PartialShard(shard, "key")
+    assert filled([shard], copied) == [b"a\n"]
+    assert error.value.errno == errno.ENOSPC  # whose traceback has kept the shard alive until here
+
+
+@pytest.mark.parametrize("part", ["position", "counts"])
+def test_a_journal_with_other_fields_is_started_over(tmp_path, caplog, part):
+    (shard,) = shards_of(tmp_path, ["a\nb\n"])
+    stopped = PartialShard(shard, "key")
+    stopped.append(b"a\n", b"")
+    stopped.commit()
+    stopped.close()
+    journal = tmp_path / "0.out.partial.json"
+    content = json.loads(journal.read_bytes())
+    content["state"][part]["unheard_of"] = 1
+    journal.write_text(json.dumps(content))
+    assert filled([shard], copied) == [b"a\nb\n"]
+    assert "0.out.partial.json is damaged" in caplog.text and "starting over" in caplog.text
