@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from megazero import comm
 from megazero.deepspeed_engine import DeepSpeedEngine
+from megazero.deepspeed_mpu import declare_cuts, parallel_groups
 from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import setup_logging
-from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
@@ -64,7 +64,8 @@ def initialize(
         model_parameters: parameters or parameter groups for the configuration's optimizer (default: all of the model's).
         training_data: a dataset to make a loader of.
         lr_scheduler: an object with step(), or a callable that makes one from the optimizer; beats the configuration's.
-        mpu: whose `get_{model,data}_parallel_group()` say which ranks share a layer and which share the data.
+        mpu: whose `get_{model,data}_parallel_group()` say which ranks share a layer and which share the data. Parameters of
+            which a rank holds a part are those of `megazero.mpu`'s layers, and those marked as Megatron-LM marks its own.
         config, config_params: a dict, a path, or url-safe base64 of JSON.
         zero_units: modules or classes that are gathered and released together, see `Engine`.
 
@@ -87,6 +88,7 @@ def initialize(
         check_evaluation(told, lr_scheduler)
     grouped = named_groups(param_groups, model)
     _place(model, groups, told)
+    declare_cuts(model, groups)
     if torch.distributed.get_rank() == 0:  # a script's own log may show all ranks
         logger.info("%s", told.describe())
     engine = DeepSpeedEngine(
@@ -108,7 +110,7 @@ def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool |
     if not logger.hasHandlers():  # the script shows no log of its own
         setup_logging(torch.distributed.get_rank())
     _check_local_rank(args)
-    return _groups(mpu)
+    return parallel_groups(mpu)
 
 
 def _config_source(args: Any, config: Any) -> Any:
@@ -134,18 +136,6 @@ def _check_local_rank(args: Any) -> None:
         raise DeepSpeedConfigError(
             f"args.local_rank is {given} and LOCAL_RANK in the environment is {found}. The launcher sets both; do not set either."
         )
-
-
-def _groups(mpu: Any) -> ParallelGroups:
-    """The groups of a foreign mpu, or our own; without either every rank has the whole model."""
-    if mpu is None or hasattr(mpu, "get_groups"):
-        if not mpu_groups.model_parallel_is_initialized():
-            mpu_groups.initialize_model_parallel(1, timeout_s=comm.timeout_of(comm.world()))
-        return mpu_groups.get_groups()
-    prefix = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
-    model, data = getattr(mpu, f"get_{prefix}_parallel_group")(), mpu.get_data_parallel_group()
-    ranks = torch.distributed.get_process_group_ranks
-    return ParallelGroups(model, data, tuple(ranks(model)), tuple(ranks(data)))
 
 
 def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:

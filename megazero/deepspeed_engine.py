@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,6 +58,7 @@ class DeepSpeedEngine(Questions, CheckpointingEngine):
         self.training_dataloader: DataLoader | None = None
         self.timers = Timers(self.device)
         self._micro_batch_size = config.train_micro_batch_size_per_gpu
+        self._losses: Tensor | float = 0.0  # sum since the last update, on the device: read when a step was skipped
 
     # ---- training
 
@@ -73,15 +75,22 @@ class DeepSpeedEngine(Questions, CheckpointingEngine):
         """See `Engine.backward`. With `gradient_allreduce_op` "sum" ranks are summed, and the returned loss is this rank's."""
         with self._timed("backward"):
             if self.config.gradient_allreduce_op == "mean" or not isinstance(loss, Tensor):  # which says what is wrong
-                return super().backward(loss, retain_graph, scale_wrt_gas)
-            ranks = self.groups.data_parallel_size  # the mean over ranks of N times the gradient is the sum
-            return super().backward(loss * ranks, retain_graph, scale_wrt_gas) / ranks
+                own = super().backward(loss, retain_graph, scale_wrt_gas)
+            else:
+                ranks = self.groups.data_parallel_size  # the mean over ranks of N times the gradient is the sum
+                own = super().backward(loss * ranks, retain_graph, scale_wrt_gas) / ranks
+            self._losses = self._losses + own.float()
+            return own
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """See `Engine.step`. Logs progress every `steps_per_print` updates."""
         at_boundary = self.is_gradient_accumulation_boundary()
-        with self._timed("step"):
-            super().step(lr_kwargs)
+        try:
+            with self._timed("step"):
+                super().step(lr_kwargs)
+        finally:  # also where the loss scale can fall no further
+            if at_boundary:
+                self._report_loss()
         if at_boundary:
             self.global_samples += self.train_batch_size()
             self._report()
@@ -89,6 +98,16 @@ class DeepSpeedEngine(Questions, CheckpointingEngine):
     def _timed(self, phase: str) -> AbstractContextManager[None]:
         """Times a phase, where its time is logged: to read it waits for the device."""
         return self.timers(phase) if self.config.wall_clock_breakdown else nullcontext()
+
+    def _report_loss(self) -> None:
+        """Tells a skipped step whose loss was wrong already from one whose gradients overflowed."""
+        losses, self._losses = self._losses, 0.0
+        if self._optimizer.overflow and isinstance(losses, Tensor) and not math.isfinite(losses.item()):
+            logger.warning(
+                "rank %d: the loss itself was not finite (%g), which no smaller loss scale changes. Look at this step's data, at "
+                "what the model computes of it, and whether the learning rate is too high.",
+                *(torch.distributed.get_rank(), losses.item()),
+            )
 
     def _report(self) -> None:
         every = self.config.steps_per_print

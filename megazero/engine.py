@@ -26,8 +26,9 @@ from megazero.zero.build import build_buckets, dissolve
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
+from megazero.zero.layout import NO_GROUP
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
-from megazero.zero.parameter import refuse_loading
+from megazero.zero.parameter import asked_directly, refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.units import plan_buckets, select_units, shape_of
@@ -113,7 +114,7 @@ class Engine:
             group_of,
             set(group_of) - set(cuts),
             dtype,
-            self.zero.param_persistence_threshold if self.sharding.parameters else 0,
+            self.zero.whole_below,
             self.zero.model_persistence_threshold,
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
@@ -151,6 +152,7 @@ class Engine:
         self._syncs = True
         self.micro_steps = 0
         self._since_update = 0  # micro-batches
+        self._has_gradients = False  # of engine.backward, which scales them; loss.backward() does not
         self.exposed_reduce_s = 0.0  # seconds spent waiting for reductions that backward did not hide
         self._grad_norm = 0.0
 
@@ -253,6 +255,7 @@ class Engine:
         (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         start = time.perf_counter()
         self.schedule.finish_backward()
+        self._has_gradients = True
         self.exposed_reduce_s += time.perf_counter() - start
         return loss.detach()
 
@@ -285,12 +288,12 @@ class Engine:
             return
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
-        if not self.schedule.is_reduced:
+        if not (self._has_gradients and self.schedule.is_reduced):
             raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
             )
         self.micro_steps += 1
-        self._since_update = 0
+        self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()
         for bucket in self.buckets:
             bucket.adopt_written()
@@ -317,6 +320,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forgets the gradients accumulated since the last update; `step` does so by itself."""
+        self._has_gradients = False
         self._optimizer.zero_grad()
 
     def was_step_applied(self) -> bool:
@@ -528,13 +532,28 @@ class Engine:
         self.channel.close()
 
     def _requires_grad(self) -> tuple[bool, ...]:
-        return tuple(p.requires_grad for bucket in self.buckets for p in bucket.parameters.values())
+        with asked_directly():
+            return tuple(p.requires_grad for bucket in self.buckets for p in bucket.parameters.values())
+
+    def _warn_of_untrained(self, now: tuple[bool, ...]) -> None:
+        """Of parameters that have been unfrozen, and that no optimizer was given."""
+        places = [(bucket, parameter) for bucket in self.buckets for parameter in bucket.parameters.values()]
+        unfrozen = [place for place, new, old in zip(places, now, self._trained, strict=True) if new and not old]
+        segments = [bucket.segment_of(parameter) for bucket, parameter in unfrozen]
+        untrained = [segment.name for segment in segments if segment.group == NO_GROUP]
+        if untrained:
+            logger.warning(
+                "%s: requires a gradient now, but was in no parameter group when the engine was made, and is not trained. Give "
+                "the optimizer what is to be unfrozen later from the start.",
+                ", ".join(untrained),
+            )
 
     def _follow_requires_grad(self) -> None:
         """Trains what the user has unfrozen since, and no longer what is frozen now."""
         now = self._requires_grad()
         if now == self._trained:
             return
+        self._warn_of_untrained(now)
         self._trained = now
         self._optimizer.finish()
         for bucket in self.buckets:

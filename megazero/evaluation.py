@@ -61,7 +61,6 @@ def sliding_window_perplexity(
     batch_size: int,
     groups: mpu.ParallelGroups,
     original_word_count: int | None = None,
-    device: torch.device | None = None,
 ) -> Perplexity:
     """Perplexity of a token stream, every token but the first predicted once.
 
@@ -70,11 +69,11 @@ def sliding_window_perplexity(
     `seq_length` is the cheapest, a stride of 1 gives each token the longest context.
 
     Args:
-        model: called as `model(tokens, targets=targets)`, both [b, s]; returns the loss of each token [b, s] in nats.
+        model: called as `model(tokens, targets=targets)`, both [b, s] on this process's device; returns the loss of each token
+            [b, s] in nats.
         tokens: the whole stream, 1-D.
         batch_size: windows per forward pass and rank.
         original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`.
-        device: where the model is; this process's device by default.
 
     Raises:
         ValueError: fewer than two tokens, or a stride outside [1, seq_length].
@@ -86,7 +85,7 @@ def sliding_window_perplexity(
         )
     length = min(seq_length, stream.numel() - 1)
     starts, counts = sliding_windows(stream.numel() - 1, seq_length, overlapping_eval)
-    device = device or comm.local_device()
+    device = comm.local_device()
     place = torch.arange(length + 1)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     with _evaluating(model):
@@ -138,7 +137,6 @@ def last_word_accuracy(
     batch_size: int,
     vocab_size: int,
     groups: mpu.ParallelGroups,
-    device: torch.device | None = None,
 ) -> LastWordAccuracy:
     """How often the model predicts the last word of a passage (LAMBADA, arXiv:1606.06031).
 
@@ -146,9 +144,9 @@ def last_word_accuracy(
     `seq_length` lose their beginning.
 
     Args:
-        model: called as `model(tokens)`, [b, s]; returns this model-parallel rank's logits [b, s, v_padded/t].
+        model: called as `model(tokens)`, [b, s] on this process's device; returns this model-parallel rank's logits
+            [b, s, v_padded/t].
         vocab_size: logits from here on are padding.
-        device: where the model is; this process's device by default.
 
     Raises:
         ValueError: no text, a text of fewer than two words, or a last word that does not fit `seq_length`.
@@ -156,7 +154,7 @@ def last_word_accuracy(
     if not texts:
         raise ValueError("there is no text to predict the last word of.")
     examples = [_last_word_example(i, text, tokenizer, seq_length) for i, text in enumerate(texts)]
-    device = device or comm.local_device()
+    device = comm.local_device()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     with _evaluating(model):
         for rows, is_real in _share(len(examples), batch_size, groups):

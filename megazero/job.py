@@ -184,7 +184,7 @@ def _decide_recompute(job: Job) -> None:
         seq_length=length,
         micro_batch_size=batch,
         budget_bytes=int(budget * 1e9),
-        mask=document_mask(one_document) if config.training.reset_attention_mask else None,
+        mask=document_mask(one_document, config.precision.dtype) if config.training.reset_attention_mask else None,
     )
     logger.info("%s", plan)
 

@@ -79,24 +79,13 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
     Args:
         measured: as for `memory_rows`.
     """
-    engine, zero = job.engine, job.engine.zero
+    engine = job.engine
     plan = plan_memory(
         engine.module,
-        stage=zero.stage,
+        engine.zero,
         data_parallel_size=job.groups.data_parallel_size,
         dtype=None,
-        grad_dtype=zero.grad_dtype,
-        reduce_dtype=zero.reduce_dtype,
-        overlap=zero.overlap_comm,
-        offload_optimizer=zero.offload_optimizer,
-        offload_param=zero.offload_param,
-        offload_optimizer_ratio=zero.offload_optimizer_ratio,
-        sub_group_size=zero.sub_group_size,
-        gather_limits=zero.gather_limits,
-        param_persistence_threshold=zero.param_persistence_threshold,
-        model_persistence_threshold=zero.model_persistence_threshold,
         micro_batches=engine.gradient_accumulation_steps(),
-        delays_update=zero.delayed_param_update > 0,
         group_of=weight_decay_groups(engine.module, 0.0)[0],
     )
     return table(title, memory_rows(plan, measured))

@@ -17,6 +17,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests are of the CPU wherever they run, but those that are asked for by `-m gpu`."""
+    wanted = config.option.markexpr
+    if torch.version.cuda and ("gpu" not in wanted or "not gpu" in wanted):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """torch.distributed and mpu initialised with one rank; torn down afterwards."""

@@ -49,3 +49,25 @@ def test_every_file_that_the_readme_names_exists():
     for page in (README, ZERO):
         for name in re.findall(r"(?:scripts|docs|data_tools|benchmarks)/[\w./-]+\w", page.read_text()):
             assert (README.parent / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_architecture_page_names_every_module_of_the_library():
+    table = (README.parent / "docs" / "architecture.md").read_text().split("## The bucket")[0]
+    named = set(re.findall(r"`([\w/]+?)/?`", table))
+    library = README.parent / "megazero"
+    whole = {
+        "data",
+        "plan",
+        "runner",
+        "checkpoint",
+        "compat",
+        "json_config",
+        "utils",
+        "ops",
+    }  # small, or with a list of their own
+    for path in library.rglob("*.py"):
+        package = path.relative_to(library).parts[0] if path.parent != library else ""
+        if path.name not in ("__init__.py", "__main__.py") and package not in whole:
+            assert path.stem in named, f"docs/architecture.md does not say what {path.relative_to(library)} is"
+    for package in whole:
+        assert package in named, f"docs/architecture.md does not say what {package}/ is"

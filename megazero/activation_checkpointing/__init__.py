@@ -18,17 +18,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megazero.activation_checkpointing.options import ActivationsConfig, CheckpointSettings, settings_from
+from megazero.activation_checkpointing.options import CheckpointSettings, settings_from
 from megazero.activation_checkpointing.recompute import ActivationCheckpointer
-from megazero.mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megazero.mpu import random
+from megazero.mpu.groups import model_group_of
+from megazero.mpu.random import get_cuda_rng_tracker
 from megazero.timers import Timers
 
 __all__ = [
     "ActivationCheckpointer",
-    "ActivationsConfig",
     "CheckpointSettings",
     "checkpoint",
-    "checkpoint_sharded",
     "configure",
     "default",
     "get_cuda_rng_tracker",
@@ -112,14 +112,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return default.checkpoint(function, *args, **kwargs)
 
 
-def checkpoint_sharded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, of arguments that are parts already, different ones on each model-parallel rank.
-
-    A slice of a sequence, or the heads of one rank: whatever partition_activations says, they are kept as they are.
-    """
-    return default.checkpoint_sharded(function, *args, **kwargs)
-
-
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `checkpoint`, by hooks on what autograd saves: also for `torch.autograd.grad`, and arguments of any kind.
 
@@ -127,6 +119,16 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     is kept in the same way, but not fetched ahead.
     """
     return default.non_reentrant_checkpoint(function, *args, **kwargs)
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """As `megazero.mpu.model_parallel_cuda_manual_seed`, for the model-parallel rank of the mpu that `configure` was given.
+
+    Raises:
+        RuntimeError: it was given none, and `megazero.mpu`'s groups do not exist.
+    """
+    rank = None if default.mpu is None else model_group_of(default.mpu).rank()
+    random.model_parallel_cuda_manual_seed(seed, rank)
 
 
 def reset() -> None:

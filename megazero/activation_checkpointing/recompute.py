@@ -16,7 +16,7 @@ from megazero.activation_checkpointing.call import Call, refuse_graph
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.activation_checkpointing.storage import Storage
 from megazero.comm import Channel
-from megazero.mpu.groups import get_groups, model_parallel_is_initialized
+from megazero.mpu.groups import get_groups, model_group_of, model_parallel_is_initialized
 from megazero.timers import Timers
 
 
@@ -64,7 +64,10 @@ class ActivationCheckpointer:
         return self._checkpoint(function, args, kwargs, is_sharded=False)
 
     def checkpoint_sharded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As `megazero.activation_checkpointing.checkpoint_sharded`, in this checkpointer's way."""
+        """As `checkpoint`, of arguments that are parts already, different ones on each model-parallel rank.
+
+        A slice of a sequence, or the heads of one rank: whatever partition_activations says, they are kept as they are.
+        """
         return self._checkpoint(function, args, kwargs, is_sharded=True)
 
     def _checkpoint(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], is_sharded: bool) -> Any:
@@ -120,7 +123,7 @@ class ActivationCheckpointer:
         """
         if not self.settings.partition_activations or (self.mpu is None and not model_parallel_is_initialized()):
             return None
-        group = get_groups().model if self.mpu is None else self.mpu.get_model_parallel_group()
+        group = get_groups().model if self.mpu is None else model_group_of(self.mpu)
         if group.size() == 1:
             return None
         if self._channel is None or self._channel.group is not group:

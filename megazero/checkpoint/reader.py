@@ -64,8 +64,9 @@ class Reader:
         if content is None:
             if tag is None or not (self.path / "index.json").is_file():
                 raise FileNotFoundError(
-                    f"No checkpoint at {self.path}, which --load or its file `latest` names. Name one that is there in `latest`, "
-                    "or take another one by --load-fallback (pretrain_gpt2.py) or --tag (the other scripts)."
+                    f"No checkpoint at {self.path}, which the tag or the file `latest` names. Name one that is there in "
+                    "`latest`, or take another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the "
+                    "other scripts)."
                 )
             content = (self.path / "index.json").read_bytes()
         with self.well_formed("its top level"):

@@ -8,7 +8,7 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 """
 
 from megazero.comm import ported
-from megazero.comm.channel import Channel, Traffic, timeout_of
+from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import all_gathered, all_reduce_, all_reduced, broadcast_
 from megazero.comm.ported import *  # noqa: F403
 from megazero.comm.work import Work
@@ -28,7 +28,6 @@ __all__ = [
     "Channel",
     "OtherRankError",
     "ProcessGroup",
-    "Traffic",
     "Work",
     "all_gathered",
     "all_gathered_objects",

@@ -15,7 +15,7 @@ from megazero.comm.meeting import Meeting
 from megazero.comm.native import NativeLane
 from megazero.comm.peers import PeerTransport
 from megazero.comm.work import Finished, Work
-from megazero.comm.world import ProcessGroup, all_gathered_objects
+from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Channel:
 
 def _open_lanes(group: ProcessGroup, name: str, timeout_s: float) -> tuple[str, list[Lane]]:
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
-    if dist.get_backend(group) != "gloo":
+    if backend_of(group) != "gloo":
         return "native", [NativeLane(group, timeout_s)] * 2
     ranks = dist.get_process_group_ranks(group)
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"

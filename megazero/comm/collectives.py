@@ -19,13 +19,9 @@ def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = di
     return out
 
 
-def all_reduce_(
-    buffer: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
-) -> Work | None:
-    """Reduces `buffer` over `group` in place. Returns a handle to wait for when `async_op`, unless the group has one rank."""
-    if group.size() == 1:
-        return None
-    return dist.all_reduce(buffer, op=op, group=group, async_op=async_op)
+def all_reduce_(buffer: Tensor, group: ProcessGroup) -> Work | None:
+    """Starts to sum `buffer` over `group` in place. Returns what to wait for, or None for a group of one rank."""
+    return None if group.size() == 1 else dist.all_reduce(buffer, group=group, async_op=True)
 
 
 def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:

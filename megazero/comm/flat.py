@@ -11,9 +11,9 @@ def pieces(numel: int, largest: int) -> list[tuple[int, int]]:
     return [(start, min(start + largest, numel)) for start in range(0, numel, largest)]
 
 
-def scratch_bytes(nbytes: int) -> int:
-    """Bytes of the scratch that `sum_` needs for terms of at most `nbytes` bytes: 16-bit terms are summed in fp32."""
-    return 2 * nbytes
+def scratch_bytes(nbytes: int, terms: int) -> int:
+    """Bytes of the scratch that `sum_` needs for so many terms of at most `nbytes` bytes: 16-bit terms are summed in fp32."""
+    return 2 * nbytes if terms > 2 else 0
 
 
 def sum_(terms: list[Tensor], own: int, scratch: Tensor) -> None:
@@ -22,7 +22,7 @@ def sum_(terms: list[Tensor], own: int, scratch: Tensor) -> None:
     Args:
         terms: at least two tensors of one shape [n] and dtype; all but terms[own] are only read.
         own: index of the term that is overwritten.
-        scratch: uint8 [scratch_bytes(bytes of a term)] or longer, overwritten.
+        scratch: uint8 [scratch_bytes(bytes of a term, terms)] or longer, overwritten.
     """
     result = terms[own]
     if len(terms) == 2:  # torch adds two 16-bit floats in fp32 and rounds once: what is wanted, in one pass

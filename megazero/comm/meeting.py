@@ -10,7 +10,8 @@ import torch.distributed as dist
 class Meeting:
     """Meetings of `ranks`, one after the other, over the store at which they first found each other.
 
-    A store, because unlike a barrier it knows who is missing, on every rank and whatever the backend.
+    A store, because unlike a barrier it knows who is missing, on every rank and whatever the backend. Each rank asks it a few
+    questions, however many ranks there are: one process answers all of them.
     """
 
     def __init__(self, store: dist.Store, ranks: list[int], rank: int, timeout_s: float) -> None:
@@ -27,24 +28,45 @@ class Meeting:
             RuntimeError: some ranks did not come within the timeout, or came with another `what`.
         """
         count = self._store.add(f"count/{self._rank}", 1)
-        keys = [f"{count}/{rank}" for rank in range(len(self._ranks))]
-        self._store.set(keys[self._rank], what)
+        place = f"{count}/"
         here = f"{what} was called on rank {self._ranks[self._rank]}"
+        self._store.set(f"{place}{self._rank}", "here")
+        mine = f"{what} on rank {self._ranks[self._rank]}"
+        first = self._store.compare_set(f"{place}first", "", mine).decode()  # that of whoever came first
+        if _call(first) != what:
+            self._store.set(f"{place}end", mine)  # tells those who wait
+            raise RuntimeError(_different(here, first))
+        if self._store.add(f"{place}arrived", 1) == len(self._ranks):
+            self._store.set(f"{place}end", first)
+        self._wait(place, here)
+        end = self._store.get(f"{place}end").decode()
+        if _call(end) != what:
+            raise RuntimeError(_different(here, end))
+        if count > 1:  # all ranks are past that one
+            self._forget(count - 1)
+
+    def _wait(self, place: str, here: str) -> None:
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            self._store.wait([f"{place}end"], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
+            places = enumerate(self._ranks)
+            missing = [rank for number, rank in places if not self._store.check([f"{place}{number}"])]
             if not missing:
                 raise RuntimeError(f"{here}, and the ranks could not meet: {error}") from error
             raise RuntimeError(
                 f"{here}, but within {self._timeout_s:g} s not on ranks {missing} of {self._ranks}. "
                 "It was called on some ranks only: call it on every rank."
             ) from None
-        for rank, key in zip(self._ranks, keys, strict=True):
-            other = self._store.get(key).decode()
-            if other != what:
-                raise RuntimeError(
-                    f"{here}, but {other} on rank {rank}. Call the same on every rank, in the same order."
-                )
-        if count > 1:  # all ranks are past that one
-            self._store.delete_key(f"{count - 1}/{self._rank}")
+
+    def _forget(self, count: int) -> None:
+        for name in (str(self._rank), *(("first", "arrived", "end") if self._rank == 0 else ())):
+            self._store.delete_key(f"{count}/{name}")
+
+
+def _call(mine: str) -> str:
+    """What was called, of "save_checkpoint on rank 3"."""
+    return mine.rpartition(" on rank ")[0]
+
+
+def _different(here: str, other: str) -> str:
+    return f"{here}, but {other}. Call the same on every rank, in the same order."

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.work import Work
-from megazero.comm.world import ProcessGroup
+from megazero.comm.world import ProcessGroup, backend_of
 
 # torch 2.13 renamed these, and warns at the old names.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -33,7 +33,7 @@ class NativeLane:
         self._group = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=timeout_s),
-            backend=dist.get_backend(group),
+            backend=backend_of(group),
             use_local_synchronization=True,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,7 @@ class PeerTransport:
         self._ranks = dist.get_process_group_ranks(group)  # of the world, for messages
         self._group, self._tag, self._timeout = group, tag, timedelta(seconds=timeout_s)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        piece_bytes = INBOX_BYTES // 2 // self.size // 64 * 64
-        self._inbox = torch.empty(2, self.size, piece_bytes, dtype=torch.uint8)  # one piece arrives, one is summed
-        self._scratch = torch.empty(scratch_bytes(piece_bytes), dtype=torch.uint8)
+        self._piece_bytes = INBOX_BYTES // 2 // self.size // 64 * 64
 
     def reduce_scatter_(self, buffer: Tensor, name: str = "") -> None:
         """Makes this rank's part of `buffer` [numel, a multiple of the size] the sum over the group, in rank order."""
@@ -61,6 +60,14 @@ class PeerTransport:
 
     def close(self) -> None:
         """Does nothing: the group is the caller's."""
+
+    @cached_property
+    def _inbox(self) -> Tensor:  # one piece arrives, one is summed; a lane that only gathers needs none, nor scratch
+        return torch.empty(2, self.size, self._piece_bytes, dtype=torch.uint8)
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty(scratch_bytes(self._piece_bytes, self.size), dtype=torch.uint8)
 
     def _agree(self, what: str) -> None:
         """Returns when every rank has come here with the same `what`: no data moves before that."""

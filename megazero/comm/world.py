@@ -12,6 +12,11 @@ import torch.distributed as dist
 
 ProcessGroup = dist.ProcessGroup
 
+# By default gloo connects every rank with every other one. With about a thousand a process runs out of descriptors, and ranks
+# refuse each other (gloo's issue 327); so in larger worlds than this a connection is made when it is needed.
+MOST_IN_MESH = 256
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"  # torch asks it when a group is made
+
 
 class OtherRankError(RuntimeError):
     """What went wrong on another rank, so that this one cannot go on either."""
@@ -46,6 +51,7 @@ def init_distributed(
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
+        _take_device_of_joined()
         return
     has_cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if has_cuda else "gloo")
@@ -55,8 +61,7 @@ def init_distributed(
         )
     if auto_mpi_discovery and init_method is None:
         _adopt_open_mpi(distributed_port)
-    if has_cuda:
-        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
+    _take_device()
     timeout = timeout or _default_timeout()
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
@@ -68,7 +73,28 @@ def init_distributed(
 
 def get_local_rank() -> int:
     """This process's rank on its node, as the launcher counts them; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")))
+    return int(_told_local_rank() or "0")
+
+
+def _told_local_rank() -> str | None:
+    return os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+
+
+def _take_device() -> None:
+    """Makes the CUDA device of this rank, where a launcher has numbered it, the current one."""
+    if torch.cuda.is_available() and _told_local_rank() is not None:
+        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
+
+
+def _take_device_of_joined() -> None:
+    """The same in a world that the script made, unless it has chosen: bound a device to its group, or made another current."""
+    if not torch.cuda.is_available():
+        return
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        torch.cuda.set_device(bound)
+    elif torch.cuda.current_device() == 0:  # as in DeepSpeed, where `initialize` sets it
+        _take_device()
 
 
 def _default_timeout() -> timedelta:
@@ -123,6 +149,22 @@ def local_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def backend_of(group: ProcessGroup) -> str:
+    """What carries tensors of `local_device` in `group`: "nccl" or "gloo". A group may have one backend for each kind of device.
+
+    Raises:
+        ValueError: nothing carries them.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    kind = local_device().type
+    if kind not in backends:
+        raise ValueError(
+            f"rank {dist.get_rank()} computes on {local_device()}, and its process group has backends for "
+            f"{', '.join(backends)} only. Join by megazero.comm.init_distributed(), or by init_process_group('nccl')."
+        )
+    return backends[kind]
+
+
 def all_gathered_objects(value: object, group: ProcessGroup | None = None) -> list:
     """`value` of every rank of `group` (the world by default): small plain Python data, never tensors."""
     out: list = [None] * dist.get_world_size(group)
@@ -137,9 +179,16 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def new_object_group(timeout_s: float = 3600.0) -> ProcessGroup:
+def new_object_group() -> ProcessGroup:
     """A group of all ranks over gloo, beside the world: for small data that another thread exchanges. Collective."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    given = os.environ.get(_LAZY_GLOO)
+    if given is None and dist.get_world_size() > MOST_IN_MESH:
+        os.environ[_LAZY_GLOO] = "1"
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(hours=1))
+    finally:
+        if given is None:
+            os.environ.pop(_LAZY_GLOO, None)
 
 
 def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None) -> Any:

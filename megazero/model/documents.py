@@ -29,11 +29,15 @@ def document_positions(tokens: Tensor, eod: int) -> tuple[Tensor, Tensor]:
     return index - first, document_ids
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """[b, 1, s, s] bool, True where query i may read key j: j is not after i and lies in the same document.
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, 1, s, s], to be added to attention scores: 0 where query i may read key j, else -inf.
+
+    It may where j is not after i and lies in the same document. The kernels want it in the dtype of the scores: of a bool mask
+    every layer would make such a copy, and keep it for its backward.
 
     Args:
         document_ids: [b, s] integers, equal exactly within a document.
+        dtype: of the activations.
     """
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
+    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same.tril(), float("-inf"))

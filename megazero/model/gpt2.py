@@ -153,7 +153,7 @@ class GPT2Model(nn.Module):
         self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
         if cache is None:
-            return self.transformer(x, None if document_ids is None else document_mask(document_ids))
+            return self.transformer(x, None if document_ids is None else document_mask(document_ids, x.dtype))
         if document_ids is not None:
             raise ValueError("document_ids cannot be used with a cache: generate each document as a row of its own.")
         slots = position_ids.expand(x.size(1), -1)  # [b, s]

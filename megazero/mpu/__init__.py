@@ -24,7 +24,6 @@ from megazero.mpu.embeddings import ParallelEmbedding, VocabParallelEmbedding
 from megazero.mpu.grads import clip_grad_norm
 from megazero.mpu.groups import (
     ParallelGroups,
-    check_model_parallel_size,
     destroy_model_parallel,
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -83,7 +82,6 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "broadcast_data",
-    "check_model_parallel_size",
     "checkpoint",
     "clip_grad_norm",
     "copy_parameters_to_sequence_parallel_region",

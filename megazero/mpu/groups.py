@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -112,10 +113,20 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
 
 
 def _new_groups(members: list[tuple[int, ...]], name: str, timeout_s: float) -> tuple[ProcessGroup, tuple[int, ...]]:
-    """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's."""
+    """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's.
+
+    Not each group by its own ranks alone, which is faster in a large world: torch then names groups after how many a process is
+    in already, and ranks that are in different numbers of them would wait for each other under different names.
+    """
     groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name) for ranks in members]
     mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
     return groups[mine], members[mine]
+
+
+def model_group_of(mpu: Any) -> ProcessGroup:
+    """The ranks that split layers, of any Megatron's mpu: in one with pipelines `get_model_parallel_group` is wider."""
+    name = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
+    return getattr(mpu, f"get_{name}_parallel_group")()
 
 
 def model_parallel_is_initialized() -> bool:

@@ -46,7 +46,7 @@ class _ColumnLinear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.size(-1))  # [tokens, o/t]
         if ctx.needs_input_grad[0]:
             grad_x = rows.mm(weight)  # [tokens, i], this rank's partial sum: ours, so the all-reduce may be in place
-            work = comm.all_reduce_(grad_x, ctx.group, async_op=True)
+            work = comm.all_reduce_(grad_x, ctx.group)
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t().mm(x.reshape(-1, x.size(-1)))
         if ctx.needs_input_grad[2]:

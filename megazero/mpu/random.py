@@ -123,17 +123,21 @@ def own_stream(is_wanted: bool) -> AbstractContextManager[None]:
     return _tracker.fork() if is_wanted else nullcontext()
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
+def model_parallel_cuda_manual_seed(seed: int, model_parallel_rank: int | None = None) -> None:
     """Seeds the default stream with `seed` and the model-parallel one with `seed + 2718 + model-parallel rank`.
 
     The default stream is that of the device this process computes on, and is then the same on all ranks: with data parallelism,
     pass a seed that differs between replicas where their dropout should. Where the device is not the CPU, the CPU's default
     stream, from which initial weights are drawn, is left alone: seed it with `torch.manual_seed`.
 
+    Args:
+        model_parallel_rank: in groups that are not `megazero.mpu`'s; by default the one in those.
+
     Raises:
         RuntimeError: the model-parallel groups do not exist.
     """
-    own_seed = seed + MODEL_PARALLEL_SEED_OFFSET + get_model_parallel_rank()
+    rank = get_model_parallel_rank() if model_parallel_rank is None else model_parallel_rank
+    own_seed = seed + MODEL_PARALLEL_SEED_OFFSET + rank
     _tracker.reset()
     if comm.local_device().type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -12,7 +12,7 @@ from megazero.nvme.aio import AioConfig
 from megazero.nvme.pages import PAGE, PagePool, aligned_empty, padded
 from megazero.nvme.swap_file import Region, SwapFile, check_folder, check_space
 from megazero.nvme.transfer import Transfer
-from megazero.nvme.transport import FileTransport, Transport
+from megazero.nvme.transport import FileTransport
 
 __all__ = [
     "PAGE",
@@ -22,7 +22,6 @@ __all__ = [
     "Region",
     "SwapFile",
     "Transfer",
-    "Transport",
     "aligned_empty",
     "check_folder",
     "check_space",

@@ -139,16 +139,6 @@ class SwapFile:
         return self._file.closed
 
     @property
-    def bytes_read(self) -> int:
-        """By requests that have ended well."""
-        return self._requests.moved["read"]
-
-    @property
-    def bytes_written(self) -> int:
-        """By requests that have ended well."""
-        return self._requests.moved["write"]
-
-    @property
     def nbytes(self) -> int:
         """Size of the file: regions in use and those freed."""
         return self._end

@@ -106,14 +106,9 @@ class Transfer:
 
 
 class Requests:
-    """The threads that move the bytes of one file.
-
-    Attributes:
-        moved: bytes read and written by requests that have ended well.
-    """
+    """The threads that move the bytes of one file."""
 
     def __init__(self, transport: Transport, aio: AioConfig, path: Path, rank: int) -> None:
-        self.moved: dict[Kind, int] = {"read": 0, "write": 0}
         # Of the first write that went wrong: errno, text, path. Not the error, whose traceback holds the buffer.
         self._failure: tuple[int, str, str] | None = None
         self._transport, self._aio, self._path, self._rank = transport, aio, path, rank
@@ -211,8 +206,6 @@ class Requests:
                 what = "the file ends there: something has truncated it" if kind == "read" else "nothing was written"
                 raise self._error(kind, view, offset, moved, errno.EIO, what)
             moved += count
-        with self._lock:
-            self.moved[kind] += moved
 
     def _error(self, kind: Kind, view: memoryview, offset: int, moved: int, code: int, why: str | None) -> OSError:
         text = f"rank {self._rank}: {kind} of {len(view)} bytes at offset {offset} failed after {moved} bytes: {why}"

@@ -7,26 +7,20 @@ takes the job's own flags and prints tables; `plan_job` gives the same numbers t
 much and which setting to change.
 """
 
-from megazero.plan.activations import Activations, Shape, block_bytes, plan_activations
-from megazero.plan.fit import Change, Problem, changes, check_fits, largest_batch, largest_model, what_to_change
+from megazero.plan.activations import Shape, block_bytes, plan_activations
+from megazero.plan.fit import changes, check_fits, largest_batch, largest_model, what_to_change
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits, measure_limits
 from megazero.plan.modes import activation_modes
 from megazero.plan.refuse import refuse_what_cannot_fit
-from megazero.plan.report import as_json, as_text
 from megazero.plan.states import gpt2_buckets
 
 __all__ = [
-    "Activations",
-    "Change",
     "JobPlan",
     "Limits",
-    "Problem",
     "Setup",
     "Shape",
     "activation_modes",
-    "as_json",
-    "as_text",
     "block_bytes",
     "changes",
     "check_fits",

@@ -66,7 +66,7 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
     return [
         _Need("device memory per rank", plan.device_states, plan.device, limits.device, partial(_for_device, setup)),
         _Need("host memory per node", states, host, limits.host, lambda _: _for_host(setup)),
-        *([locked] if setup.pin_memory else []),
+        *([locked] if setup.states.zero.pin_memory else []),
         on_disk,
     ]
 
@@ -114,19 +114,18 @@ def changes(setup: Setup) -> Iterator[Change]:
     """Each single change that lowers what a device holds, the cheapest in time first."""
     states, model = setup.states, setup.model
     if setup.data_parallel_size > 1:
-        for stage in range(states.stage + 1, 4):
-            yield Change(f"--zero-stage {stage}", replace(setup, states=replace(states, stage=stage)))
+        for stage in range(states.zero.stage + 1, 4):
+            yield Change(f"--zero-stage {stage}", setup.with_zero(stage=stage))
     if model.recompute_mode != "full":
         all_of_it = replace(model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)
         flag = "--checkpoint-activations" if model.recompute is None else "--recompute full"
         yield Change(flag, replace(setup, model=all_of_it), False)
-    if states.stage and states.optimizer_home == "accelerator" and states.device_type == "cuda":
-        yield Change("--offload-optimizer cpu", replace(setup, states=replace(states, offload_optimizer="cpu")))
-    if states.offload_optimizer_ratio < 1:
-        flag = "--offload-optimizer-ratio 1"
-        yield Change(flag, replace(setup, states=replace(states, offload_optimizer_ratio=1.0)))
-    if states.stage == 3 and states.param_home == "accelerator" and states.device_type == "cuda":
-        yield Change("--offload-param cpu", replace(setup, states=replace(states, offload_param="cpu")))
+    if states.zero.stage and states.optimizer_home == "accelerator" and states.device_type == "cuda":
+        yield Change("--offload-optimizer cpu", setup.with_zero(offload_optimizer="cpu"))
+    if states.zero.offload_optimizer_ratio < 1:
+        yield Change("--offload-optimizer-ratio 1", setup.with_zero(offload_optimizer_ratio=1.0))
+    if states.zero.stage == 3 and states.param_home == "accelerator" and states.device_type == "cuda":
+        yield Change("--offload-param cpu", setup.with_zero(offload_param="cpu"))
     if setup.shape.batch_size > 1:
         half = replace(setup.shape, batch_size=setup.shape.batch_size // 2)
         yield Change(f"--batch-size {half.batch_size}", replace(setup, shape=half), False)
@@ -134,16 +133,15 @@ def changes(setup: Setup) -> Iterator[Change]:
 
 def _last_resorts(setup: Setup) -> Iterator[Change]:
     """What more a job can do where none of `changes` is enough: stage 3 even without more ranks, nvme, smaller pieces of it."""
-    states = setup.states
-    if states.stage < 3 and setup.data_parallel_size == 1:
-        yield Change("--zero-stage 3", replace(setup, states=replace(states, stage=3)))
-    if states.stage and states.optimizer_home != "nvme":
-        yield Change("--offload-optimizer nvme", replace(setup, states=replace(states, offload_optimizer="nvme")))
-    if states.stage == 3 and states.param_home != "nvme":
-        yield Change("--offload-param nvme", replace(setup, states=replace(states, offload_param="nvme")))
-    if states.optimizer_home == "nvme" and not 0 < states.sub_group_size <= SMALL_TILE:
-        smaller = replace(states, sub_group_size=SMALL_TILE)
-        yield Change(f"--sub-group-size {SMALL_TILE}", replace(setup, states=smaller))
+    states, path = setup.states, setup.states.zero.nvme_path or "DIR"  # any name will do for a plan
+    if states.zero.stage < 3 and setup.data_parallel_size == 1:
+        yield Change("--zero-stage 3", setup.with_zero(stage=3))
+    if states.zero.stage and states.optimizer_home != "nvme":
+        yield Change("--offload-optimizer nvme", setup.with_zero(offload_optimizer="nvme", nvme_path=path))
+    if states.zero.stage == 3 and states.param_home != "nvme":
+        yield Change("--offload-param nvme", setup.with_zero(offload_param="nvme", nvme_path=path))
+    if states.optimizer_home == "nvme" and not 0 < states.zero.sub_group_size <= SMALL_TILE:
+        yield Change(f"--sub-group-size {SMALL_TILE}", setup.with_zero(sub_group_size=SMALL_TILE))
 
 
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:

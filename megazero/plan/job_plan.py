@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megazero.activation_checkpointing import CheckpointSettings
 from megazero.config import Config
@@ -23,12 +24,9 @@ class Setup:
 
     model: GPT2Config
     shape: Shape
-    data_parallel_size: int
     ranks_per_node: int
     states: StateSettings
     checkpoints: CheckpointSettings
-    pin_memory: bool = True
-    persistence: int = 0  # elements of parameters that stay whole under stage 3
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int, device_type: str) -> Setup:
@@ -40,36 +38,33 @@ class Setup:
         config.check_world(world_size)
         tensor_parallel = config.parallel.model_parallel_size
         data_parallel = world_size // tensor_parallel
-        model, zero = config.model, config.zero
-        is_placed = zero.placement == "auto" and device_type != "cpu"  # all rests on the host that finds no room
+        model, zero, precision = config.model, config.zero, config.precision
+        if zero.placement == "auto":
+            # All rests on the host that finds no room; without a device there is nothing to place.
+            home = "none" if device_type == "cpu" else "cpu"
+            zero = replace(zero, placement="static", offload_optimizer=home, offload_param=home)
         return cls(
             model,
-            Shape(
-                config.training.batch_size, config.data.seq_length, tensor_parallel, config.precision.dtype, device_type
-            ),
-            data_parallel,
+            Shape(config.training.batch_size, config.data.seq_length, tensor_parallel, precision.dtype, device_type),
             min(ranks_per_node, world_size),
             StateSettings(
-                zero.stage,
-                zero.grad_dtype,
-                zero.reduce_dtype,
-                overlap=zero.overlap_comm,
+                zero,
+                data_parallel,
+                device_type,
                 recomputed_together=model.checkpoint_num_layers if model.recompute_mode == "full" else 1,
-                offload_optimizer="cpu" if is_placed else zero.offload_optimizer,
-                offload_param="cpu" if is_placed else zero.offload_param,
-                offload_optimizer_ratio=zero.offload_optimizer_ratio,
-                sub_group_size=zero.sub_group_size,
-                optimizer_buffer_count=zero.optimizer_buffer_count,
-                param_buffer_count=zero.param_buffer_count,
-                device_type=device_type,
-                gather_limits=zero.gather_limits,
                 micro_batches=config.accumulation_steps(data_parallel),
-                delays_update=zero.delayed_param_update > 0,
             ),
             config.checkpoint_settings(),
-            zero.pin_memory,
-            zero.param_persistence_threshold,
         )
+
+    def with_zero(self, **changes: Any) -> Setup:
+        """The same with other values of some of the ZeRO configuration's fields."""
+        return replace(self, states=self.states.with_zero(**changes))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share out the states."""
+        return self.states.data_parallel_size
 
     @property
     def world_size(self) -> int:
@@ -130,12 +125,12 @@ def plan_job(setup: Setup) -> JobPlan:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
     shape, settings = setup.shape, setup.states
-    persistence = setup.persistence if settings.stage == 3 else 0
-    buckets = gpt2_buckets(setup.model, shape.model_parallel_size, setup.data_parallel_size, shape.dtype, persistence)
+    ranks, whole = (shape.model_parallel_size, setup.data_parallel_size), settings.zero.whole_below
+    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, whole)
     needs = BucketBytes.of_all(buckets, settings)
-    states = memory_of_buckets(buckets, setup.data_parallel_size, settings)
+    states = memory_of_buckets(buckets, settings)
     work = plan_activations(setup.model, shape, setup.checkpoints)
-    traffic = plan_traffic(setup.model, shape, needs, settings, setup.data_parallel_size)
+    traffic = plan_traffic(setup.model, shape, needs, settings)
     moments, certain = (
         step_moments(needs, settings, states, each, setup.model.num_layers) for each in (work, Activations())
     )

@@ -15,7 +15,7 @@ from megazero.zero.bucket_bytes import BucketBytes, StateSettings, adding_bytes
 from megazero.zero.link import MOST_TO_HOST
 from megazero.zero.memory import MemoryPlan
 from megazero.zero.residency import GatherLimits
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER
 from megazero.zero.units import ROOT
 
 
@@ -65,14 +65,14 @@ def step_moments(
     has_earlier = settings.micro_batches > 1
     adding = adding_bytes(needs, settings)
     rest = states.at_rest + (states.gradients if has_earlier else 0)
-    is_default = settings.gather_limits == GatherLimits()
+    is_default = settings.zero.gather_limits == GatherLimits()
     between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
     backward = 0
     together = min(settings.recomputed_together, num_layers)
     for first in range(0, num_layers, together):
         last = min(first + together, num_layers) - 1
         here = sum(block.gathered for block in blocks[first : last + 1])
-        if settings.overlap:
+        if settings.zero.overlap_comm:
             fetched = blocks[max(0, first - 1 - FETCHES_BEFORE_GATHER) : max(0, first - 1)]
             here += (blocks[first - 1].gathered if first else 0) + sum(block.coming for block in fetched)
         gradients = _gradients(blocks, root, last, settings, has_earlier, adding)
@@ -109,7 +109,7 @@ def _gradients(
         has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.
         adding: while one leaves, for the sum that it goes into.
     """
-    under_way = [] if not settings.overlap else blocks[index + 1 : index + 1 + MAX_REDUCTIONS]
+    under_way = blocks[index + 1 : index + 1 + settings.reductions_under_way]
     done = blocks[index + 1 + len(under_way) :]
     here = [root, *blocks[index : index + 1]] if index >= 0 else [root]
     whole = sum(block.gradient for block in here)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megazero.plan.fit import changes
@@ -21,13 +20,18 @@ COLORS = {
 def bars(plan: JobPlan) -> dict[str, JobPlan]:
     """The plans that stand beside each other, by label: all stages with all states on the device; then this job's own homes."""
     setup = plan.setup
-    here = replace(setup.states, offload_param="none", offload_optimizer="none", offload_optimizer_ratio=1.0)
-    shown = {f"stage {stage}": plan_job(replace(setup, states=replace(here, stage=stage))) for stage in range(4)}
+    here = {
+        "offload_param": "none",
+        "offload_optimizer": "none",
+        "offload_optimizer_ratio": 1.0,
+        "delayed_param_update": 0,
+    }
+    shown = {f"stage {stage}": plan_job(setup.with_zero(stage=stage, **here)) for stage in range(4)}
     away = _away(setup)
     if away:
-        shown[f"stage {setup.states.stage}, {away}"] = plan
-    elif setup.states.stage and (offloads := [c for c in changes(setup) if "--offload" in c.flags]):
-        shown[f"stage {setup.states.stage}, O on cpu"] = plan_job(offloads[0].setup)
+        shown[f"stage {setup.states.zero.stage}, {away}"] = plan
+    elif setup.states.zero.stage and (offloads := [c for c in changes(setup) if "--offload" in c.flags]):
+        shown[f"stage {setup.states.zero.stage}, O on cpu"] = plan_job(offloads[0].setup)
     return shown
 
 

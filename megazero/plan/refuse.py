@@ -15,13 +15,7 @@ from megazero.plan.limits import Limits, measure_limits
 logger = logging.getLogger(__name__)
 
 
-def refuse_what_cannot_fit(
-    config: Config,
-    world_size: int,
-    device: torch.device,
-    limits: Limits | None = None,
-    ranks_per_node: int | None = None,
-) -> None:
+def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device, limits: Limits | None = None) -> None:
     """Returns where the job fits this machine, as far as can be known; warns where its activations may not.
 
     Allocates and communicates nothing.
@@ -30,12 +24,11 @@ def refuse_what_cannot_fit(
         config: with the vocabulary's size.
         device: this rank's.
         limits: of this machine; measured by default.
-        ranks_per_node: by default what torchrun says.
 
     Raises:
         ValueError: the states alone are more than device, host or disk offer; with what to change.
     """
-    here = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     plan = plan_job(Setup.of(config, world_size, here, device.type))
     if limits is None:
         limits = measure_limits(

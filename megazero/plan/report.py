@@ -70,7 +70,10 @@ def _job(plan: JobPlan) -> str:
         ("parameters", f"{model.num_parameters():,} ({width})"),
         ("ranks", f"{ranks}, {setup.ranks_per_node} on a node"),
         ("micro-batch", batch),
-        ("ZeRO", f"stage {setup.states.stage}, {_precision(shape.dtype)}, gradients in {setup.states.grad_dtype}"),
+        (
+            "ZeRO",
+            f"stage {setup.states.zero.stage}, {_precision(shape.dtype)}, gradients in {setup.states.zero.grad_dtype}",
+        ),
     ]
     return table("job", rows)
 

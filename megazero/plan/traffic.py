@@ -38,17 +38,16 @@ def plan_traffic(
     shape: Shape,
     needs: Sequence[BucketBytes],
     settings: StateSettings,
-    data_parallel_size: int,
 ) -> Traffic:
     """The traffic of a step: psi is the parameters of the trained buckets of `needs`, with their padding."""
-    n, m, stage = data_parallel_size, settings.micro_batches, settings.stage
+    n, m, stage = settings.data_parallel_size, settings.micro_batches, settings.zero.stage
     trained = [need for need in needs if need.owned]
     psi = sum(need.layout_numel for need in trained)
     root = sum(need.layout_numel for need in trained if need.unit == ROOT)
     reduced = psi * (m if stage >= 2 else 1)
     gathered = 2 * m * psi - m * root if stage == 3 else psi  # the root is gathered once per micro-batch
-    grad_dtype = dtype_of(settings.grad_dtype, shape.dtype)
-    wire = dtype_of(settings.reduce_dtype, shape.dtype, grad_dtype).itemsize
+    grad_dtype = dtype_of(settings.zero.grad_dtype, shape.dtype)
+    wire = dtype_of(settings.zero.reduce_dtype, shape.dtype, grad_dtype).itemsize
     away = [need for need in trained if need.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
     states = sum(need.master + need.moments for need in away)
@@ -61,8 +60,8 @@ def plan_traffic(
     # The device adds each further micro-batch's to the sum in host memory; to one in a file the host does.
     sums = owned_away * grad_dtype.itemsize * (m - 1) if stage >= 2 and settings.optimizer_home == "cpu" else 0
     # Whole gradients stay on the accelerator till the update; a delayed one takes a copy of P, for weights that are not P's yet.
-    swapped = gradients if stage >= 2 or settings.delays_update else 0
-    staged = owned * shape.dtype.itemsize if settings.delays_update else 0
+    swapped = gradients if stage >= 2 or settings.zero.delays_update else 0
+    staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
         (reduced + gathered) * (n - 1) // n,

@@ -57,7 +57,7 @@ def _collective(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str, writes: bool = False) -> Iterator[Tensor | None]:
+def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
     """The owned range of one state, zero where nothing was trained yet; None where no rank has any."""
     if key != MASTER:
         with _collective(f"reading the optimizer's state {key!r}"):
@@ -65,7 +65,7 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str, writes: b
         if key not in keys:
             yield None
             return
-    with optimizer.state_at_hand(bucket, [key], writes=writes) as states:
+    with optimizer.state_at_hand(bucket, [key]) as states:
         device = bucket.optimizer_home.device
         yield states[key] if key in states else torch.zeros(bucket.owned_numel, device=device)
 
@@ -77,21 +77,6 @@ def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
         return None
     bucket, segment, optimizer = found
     return bucket, segment, gradient_of(bucket).to_mean / optimizer.cur_scale
-
-
-def full_states(optimizer: BucketOptimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter's name, "master" or a key of the optimizer's state, full fp32 tensor) of all that is trained. Collective.
-
-    One bucket's state is whole at a time; the tensors are views that die with the iteration.
-    """
-    keys = [MASTER, *optimizer.state_keys_everywhere()]
-    for bucket in optimizer.buckets:
-        for key in keys if bucket.is_trainable else ():
-            with _owned_state(bucket, optimizer, key) as owned:
-                assert owned is not None
-                whole = bucket.whole(owned)
-            for segment in bucket.layout.segments:
-                yield segment.name, key, view_of(whole, segment)
 
 
 def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:

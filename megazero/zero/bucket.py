@@ -15,7 +15,7 @@ from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
 from megazero.zero.link import Link
-from megazero.zero.parameter import set_bucket
+from megazero.zero.parameter import asked_directly, set_bucket
 from megazero.zero.storage import is_same_memory, storage_id, view_of
 from megazero.zero.weights import Weights
 
@@ -316,7 +316,8 @@ class Bucket:
     def trained_segments(self) -> list[Segment]:
         """The parameters that the optimizer was given and that require a gradient now."""
         segments = self.layout.segments
-        return [s for s in segments if s.group != NO_GROUP and self.parameters[s.name].requires_grad]
+        with asked_directly():
+            return [s for s in segments if s.group != NO_GROUP and self.parameters[s.name].requires_grad]
 
     @property
     def has_untrained_gradients(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -25,69 +26,56 @@ class StateSettings:
     """What decides how many bytes the states take, beside the parameters themselves.
 
     Attributes:
-        stage, grad_dtype, reduce_dtype, overlap: as in `ZeroConfig`.
+        data_parallel_size: ranks that share out what the stage shards.
+        device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
         states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum.
         recomputed_together: units that activation checkpointing recomputes in one piece, which makes all of them whole.
-        offload_optimizer: where O rests, and the sharded gradient, which is needed there: "none", "cpu" or "nvme".
-        offload_param: where the shards of P rest.
-        offload_optimizer_ratio, sub_group_size, optimizer_buffer_count, param_buffer_count: as in `ZeroConfig`.
-        gather_limits: as in `ZeroConfig`.
-        device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
         micro_batches: whose gradients add up in a step.
-        delays_update: an offloaded update goes on beside the next step, as `delayed_param_update` asks for.
 
     Raises:
-        ValueError: a setting is none of the choices, out of range, or does not go with the stage.
+        ValueError: a number is out of range.
     """
 
-    stage: int
-    grad_dtype: str = "fp32"
-    reduce_dtype: str = "same"
-    states_per_element: int = 2
-    overlap: bool = True
-    recomputed_together: int = 1
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    sub_group_size: int = 0
-    optimizer_buffer_count: int = 4
-    param_buffer_count: int = 5
+    zero: ZeroConfig
+    data_parallel_size: int
     device_type: str = "cuda"
-    gather_limits: GatherLimits = GatherLimits()
-    offload_optimizer_ratio: float = 1.0
+    states_per_element: int = 2
+    recomputed_together: int = 1
     micro_batches: int = 1
-    delays_update: bool = False
 
     def __post_init__(self) -> None:
-        ZeroConfig(  # checks what it knows, with the flags' names
-            stage=self.stage,
-            grad_dtype=self.grad_dtype,
-            reduce_dtype=self.reduce_dtype,
-            offload_optimizer=self.offload_optimizer,
-            offload_optimizer_ratio=self.offload_optimizer_ratio,
-            offload_param=self.offload_param,
-            nvme_path="." if "nvme" in (self.offload_optimizer, self.offload_param) else None,
-            sub_group_size=self.sub_group_size,
-            optimizer_buffer_count=self.optimizer_buffer_count,
-            param_buffer_count=self.param_buffer_count,
-        )
-        for name, least in (("states_per_element", 0), ("recomputed_together", 1), ("micro_batches", 1)):
+        for name, least in (
+            ("data_parallel_size", 1),
+            ("states_per_element", 0),
+            ("recomputed_together", 1),
+            ("micro_batches", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
 
     @property
+    def reductions_under_way(self) -> int:
+        """Units whose gradients are being reduced while another's are made; one rank has nothing to wait for."""
+        return MAX_REDUCTIONS if self.zero.overlap_comm and self.data_parallel_size > 1 else 0
+
+    def with_zero(self, **changes: Any) -> StateSettings:
+        """The same with other values of some of `zero`'s fields."""
+        return replace(self, zero=replace(self.zero, **changes))
+
+    @property
     def sharding(self) -> Sharding:
         """Which states are cut over the data-parallel group."""
-        return Sharding.of_stage(self.stage)
+        return Sharding.of_stage(self.zero.stage)
 
     @property
     def optimizer_home(self) -> str:
         """Where O really is: "accelerator", "cpu" or "nvme"."""
-        return self._home(self.offload_optimizer)
+        return self._home(self.zero.offload_optimizer)
 
     @property
     def param_home(self) -> str:
         """Where the shards of P really are."""
-        return self._home(self.offload_param)
+        return self._home(self.zero.offload_param)
 
     def _home(self, name: str) -> str:
         return "accelerator" if name == "none" or (name == "cpu" and self.device_type == "cpu") else name
@@ -104,12 +92,12 @@ class StateSettings:
     @property
     def has_own_master(self) -> bool:
         """Whether fp32 parameters have master weights beside them: where O is not in the same memory."""
-        return self.optimizer_home != self.param_home or self.optimizer_home == "nvme" or self.delays_update
+        return self.optimizer_home != self.param_home or self.optimizer_home == "nvme" or self.zero.delays_update
 
     @property
     def keeps_master_alone(self) -> bool:
         """Whether shards of trained 16-bit parameters are their master weights, cast whenever they are gathered."""
-        return self.optimizer_home == self.param_home == "accelerator" and not self.delays_update
+        return self.optimizer_home == self.param_home == "accelerator" and not self.zero.delays_update
 
 
 @dataclass(frozen=True)
@@ -140,8 +128,8 @@ class BucketBytes:
         layout, sharding = plan.layout, settings.sharding
         if plan.stays_whole:
             sharding = replace(sharding, parameters=False)
-        grad_dtype = dtype_of(settings.grad_dtype, plan.dtype)
-        reduce_dtype = dtype_of(settings.reduce_dtype, plan.dtype, grad_dtype)
+        grad_dtype = dtype_of(settings.zero.grad_dtype, plan.dtype)
+        reduce_dtype = dtype_of(settings.zero.reduce_dtype, plan.dtype, grad_dtype)
         is_away = settings.optimizer_home != "accelerator"
         grad_bytes = grad_dtype.itemsize if plan.is_trainable else 0  # per element, as all below
         wire_bytes = reduce_dtype.itemsize if plan.is_trainable and reduce_dtype != grad_dtype else 0
@@ -157,7 +145,7 @@ class BucketBytes:
         stay = (
             0 if is_cast else held(sharding.parameters) * plan.dtype.itemsize,
             0 if sharding.gradients and is_away else held(sharding.gradients) * grad_bytes,
-            owned * grad_bytes * (sharding.gradients + settings.delays_update) if is_away else 0,
+            owned * grad_bytes * (sharding.gradients + settings.zero.delays_update) if is_away else 0,
             owned * state_bytes * has_master,
             owned * moment_bytes,
         )
@@ -191,8 +179,8 @@ class BucketBytes:
     @classmethod
     def of_all(cls, plans: Sequence[BucketPlan], settings: StateSettings) -> list[BucketBytes]:
         """Those of each planned bucket, where `offload_optimizer_ratio` says whose O is offloaded."""
-        kept = kept_on_device(plans, settings.offload_optimizer_ratio)
-        here = replace(settings, offload_optimizer="none", offload_optimizer_ratio=1.0)
+        kept = kept_on_device(plans, settings.zero.offload_optimizer_ratio)
+        here = settings.with_zero(offload_optimizer="none", offload_optimizer_ratio=1.0, delayed_param_update=0)
         return [cls.of(plan, here if index in kept else settings) for index, plan in enumerate(plans)]
 
 
@@ -208,7 +196,7 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
 
 def _coming_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """Shards of the units whose gather is next but one and later; none where this rank has the whole."""
-    if not settings.overlap or not settings.has_link(settings.param_home):
+    if not settings.zero.overlap_comm or not settings.has_link(settings.param_home):
         return 0
     shards: dict[int, int] = {}
     for need in needs:
@@ -223,11 +211,11 @@ def _whole_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
         numel[need.unit] = numel.get(need.unit, 0) + (0 if need.persistent else need.layout_numel)
         nbytes[need.unit] = nbytes.get(need.unit, 0) + need.whole_parameters
     units = sorted(unit for unit in nbytes if unit != ROOT)
-    if settings.gather_limits == GatherLimits():
+    if settings.zero.gather_limits == GatherLimits():
         return nbytes[ROOT] + _largest(
-            (nbytes[unit] for unit in units), settings.recomputed_together + settings.overlap
+            (nbytes[unit] for unit in units), settings.recomputed_together + settings.zero.overlap_comm
         )
-    residency, live, most = Residency([numel[unit] for unit in units], settings.gather_limits), {-1}, 0
+    residency, live, most = Residency([numel[unit] for unit in units], settings.zero.gather_limits), {-1}, 0
     units = [*units, ROOT]  # by index, -1 the root
 
     def total(of: dict[int, int]) -> int:
@@ -236,7 +224,7 @@ def _whole_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     for step in (1, -1):
         for index in range(len(units) - 1)[::step]:
             live.add(index)
-            live.update(residency.ahead(index, step, total(numel)) if settings.overlap else ())
+            live.update(residency.ahead(index, step, total(numel)) if settings.zero.overlap_comm else ())
             most = max(most, total(nbytes))
             if step < 0 or not residency.stays(index, total(numel)):
                 live.discard(index)
@@ -249,7 +237,7 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
     A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Whole gradients that are
     not sharded are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
     """
-    on_their_way = MAX_REDUCTIONS if settings.overlap else 0
+    on_their_way = settings.reductions_under_way
     has_wire = any(need.wire for need in needs)
     wires = _largest((need.wire for need in needs), max(1, on_their_way))
     if not settings.sharding.gradients:
@@ -283,25 +271,29 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute
     """
     total, away = 0, settings.optimizer_home != "accelerator"
     offloaded = [need.shard for need in needs if need.owned and need.optimizer_home == settings.optimizer_home]
-    tile = tile_numel(offloaded, settings.sub_group_size)
+    tile = tile_numel(offloaded, settings.zero.sub_group_size)
     if settings.optimizer_home == "nvme":
-        total += 3 * settings.optimizer_buffer_count * min(tile, max((n.shard for n in needs), default=1)) * FP32_BYTES
+        total += (
+            3 * settings.zero.optimizer_buffer_count * min(tile, max((n.shard for n in needs), default=1)) * FP32_BYTES
+        )
     there = [need.owned for need in needs if need.persistent or settings.param_home == "accelerator"]
     if settings.has_link(settings.optimizer_home):
         total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * compute_dtype.itemsize
     if away and settings.param_home != "accelerator" and compute_dtype != torch.float32:
         total += tile * compute_dtype.itemsize
-    if away and (settings.grad_dtype != "fp32" or not settings.sharding.gradients):
+    if away and (settings.zero.grad_dtype != "fp32" or not settings.sharding.gradients):
         total += tile * FP32_BYTES
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
         largest = max((need.owned_gradient for need in needs if need.optimizer_home == "nvme"), default=0)
         own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")
         total += largest * (own_buffer + what_is_added)
-    if settings.delays_update:
+    if settings.zero.delays_update:
         total += sum(need.owned for need in needs) * compute_dtype.itemsize
         total += 0 if away else sum(need.owned_gradient for need in needs)
     if settings.param_home == "nvme":
-        total += settings.param_buffer_count * max((need.shard for need in needs), default=0) * compute_dtype.itemsize
+        total += (
+            settings.zero.param_buffer_count * max((need.shard for need in needs), default=0) * compute_dtype.itemsize
+        )
     return total
 
 

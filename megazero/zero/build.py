@@ -52,7 +52,7 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
             param_home=homes.param,
             optimizer_home=homes.optimizer_of(index),
             tile_numel=homes.tile_of(index),
-            separate_master=config.delayed_param_update > 0,
+            separate_master=config.delays_update,
         )
         for source in sources:
             source.weights.forget(plan.parameters.values())

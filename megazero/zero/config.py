@@ -76,6 +76,16 @@ class ZeroConfig:
     param_persistence_threshold: int = 0  # parameters of fewer elements stay whole under stage 3
     model_persistence_threshold: int | None = None  # elements of these at most
 
+    @property
+    def whole_below(self) -> int:
+        """Parameters of fewer elements stay whole; 0 where none is sharded."""
+        return self.param_persistence_threshold if self.stage == 3 else 0
+
+    @property
+    def delays_update(self) -> bool:
+        """Whether an offloaded update runs beside the next step."""
+        return self.delayed_param_update > 0
+
     def __post_init__(self) -> None:
         for name, flag, choices in (
             ("stage", "--zero-stage", STAGES),

@@ -17,7 +17,8 @@ from megazero.zero.parameter import bucket_of
 class GatheredParameters:
     """Context manager in which sharded parameters are whole on every rank. Collective over their data-parallel group.
 
-    With `modifier_rank` what that rank holds at the end becomes the parameters' values everywhere, master weights included.
+    With `modifier_rank` what that rank holds at the end becomes the parameters' values everywhere, master weights included; also
+    what was assigned to `p.data`, in the shape that it had.
     Without it the values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that no
     engine and no `zero.Init` holds are left alone.
 
@@ -29,7 +30,7 @@ class GatheredParameters:
 
     Raises:
         RuntimeError: some ranks did not come; a parameter is gathered by an enclosing context already; a parameter was changed
-            without `modifier_rank`.
+            without `modifier_rank`, or given data of another shape.
     """
 
     def __init__(
@@ -81,6 +82,9 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the changes of the modifier rank, and releases."""
         changed: list[str] = []
+        weights = [bucket.weights for bucket in self.buckets]
+        assigned = [each.assigned() for each in weights]  # all, before any is written: it may be a view of another
+        reshaped = [name for each, new in zip(weights, assigned, strict=True) for name in each.write(new)]
         for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
             bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
@@ -96,6 +100,11 @@ class GatheredParameters:
                 bucket.weights.release()
         if self.buckets and kind is None and self.modifier_rank is None:
             self._refuse(changed)
+        if reshaped and kind is None:
+            raise RuntimeError(
+                f"GatheredParameters: {', '.join(reshaped)} got data of another shape inside the context; it was not taken. "
+                "Assign a new nn.Parameter to the module instead, before initialize."
+            )
 
     def _refuse(self, changed: list[str]) -> None:
         names = {name for names in comm.all_gathered_objects(changed, self.buckets[0].channel.group) for name in names}

@@ -212,7 +212,9 @@ class Gradient:
 
 
 def _square_sum(flat: Tensor) -> Tensor:
-    """The sum of squares, float64. Row by row, because one fp32 sum over 10^7 elements is wrong in the third digit on a CPU."""
+    """The sum of squares, float64. On a CPU row by row: one fp32 sum over 10^7 elements is wrong there in the third digit."""
+    if flat.device.type != "cpu":  # sums in a tree, and an operation takes the host longer than the device
+        return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     rows = flat.numel() // NORM_ROW
     norms = torch.linalg.vector_norm(flat[: rows * NORM_ROW].view(rows, NORM_ROW), dim=1, dtype=torch.float32)
     rest = torch.linalg.vector_norm(flat[rows * NORM_ROW :], dtype=torch.float32)

@@ -171,7 +171,7 @@ class MemoryHome:
     def __init__(self, device: torch.device, pin: bool = False, link: Link | None = None) -> None:
         self.device, self.link = device, link
         is_pinned = pin and device.type == "cpu" and torch.cuda.is_available()
-        self._pages = PagePool(pin=True) if is_pinned else None
+        self._pages = PagePool() if is_pinned else None
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -22,11 +22,8 @@ from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
-from megazero.zero.parameter import add_writer, bucket_of, remove_writer
+from megazero.zero.parameter import add_writer, bucket_of, keep, remove_writer
 from megazero.zero.storage import storage_id
-
-# What keeps the buckets of models that no engine has taken over yet: they go with the module that owns the parameters.
-_buckets_of: WeakKeyDictionary[nn.Module, list[Bucket]] = WeakKeyDictionary()
 
 # DeepSpeed's keywords that are off by default, and what to do instead of turning them on.
 _QUANTIZED = "nothing is quantized; dtype=torch.bfloat16 halves what is held and sent of fp32 parameters"
@@ -170,7 +167,8 @@ class Init:
             )
             bucket.keep_gathered()
             bucket.weights.release()
-            _buckets_of.setdefault(module, []).append(bucket)
+            for parameter in parameters.values():
+                keep(parameter, bucket)
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from megazero import comm
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathered_bytes, reducing_bytes, staging_bytes
-from megazero.zero.residency import GatherLimits
+from megazero.zero.config import ZeroConfig
 from megazero.zero.units import BucketPlan, plan_buckets, select_units
 
 
@@ -104,25 +104,14 @@ class MemoryPlan:
 
 def plan_memory(
     model: nn.Module,
+    zero: ZeroConfig,
     *,
-    stage: int,
     data_parallel_size: int,
     dtype: torch.dtype | None,
-    grad_dtype: str = "fp32",
-    reduce_dtype: str = "same",
-    states_per_element: int = 2,
-    overlap: bool = True,
-    recomputed_together: int = 1,
-    offload_optimizer: str = "none",
-    offload_param: str = "none",
-    offload_optimizer_ratio: float = 1.0,
-    sub_group_size: int = 0,
     device_type: str | None = None,
-    gather_limits: GatherLimits | None = None,
-    param_persistence_threshold: int = 0,
-    model_persistence_threshold: int | None = None,
+    states_per_element: int = 2,
+    recomputed_together: int = 1,
     micro_batches: int = 1,
-    delays_update: bool = False,
     zero_units: Sequence[nn.Module | type[nn.Module]] | None = None,
     group_of: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
@@ -133,44 +122,34 @@ def plan_memory(
 
     Args:
         model: on any device, meta included; one tensor-parallel rank's part of it.
-        dtype, zero_units, group_of: as for `Engine`; by default every parameter that requires a gradient is trained.
-        stage, grad_dtype, ...: as in `StateSettings`; the device is this process's by default.
-        param_persistence_threshold, model_persistence_threshold: as in `ZeroConfig`.
+        zero, dtype, zero_units, group_of: as for `Engine`; by default every parameter that requires a gradient is trained.
+        device_type, states_per_element, recomputed_together, micro_batches: as in `StateSettings`; the device is this
+            process's by default.
 
     Raises:
-        ValueError: a setting is none of the choices, a size is out of range, or two units share a parameter.
+        ValueError: a size is out of range, or two units share a parameter.
     """
     settings = StateSettings(
-        stage,
-        grad_dtype,
-        reduce_dtype,
+        zero,
+        data_parallel_size,
+        device_type or comm.local_device().type,
         states_per_element,
-        overlap,
         recomputed_together,
-        offload_optimizer,
-        offload_param,
-        sub_group_size,
-        device_type=device_type or comm.local_device().type,
-        gather_limits=gather_limits or GatherLimits(),
-        offload_optimizer_ratio=offload_optimizer_ratio,
-        micro_batches=micro_batches,
-        delays_update=delays_update,
+        micro_batches,
     )
-    if data_parallel_size < 1:
-        raise ValueError(f"plan_memory needs data_parallel_size >= 1, got {data_parallel_size}.")
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0) if group_of is None else dict(group_of)
     units = select_units(model, zero_units)
-    persistence = param_persistence_threshold if stage == 3 else 0
-    plans = plan_buckets(model, units, data_parallel_size, groups, (), dtype, persistence, model_persistence_threshold)
-    return memory_of_buckets(plans, data_parallel_size, settings)
+    whole = zero.whole_below, zero.model_persistence_threshold
+    plans = plan_buckets(model, units, data_parallel_size, groups, (), dtype, *whole)
+    return memory_of_buckets(plans, settings)
 
 
-def memory_of_buckets(plans: Sequence[BucketPlan], data_parallel_size: int, settings: StateSettings) -> MemoryPlan:
-    """As `plan_memory`, of buckets that have been laid out for `data_parallel_size` ranks."""
+def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> MemoryPlan:
+    """As `plan_memory`, of buckets that have been laid out already, for `settings.data_parallel_size` ranks."""
     needs = BucketBytes.of_all(plans, settings)
     return MemoryPlan(
-        settings.stage,
-        data_parallel_size,
+        settings.zero.stage,
+        settings.data_parallel_size,
         numel=sum(segment.numel for plan in plans for segment in plan.layout.segments),
         parameters=sum(need.parameters for need in needs),
         gradients=sum(need.gradients for need in needs),

@@ -27,7 +27,9 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-# Where each parameter lies, without keeping anything alive. Nothing is hung on parameters, which are the user's objects.
+# Where each parameter lies, without keeping anything alive. Nothing else is hung on parameters, which are the user's objects:
+# a bucket that no engine keeps must go with its parameters, and a table to it would keep these, because it refers to them.
+_KEPT = "_bucket_without_engine"
 _bucket_of: WeakTensorKeyDictionary = (
     WeakTensorKeyDictionary()
 )  # to a weak reference: a bucket refers to its parameters
@@ -42,12 +44,26 @@ def bucket_of(parameter: nn.Parameter) -> Bucket | None:
 def set_bucket(parameter: nn.Parameter, bucket: Bucket) -> None:
     """Records that `parameter` lies in `bucket`, and in no other any more. The caller keeps the bucket."""
     _bucket_of[parameter] = ref(bucket)
+    vars(parameter).pop(_KEPT, None)
+
+
+def keep(parameter: nn.Parameter, bucket: Bucket) -> None:
+    """Lets `bucket`, in which `parameter` lies, live as long as that does, in whichever module; until another bucket holds it.
+
+    They refer to each other, so that both go at a garbage collection.
+    """
+    setattr(parameter, _KEPT, bucket)
 
 
 def forget(parameter: nn.Parameter) -> None:
     """Records that `parameter` lies in no bucket any more."""
     _bucket_of.pop(parameter, None)
+    vars(parameter).pop(_KEPT, None)
 
+
+# Inside of it no question passes `ReleasedParameter.__torch_function__`, which takes microseconds each: for what every step asks
+# all parameters, and a released one answers like any other.
+asked_directly = torch._C.DisableTorchFunctionSubclass
 
 # How a released parameter is written while models are being built: `zero.Init` adds one for as long as it is active.
 Writer = Callable[[nn.Parameter, Callable[[], Any]], Any]
@@ -85,10 +101,12 @@ class ReleasedParameter(nn.Parameter):
                 return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
             if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not torch.is_grad_enabled()):
                 return _writers[-1](target, lambda: _call(func, args, kwargs or {}, target))
+        if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
+            return target
         if func in _GEOMETRY and target is not None and _is_in_forward(target):
             return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if func in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with asked_directly():
                 return func(*args, **(kwargs or {}))
         if target is not None and not _writes(func, flat[0], target) and _gather_for_reading(target):
             return func(*args, **(kwargs or {}))
@@ -193,6 +211,12 @@ def _gather_for_reading(parameter: nn.Parameter) -> bool:
     return driver is not None and driver.gather_external(parameter)
 
 
+def _stays(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> bool:
+    """Whether a move has nothing to do, as `model.to(device)` of a model that is there already."""
+    with asked_directly():
+        return (args[1] if func == _T.data.__set__ else func(*args, **kwargs)) is target  # type: ignore[attr-defined]
+
+
 def _call(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> Any:
     """What `func` returns with `target` gathered, unless that is a view: its storage is about to be released."""
     message = _message(func, target)
@@ -239,8 +263,10 @@ _QUESTIONS = {
     ),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
     *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook, _T.untyped_storage),
+    torch._has_compatible_shallow_copy_type,  # asked by nn.Module.to of everything
     *(_T.data_ptr, _T.__repr__, _T.stride, _T.storage_offset, _T.__len__),
 }
+_MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _GEOMETRY = {
     *(_T.shape.__get__, _T.ndim.__get__, _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement),  # type: ignore[attr-defined]
 }

@@ -55,6 +55,8 @@ class Schedule:
     ) -> None:
         self.buckets = buckets
         self.overlap = overlap
+        # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
+        self._overlaps_reductions = overlap and any(bucket.channel.size > 1 for bucket in buckets)
         self.is_last_micro_batch = True
         self.step = 0  # optimizer steps done, for messages
         self._unit_of = {bucket: plan.unit for plan, bucket in zip(plans, buckets, strict=True)}
@@ -198,7 +200,7 @@ class Schedule:
         for other in under_way[: max(0, len(under_way) + 1 - MAX_REDUCTIONS)]:
             self._wait_reduced(other)
         gradient_of(bucket).reduce()
-        if not self.overlap:
+        if not self._overlaps_reductions:
             self._wait_reduced(bucket)
 
     def _wait_reduced(self, bucket: Bucket) -> None:
@@ -382,6 +384,8 @@ class Schedule:
     def _wait(self, wait: Callable[[], None], bucket: Bucket, what: str) -> None:
         try:
             wait()
+        except torch.OutOfMemoryError:
+            raise  # it says it itself
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}, step {self.step + 1}, unit {bucket.name!r}: waiting for {what} failed. If "

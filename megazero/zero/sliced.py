@@ -162,7 +162,18 @@ class SlicedOptimizer:
             state[key] = _part_in_memory(bucket, key, piece)
         for key, value in counters.items() if not self._counts_in_group else ():
             if key not in bucket.states:
-                state[key] = torch.full((), value, dtype=torch.float32, device=bucket.optimizer_home.device)
+                state[key] = torch.full((), value, dtype=torch.float32, device=self._device_of(key, piece))
+
+    def _device_of(self, key: str, piece: Slice) -> torch.device:
+        """Where a scalar of a slice's state lies: as in torch, the step count is the host's unless a kernel reads it.
+
+        To read it from a device the host would wait for that, once for every slice.
+        """
+        group = self.param_groups[piece.span.group]
+        is_torchs = type(self.torch_optimizer).__module__.startswith("torch.optim")
+        if is_torchs and key == "step" and not (group.get("fused") or group.get("capturable")):
+            return torch.device("cpu")
+        return piece.bucket.optimizer_home.device
 
     def adopt_state(self, piece: Slice, tile: Mapping[str, Tensor] | None = None) -> None:
         """Makes what the torch optimizer has allocated for a slice part of the bucket's O.

@@ -15,6 +15,10 @@ from megazero.zero.sliced import Slice, SlicedOptimizer
 
 Tile = tuple[Bucket, int, int]  # elements [start, stop) of a bucket's owned range
 
+# Elements that a device steps in one call at most, if there are several tiles in it. A call takes the host about 0.1 ms, however
+# little there is to do, in which a fast device steps about so many.
+BATCH_NUMEL = 1 << 24
+
 
 class Update:
     """One step of a torch optimizer over the slices of trained buckets.
@@ -57,7 +61,7 @@ class Update:
             for bucket in self._gradients:
                 bucket.weights.settle()
         tiles: list[Tile] = [(bucket, start, stop) for bucket in self._gradients for start, stop in bucket.tiles]
-        batches = [[tile] for tile in tiles] if self._steps_apart else [tiles]
+        batches = self._batches(tiles) if self._steps_apart else [tiles]
         self._prefetch(batches[0])
         for batch, ahead in zip(batches, [*batches[1:], []], strict=True):
             self._prefetch(ahead)
@@ -67,6 +71,23 @@ class Update:
                     bucket.publish()
         for bucket in self._gradients:
             bucket.optimizer_home.flush()
+
+    def _batches(self, tiles: list[Tile]) -> list[list[Tile]]:
+        """What each call of the torch optimizer steps: a tile; on a device also the next ones, while all are small together.
+
+        Not where gradients are cast for it, as that takes memory for all of them at a time.
+        """
+        batches: list[list[Tile]] = []
+        room = 0  # elements that may join the last batch
+        for bucket, start, stop in tiles:
+            joins = bucket.optimizer_home.device.type != "cpu" and gradient_of(bucket).dtype == torch.float32
+            if joins and stop - start <= room:
+                batches[-1].append((bucket, start, stop))
+            else:
+                batches.append([(bucket, start, stop)])
+                room = BATCH_NUMEL
+            room = room - (stop - start) if joins else 0
+        return batches
 
     def _prefetch(self, tiles: list[Tile]) -> None:
         for bucket, start, stop in tiles:

@@ -7,7 +7,7 @@ weights, so a parameter that pointed elsewhere between forward and backward woul
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -17,8 +17,8 @@ from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import BucketLayout
-from megazero.zero.parameter import ReleasedParameter
-from megazero.zero.storage import view_of
+from megazero.zero.parameter import ReleasedParameter, asked_directly
+from megazero.zero.storage import is_same_memory, view_of
 
 
 class Weights:
@@ -120,6 +120,24 @@ class Weights:
                     "stage below 3."
                 )
 
+    def assigned(self) -> dict[str, Tensor]:
+        """Copies of what has been assigned to whole parameters' `data`, by name; these are views of P again."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            view = self._views[name]
+            is_view = parameter.shape == view.shape and parameter.stride() == view.stride()
+            if not (is_view and is_same_memory(parameter, view)):
+                found[name] = parameter.detach().clone()
+                parameter.data = view
+        return found
+
+    def write(self, values: Mapping[str, Tensor]) -> list[str]:
+        """Writes values of parameters into a whole P. Returns the names of those that have another shape, which are left out."""
+        for name, value in values.items():
+            if value.shape == self._views[name].shape:
+                self._views[name].copy_(value)
+        return [name for name, value in values.items() if value.shape != self._views[name].shape]
+
     def exchange(self) -> None:
         """Starts to bring the other ranks' parts of a whole P to this one; `wait_gathered` finishes."""
         self._gather_work = self._channel.all_gather_(self.flat, self.name)
@@ -199,4 +217,5 @@ class Weights:
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters.values()]
+        with asked_directly():
+            return [parameter._version for parameter in self.parameters.values()]

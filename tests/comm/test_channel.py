@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import random
 import warnings
 
@@ -13,6 +15,7 @@ from megazero import comm
 from tests.comm.ways import PIECE_BYTES, WAYS, open_channel
 from tests.ranks import run_ranks
 
+comm_world = importlib.import_module("megazero.comm.world")  # comm.world is a function of it
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
 
@@ -130,6 +133,73 @@ def subset_case(way):
     if third:
         third.all_gather_(x).wait()
     channel.close()
+
+
+def worlds_of_scripts_case(path, backend):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
+    channel = comm.Channel(comm.world())
+    x, y = torch.ones(2 * size), torch.full([2 * size], float(rank))
+    issue = [lambda: channel.reduce_scatter_(x, "x"), lambda: channel.all_gather_(y, "y")]
+    for work in [one() for one in (issue[::-1] if rank else issue)]:
+        work.wait()
+    assert x[2 * rank] == size and y.tolist() == [float(i // 2) for i in range(2 * size)]
+    return channel.transport
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_a_world_with_a_backend_for_each_kind_of_device_has_the_channel_of_this_ones(backend, tmp_path):
+    assert run_ranks(2, worlds_of_scripts_case, str(tmp_path / "world"), backend) == ["shared memory"] * 2
+
+
+def unserved_case():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm_world, "local_device", lambda: torch.device("xla", 0))
+        with pytest.raises(ValueError, match=r"computes on xla:0, and its process group has backends for cpu, .* only"):
+            comm.Channel(comm.world())
+
+
+def test_a_group_that_does_not_serve_the_device_is_refused():
+    run_ranks(2, unserved_case)
+
+
+def sockets():
+    paths = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(path) and os.readlink(path).startswith("socket:") for path in paths)
+
+
+def object_group_case(most):
+    comm_world.MOST_IN_MESH = most
+    before = sockets()
+    group = comm.new_object_group()
+    made = sockets() - before
+    assert comm.all_gathered_objects(dist.get_rank(), group) == list(range(dist.get_world_size()))
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    return made
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+def test_ranks_of_a_large_world_do_not_connect_with_every_other_one_to_exchange_objects():
+    assert min(run_ranks(4, object_group_case, 4)) >= 3
+    assert max(run_ranks(4, object_group_case, 3)) <= 1, "a place to be called at"
+
+
+def test_a_rank_takes_its_device_also_where_the_script_has_joined(one_rank, monkeypatch):
+    taken, current = [], [0]
+    played = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: current[-1]}
+    for name, value in {**played, "set_device": taken.append}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    comm.init_distributed()
+    assert taken == [], "nobody has numbered it: the script may have set a device itself"
+    monkeypatch.setenv("LOCAL_RANK", "6")
+    comm.init_distributed()
+    assert taken == [2]
+    current.append(3)
+    comm.init_distributed()
+    assert taken == [2], "the script has made another one current"
 
 
 @pytest.mark.parametrize("way", WAYS)

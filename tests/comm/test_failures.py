@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megazero import comm
 from megazero.comm import links
+from megazero.comm.meeting import Meeting
 from tests.comm.ways import WAYS, open_channel
 from tests.ranks import run_ranks
 
@@ -135,6 +137,49 @@ def meet_mismatch_case():
 
 def test_meet_names_different_calls():
     run_ranks(2, meet_mismatch_case)
+
+
+def meet_one_other_case():
+    channel = open_channel("point to point")
+    with pytest.raises(RuntimeError) as caught:
+        channel.meet("step on rank tables" if dist.get_rank() == 1 else "save")
+    channel.meet("after it")
+    return str(caught.value)
+
+
+def test_every_rank_hears_at_once_that_one_calls_something_else():
+    messages = run_ranks(3, meet_one_other_case)
+    assert messages[1].startswith("step on rank tables was called on rank 1, but save on rank ")
+    for rank in (0, 2):
+        assert messages[rank].startswith(f"save was called on rank {rank}, but step on rank tables on rank 1. Call the")
+
+
+class CountedStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self._store, self.questions = store, 0
+
+    def __getattr__(self, name):
+        self.questions += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_meeting_asks_the_store_equally_much_whatever_the_number_of_ranks(size):
+    stores = [CountedStore(dist.HashStore()) for _ in range(size)]
+    shared = dist.HashStore()
+    for store in stores:
+        store._store = shared
+    meetings = [Meeting(store, list(range(size)), rank, 10.0) for rank, store in enumerate(stores)]
+    for number in range(3):
+        threads = [threading.Thread(target=meeting.hold, args=(f"meeting {number}",)) for meeting in meetings]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert max(store.questions for store in stores) <= 3 * 12
+    assert shared.num_keys() == 2 * size + 3, "the last meeting's, and each rank's count"
 
 
 def start_ranks(target, size, *args):

@@ -83,3 +83,13 @@ def test_initialisation_without_torch_distributed_says_what_to_call():
 def test_groups_are_frozen(one_rank):
     with pytest.raises(AttributeError):
         mpu.get_groups().model_ranks = (1,)
+
+
+def uneven_case():
+    dist.new_group([0])  # the script's own: rank 0 is in one group more than the others
+    groups = mpu.initialize_model_parallel(2)
+    assert comm.all_reduced(torch.ones(1), groups.model).item() == 2
+
+
+def test_groups_are_made_whatever_groups_the_script_has_made():
+    run_ranks(4, uneven_case)

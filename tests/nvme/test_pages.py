@@ -60,7 +60,7 @@ def test_what_cannot_be_locked_is_told_with_what_to_change(runtime):
 
 
 def test_pages_of_one_size_are_locked_once_and_used_again(runtime):
-    pool = PagePool(pin=True)
+    pool = PagePool()
     for _ in range(5):
         first, second = pool.empty(3 * PAGE), pool.empty(100)
         assert first.nbytes == 3 * PAGE and second.nbytes == 100 and first.data_ptr() % PAGE == 0

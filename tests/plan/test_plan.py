@@ -33,6 +33,7 @@ from megazero.plan import (
 from megazero.plan.__main__ import load, main, parse_size
 from megazero.plan.plot import bars, parts
 from megazero.zero.bucket_bytes import StateSettings
+from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, plan_memory
 from tests.tiny import ROOT
 from tests.zero.models import make_engine
@@ -59,8 +60,9 @@ def setup(model: GPT2Config, stage: int, ranks: int = 1, **options) -> Setup:
     """A setup in fp16 with a micro-batch of `batch` sequences of 1024 tokens; other options are those of the states."""
     t = options.pop("model_parallel_size", 1)
     shape = Shape(options.pop("batch", 1), model.max_position_embeddings, t, torch.float16)
-    states = StateSettings(stage, **options)
-    return Setup(model, shape, ranks // t, min(8, ranks), states, CheckpointSettings())
+    own = {name: options.pop(name) for name in ("micro_batches", "device_type") if name in options}
+    states = StateSettings(ZeroConfig(stage, nvme_path=".", **options), ranks // t, **own)
+    return Setup(model, shape, min(8, ranks), states, CheckpointSettings())
 
 
 # ---- published figures
@@ -117,11 +119,13 @@ def test_ten_billion_parameters_train_on_one_gpu_of_32_gb_with_offloaded_optimiz
 )
 def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
     config = replace(TUTORIAL, num_layers=3, hidden_size=64, **settings)
-    want = plan_memory(GPT2Model(config, device="meta"), stage=3, data_parallel_size=4, dtype=torch.bfloat16)
+    want = plan_memory(
+        GPT2Model(config, device="meta"), ZeroConfig(3), data_parallel_size=4, dtype=torch.bfloat16, device_type="cuda"
+    )
     states = torch.get_rng_state()
     buckets = gpt2_buckets(config, 1, 4, torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), states), "planning must not change what training draws"
-    assert memory_of_buckets(buckets, 4, StateSettings(3)) == want
+    assert memory_of_buckets(buckets, StateSettings(ZeroConfig(3), 4)) == want
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -225,13 +229,13 @@ def test_every_resource_is_checked_for_all_ranks_of_a_node_and_names_what_to_cha
     assert check_fits(plan, replace(exact, device=plan.device_states - 1))[0].is_certain is True
     assert check_fits(plan, replace(exact, memlock=pinned))[0].is_certain is False
     assert check_fits(plan, replace(exact, memlock=pinned - 1))[0].is_certain is True
-    assert check_fits(replace(plan, setup=replace(job, pin_memory=False)), replace(exact, memlock=0)) == []
+    assert check_fits(replace(plan, setup=job.with_zero(pin_memory=False)), replace(exact, memlock=0)) == []
     assert check_fits(plan, Limits()) == []
 
 
 def test_ranks_without_gpus_share_the_hosts_memory():
     job = replace(setup(TUTORIAL, 1, 4), shape=Shape(1, 1024, 1, torch.float32, "cpu"))
-    job = replace(job, states=StateSettings(1, device_type="cpu"))
+    job = replace(job, states=StateSettings(ZeroConfig(1), 4, device_type="cpu"))
     plan = plan_job(job)
     assert plan.runtime == 0 and check_fits(plan, Limits(device=1, host=4 * plan.device)) == []
     (problem,) = check_fits(plan, Limits(host=4 * plan.device - 1))
@@ -302,6 +306,16 @@ def test_the_bars_of_the_plot_end_where_the_plan_does():
         shown = bars(plan)
         assert len(shown) == 5 and sum(parts(plan).values()) == plan.device
         assert all(min(parts(each).values()) >= 0 for each in shown.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_placement_by_plan_has_bars_and_ways_out_as_well(device):
+    config, _ = load([*FLAGS, "--zero-stage", "3", "--placement", "auto"])
+    plan = plan_job(Setup.of(config, 1, 1, device))
+    assert plan.states.optimizer_home == ("cpu" if device == "cuda" else "accelerator")
+    assert len(bars(plan)) >= 4
+    flags = [change.flags for change in what_to_change(plan.setup, Limits(host=20 * GB, disk=4000 * GB))]
+    assert any("nvme" in flag for flag in flags)
 
 
 def test_a_plot_is_written(tmp_path, capsys):

@@ -15,6 +15,7 @@ from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model import GPT2Config, GPT2Model
 from megazero.plan import Setup, Shape, plan_job
 from megazero.zero.bucket_bytes import StateSettings
+from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.live_bytes import LiveBytes
 from tests.ranks import run_ranks
@@ -58,10 +59,8 @@ def engine_case(path: str) -> None:
     for stage, dtype, batch_size, recompute, micro_batches, zero in JOBS:
         mpu.model_parallel_cuda_manual_seed(1)
         config, shape = replace(MODEL, recompute=recompute), Shape(batch_size, 64, 1, dtype, "cpu")
-        settings = {key: value for key, value in zero.items() if key != "delayed_param_update"}
-        settings |= {"micro_batches": micro_batches, "delays_update": "delayed_param_update" in zero}
-        states = StateSettings(stage, device_type="cpu", **settings)
-        plan = plan_job(Setup(config, shape, n, n, states, CheckpointSettings()))
+        states = StateSettings(ZeroConfig(stage, **zero, nvme_path=path), n, "cpu", micro_batches=micro_batches)
+        plan = plan_job(Setup(config, shape, n, states, CheckpointSettings()))
         ids = torch.zeros(batch_size, 64, dtype=torch.int64)
         with LiveBytes() as live:
             options = {"zero": {**zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
@@ -75,7 +74,13 @@ def engine_case(path: str) -> None:
                     engine.backward(engine(ids, targets=ids).mean())
                     engine.step()
         what = f"stage {stage}, {dtype}, batch {batch_size}, {recompute}, {micro_batches}, {zero}, {n} ranks: {plan.moments}"
-        assert live.peak["cpu"] - staging == pytest.approx(plan.device + plan.host, rel=0.03), what
+        held = live.peak["cpu"] - staging
+        if n == 1 and plan.disk and micro_batches > 1:
+            # A sum from the file comes to hand when its unit's activations are gone. So the peaks of the host and of the device,
+            # which share one memory here, lie at different moments.
+            assert plan.device < held < plan.device + plan.host, what
+        else:
+            assert held == pytest.approx(plan.device + plan.host, rel=0.03), what
         if plan.disk:
             assert engine.homes.swap.nbytes == pytest.approx(plan.disk, rel=0.03), what
         engine.destroy()

@@ -132,7 +132,7 @@ def late_gradient_case() -> None:
     x = torch.randn(4, 3)
     (bucket,) = engine.buckets
     model(x).sum().backward()  # completes the bucket, which is reduced
-    assert bucket.gradient.is_reducing
+    assert bucket.gradient.is_reducing or bucket.gradient.is_reduced
     model(x).sum().backward()
     engine.schedule.finish_backward()
     torch.testing.assert_close(engine.full_grad("weight"), 2 * x.sum(0).expand(2, 3))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -274,6 +276,7 @@ def refusals_case(stage3: bool) -> None:
             RuntimeError, match=r"'?(up\.)?(0\.)?.*weight.* is sharded .*GatheredParameters\(params, modifier_rank=0\)"
         ):
             touch()
+    assert model.to(torch.device("cpu")).float().cpu() is model and weight.shape == (0,), "what is there already stays"
     assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
     assert engine is None or all(v.numel() for v in engine.state_dict().values())
 
@@ -380,6 +383,47 @@ def test_gathered_parameters_keep_one_ranks_changes_and_refuse_unasked_ones(dtyp
     run_ranks(2, gathered_case, dtype, stage)
 
 
+def assigned_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    engine = make_engine(Toy(), stage, dtype=torch.bfloat16)
+    weight = engine.module.blocks[1].up.weight
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data = torch.full_like(weight, 3.0)
+    assert (engine.state_dict()["blocks.1.up.weight"] == 3.0).all()
+    dict(train(engine, token_batches(1, 1, 2)))
+    assert (engine.state_dict()["blocks.1.up.weight"] - 3.0).abs().max() < 0.1, "the master weights have it too"
+    rank = mpu.get_data_parallel_rank()
+    is_wrong = pytest.raises(RuntimeError, match=r"blocks.1.up.weight got data of another shape .* new nn.Parameter")
+    with is_wrong if rank == 1 else nullcontext(), zero.GatheredParameters(weight, modifier_rank=0):
+        if rank == 1:
+            weight.data = torch.zeros(3, 3)
+    dict(train(engine, token_batches(1, 1, 2)))
+
+
+def swapped_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))  # a bucket each
+    before = [layer.weight.detach().clone() for layer in model]
+    engine = make_engine(model, stage)
+    a, b, c = (layer.weight for layer in model)
+    with zero.GatheredParameters([a, b, c], modifier_rank=0):
+        a.data, b.data, c.data = b.data, a.data, c.data.t()
+    after = list(engine.state_dict().values())
+    assert all(map(torch.equal, after, [before[1], before[0], before[2].t()]))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_of_parameters_may_be_swapped_and_transposed_inside_gathered_parameters(stage):
+    run_ranks(2, swapped_case, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_that_is_assigned_inside_gathered_parameters_is_kept_or_refused(stage):
+    run_ranks(2, assigned_case, stage)
+
+
 def lonely_case() -> None:
     mpu.initialize_model_parallel(1, timeout_s=5.0)
     torch.manual_seed(0)
@@ -395,6 +439,49 @@ def lonely_case() -> None:
 
 def test_gathered_parameters_on_some_ranks_only_is_reported():
     run_ranks(2, lonely_case)
+
+
+class Wrapped(nn.Module):
+    """A linear layer's parameters in another module, beside trained ones, as LoRA does it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.down, self.up = nn.Parameter(torch.ones(2, 16)), nn.Parameter(torch.zeros(16, 2))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + x @ self.down.t() @ self.up.t()
+
+
+def moved_case() -> None:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    plain = nn.Linear(16, 16)
+    torch.manual_seed(0)
+    with zero.Init():
+        layer = nn.Linear(16, 16)
+    model = nn.Sequential(Wrapped(layer))
+    kept = weakref.ref(bucket_of(model[0].weight))
+    del layer
+    gc.collect()
+    with zero.GatheredParameters(model.parameters()):
+        assert torch.equal(model[0].weight, plain.weight), "the parameter's new module keeps its shard"
+    engine = make_engine(model, 3)
+    gc.collect()
+    assert kept() is None, "an engine has its own buckets"
+    x = torch.ones(1, 16)
+    torch.testing.assert_close(engine(x), plain(x))
+    engine.destroy()
+    with zero.Init():
+        layer = nn.Linear(16, 16)
+    kept = weakref.ref(bucket_of(layer.weight))
+    del layer
+    gc.collect()
+    assert kept() is None, "a bucket dies with its parameters"
+
+
+def test_a_parameter_may_move_to_another_module_before_an_engine_takes_it():
+    run_ranks(2, moved_case)
 
 
 def test_bucket_records_die_with_the_model(one_rank):

@@ -14,6 +14,7 @@ import megazero.activation_checkpointing as checkpointing
 from megazero import mpu, zero
 from megazero.engine import Engine
 from megazero.model import GPT2Config, GPT2Model
+from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from tests.ranks import run_ranks
 from tests.zero.models import FrozenToy, HalfUsedBlock, Toy, make_engine, token_batches
@@ -107,7 +108,7 @@ def resting_case() -> None:
             gc.freeze()
             model = Toy()
             psi = padded_numel(model, n)
-            plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=DTYPES[dtype], grad_dtype=grad_dtype)
+            plan = plan_memory(model, ZeroConfig(stage, grad_dtype), data_parallel_size=n, dtype=DTYPES[dtype])
             assert plan.numel == sum(p.numel() for p in model.parameters()), what
             engine = make_engine(model, stage, **settings)
             start = engine.memory()
@@ -144,7 +145,7 @@ def frozen_case() -> None:
     n = mpu.initialize_model_parallel(1).data_parallel_size
     for stage in STAGES:
         model = FrozenToy()
-        plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16)
+        plan = plan_memory(model, ZeroConfig(stage), data_parallel_size=n, dtype=torch.bfloat16)
         engine = make_engine(model, stage, dtype=torch.bfloat16)
         frozen = sum(bucket.layout.numel for bucket in engine.buckets if not bucket.is_trainable)
         trained = sum(bucket.layout.numel for bucket in engine.buckets if bucket.is_trainable)
@@ -196,17 +197,17 @@ SETTINGS = [
 
 
 def check_peak(model: Deep, stage: int, settings: dict) -> None:
-    n, options = mpu.get_data_parallel_world_size(), dict(settings)
-    overlap = options.pop("overlap_comm", True)
-    plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16, overlap=overlap, **options)
+    n = mpu.get_data_parallel_world_size()
+    plan = plan_memory(model, ZeroConfig(stage, **settings), data_parallel_size=n, dtype=torch.bfloat16)
     engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=2)
     step(engine, 2)  # the optimizer's state is there from now on
     counters = counter_bytes(engine)
     at_rest = plan.at_rest + counters
     peak = sampled(engine, lambda: step(engine, 2)) - counters
     what = f"{model.run}, stage {stage}, {settings}, {n} ranks"
-    if "reduce_dtype" in settings:  # the largest buffer apart is that of the root, which no hook sees
-        assert plan.resident < peak <= plan.peak, f"{what}: held {peak}, planned {plan}"
+    if "reduce_dtype" in settings:
+        # The largest buffer apart is that of the root, which no hook sees; and one rank's are gone at once.
+        assert plan.resident + (n > 1) <= peak <= plan.peak, f"{what}: held {peak}, planned {plan}"
     else:
         assert peak == plan.peak, f"{what}: held {peak}, planned {plan}"
     assert held_now(engine) == at_rest, f"{what}: something stays after the step"
@@ -252,7 +253,9 @@ def test_blocks_that_are_recomputed_together_are_whole_together(one_rank):
     for together in (1, 2, 4):
         model = Chunked(blocks=8)
         model.together = together
-        plan = plan_memory(model, stage=3, data_parallel_size=1, dtype=torch.bfloat16, recomputed_together=together)
+        plan = plan_memory(
+            model, ZeroConfig(3), data_parallel_size=1, dtype=torch.bfloat16, recomputed_together=together
+        )
         engine = make_engine(model, 3, dtype=torch.bfloat16)
         step(engine)
         units = [bucket for bucket in engine.buckets if bucket.name != "root"]
@@ -290,7 +293,7 @@ def init_case() -> None:
     with zero.GatheredParameters(model.parameters(), modifier_rank=0):
         assert live_bytes() == 2 * shards * (1 + n)
     assert live_bytes() == 2 * shards, "GatheredParameters keeps more than the shards"
-    plan = plan_memory(model, stage=3, data_parallel_size=n, dtype=None)
+    plan = plan_memory(model, ZeroConfig(3), data_parallel_size=n, dtype=None)
     engine = make_engine(model, 3)
     step(engine)
     assert live_bytes() == plan.at_rest, "what zero.Init has built stays beside the engine's"
@@ -343,7 +346,7 @@ def test_adam_states_of_the_tutorials_gpt2_shrink_from_18_to_2_25_gb_on_8_ranks(
             max_position_embeddings=1024,
         )
         model = GPT2Model(config, device="meta")
-        plans = [plan_memory(model, stage=stage, data_parallel_size=8, dtype=torch.float16) for stage in STAGES]
+        plans = [plan_memory(model, ZeroConfig(stage), data_parallel_size=8, dtype=torch.float16) for stage in STAGES]
         psi = config.num_parameters() + (50304 - 50257) * 1600
         assert [plan.numel for plan in plans] == [psi] * 4
         assert all(plan.padding < 1e-5 * plan.resident for plan in plans)
@@ -397,9 +400,7 @@ def test_table_1_of_the_zero_paper(numel):
     for line in TABLE_1[numel].strip().splitlines():
         ranks, *printed = line.split()
         for stage, want in zip((1, 2, 3), printed, strict=True):
-            plan = plan_memory(
-                model, stage=stage, data_parallel_size=int(ranks), dtype=torch.float16, grad_dtype="compute"
-            )
+            plan = plan_memory(model, ZeroConfig(stage, "compute"), data_parallel_size=int(ranks), dtype=torch.float16)
             last_digit = 10.0 ** -len(want.partition(".")[2])
             twice = (
                 2 * plan.numel / plan.data_parallel_size if stage == 3 else 0
@@ -412,7 +413,7 @@ def test_table_1_of_the_zero_paper(numel):
 
 
 def test_rows_have_planned_beside_measured_and_say_what_comes_later():
-    plan = plan_memory(Psi(1e9), stage=1, data_parallel_size=4, dtype=torch.bfloat16)
+    plan = plan_memory(Psi(1e9), ZeroConfig(1), data_parallel_size=4, dtype=torch.bfloat16)
     assert [" ".join(row).split() for row in plan.rows()[:3]] == [
         "bytes per rank planned measured".split(),
         "parameters (P) 2.00 GB -".split(),
@@ -430,18 +431,7 @@ def test_rows_have_planned_beside_measured_and_say_what_comes_later():
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"stage": 4},
-        {"data_parallel_size": 0},
-        {"grad_dtype": "fp8"},
-        {"states_per_element": -1},
-        {"recomputed_together": 0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("wrong", ["data_parallel_size", "states_per_element", "recomputed_together"])
 def test_what_cannot_be_planned_is_refused(wrong):
-    settings = {"stage": 1, "data_parallel_size": 2, "dtype": None, **wrong}
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        plan_memory(nn.Linear(2, 2), **settings)
+    with pytest.raises(ValueError, match=wrong):
+        plan_memory(nn.Linear(2, 2), ZeroConfig(1), **{"data_parallel_size": 2, "dtype": None, wrong: -1})

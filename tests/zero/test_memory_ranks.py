@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero import comm, mpu
+from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
@@ -38,7 +39,7 @@ def fake_world(request, monkeypatch):
 def test_the_engine_holds_what_was_planned_on_any_number_of_ranks(fake_world, settings):
     for stage in STAGES:
         model = Deep()
-        plan = plan_memory(model, stage=stage, data_parallel_size=fake_world, dtype=torch.bfloat16, **settings)
+        plan = plan_memory(model, ZeroConfig(stage, **settings), data_parallel_size=fake_world, dtype=torch.bfloat16)
         engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=2)
         step(engine, 2)
         counters = counter_bytes(engine)
@@ -63,7 +64,7 @@ def test_the_engine_holds_what_was_planned_on_any_number_of_ranks(fake_world, se
 )
 def test_limits_on_what_is_gathered_change_the_peak_as_planned(one_rank, limits):
     mpu.model_parallel_cuda_manual_seed(1)
-    plan = plan_memory(Deep(), stage=3, data_parallel_size=1, dtype=torch.bfloat16, gather_limits=limits)
+    plan = plan_memory(Deep(), ZeroConfig(3, gather_limits=limits), data_parallel_size=1, dtype=torch.bfloat16)
     engine = make_engine(Deep(), 3, zero={"gather_limits": limits}, dtype=torch.bfloat16, gradient_accumulation_steps=2)
     step(engine, 2)
     at_rest = held_now(engine)
@@ -90,15 +91,8 @@ def test_states_rest_where_they_are_told(stage, dtype):
     psi, n = 50 * 64 * 8 * 1000, 8
     model = Psi(psi)
     for offload_optimizer, offload_param in homes(stage):
-        plan = plan_memory(
-            model,
-            stage=stage,
-            data_parallel_size=n,
-            dtype=dtype,
-            offload_optimizer=offload_optimizer,
-            offload_param=offload_param,
-            device_type="cuda",
-        )
+        zero = ZeroConfig(stage, offload_optimizer=offload_optimizer, offload_param=offload_param, nvme_path=".")
+        plan = plan_memory(model, zero, data_parallel_size=n, dtype=dtype, device_type="cuda")
         cut = [psi // n if stage >= first else psi for first in (1, 2, 3)]
         is_cast = dtype != torch.float32 and stage == 3 and offload_optimizer == offload_param == "none"
         p = 0 if is_cast else dtype.itemsize * cut[2]
@@ -120,15 +114,15 @@ def test_states_rest_where_they_are_told(stage, dtype):
 
 def test_an_update_on_a_gpu_casts_a_bucket_of_16_bit_gradients_and_adam_on_a_cpu_reads_them():
     model = Psi(50 * 64 * 1000)
-    settings = {"stage": 0, "data_parallel_size": 1, "dtype": torch.bfloat16, "grad_dtype": "compute"}
-    assert plan_memory(model, device_type="cuda", **settings).updating == 4 * 64 * 1000
-    assert plan_memory(model, device_type="cpu", states_per_element=1, **settings).updating == 4 * 64 * 1000
-    assert plan_memory(model, device_type="cpu", **settings).updating == 0
+    zero, settings = ZeroConfig(0, "compute"), {"data_parallel_size": 1, "dtype": torch.bfloat16}
+    assert plan_memory(model, zero, device_type="cuda", **settings).updating == 4 * 64 * 1000
+    assert plan_memory(model, zero, device_type="cpu", states_per_element=1, **settings).updating == 4 * 64 * 1000
+    assert plan_memory(model, zero, device_type="cpu", **settings).updating == 0
 
 
 def test_small_parameters_that_stay_whole_are_on_the_accelerator_wherever_the_others_rest(one_rank):
-    settings = {"dtype": torch.bfloat16, "data_parallel_size": 1, "param_persistence_threshold": 100}
-    plan = plan_memory(Wide(), stage=3, offload_param="cpu", device_type="cuda", **settings)
+    zero = ZeroConfig(3, offload_param="cpu", param_persistence_threshold=100)
+    plan = plan_memory(Wide(), zero, device_type="cuda", dtype=torch.bfloat16, data_parallel_size=1)
     assert plan.persistent == plan.resident - plan.gradients - plan.optimizer > 0
     engine = make_engine(Wide(), 3, zero={"param_persistence_threshold": 100}, dtype=torch.bfloat16)
     assert engine.memory()["P"] == plan.persistent
@@ -137,10 +131,10 @@ def test_small_parameters_that_stay_whole_are_on_the_accelerator_wherever_the_ot
 
 
 def test_the_host_is_the_accelerator_where_there_is_no_other():
-    settings = {"stage": 3, "data_parallel_size": 2, "dtype": torch.float32, "device_type": "cpu"}
-    plain = plan_memory(Psi(1e6), **settings)
-    assert plan_memory(Psi(1e6), offload_optimizer="cpu", offload_param="cpu", **settings) == plain
-    swapped = plan_memory(Psi(1e6), offload_optimizer="nvme", **settings)
+    settings = {"data_parallel_size": 2, "dtype": torch.float32, "device_type": "cpu"}
+    plain = plan_memory(Psi(1e6), ZeroConfig(3), **settings)
+    assert plan_memory(Psi(1e6), ZeroConfig(3, offload_optimizer="cpu", offload_param="cpu"), **settings) == plain
+    swapped = plan_memory(Psi(1e6), ZeroConfig(3, offload_optimizer="nvme", nvme_path="."), **settings)
     assert swapped.optimizer == 12 / 8 * plain.optimizer and swapped.disk == swapped.optimizer + plain.gradients
 
 
@@ -167,10 +161,10 @@ def offloaded_case(path: str) -> None:
             [("nvme", "none")] if stage < 3 else [("cpu", "cpu"), ("nvme", "cpu"), ("none", "nvme"), ("nvme", "nvme")]
         )
         for offload_optimizer, offload_param in pairs:
-            zero = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
+            zero = {"offload_optimizer": offload_optimizer, "offload_param": offload_param, "nvme_path": path}
             model = Wide()
-            plan = plan_memory(model, stage=stage, data_parallel_size=n, dtype=torch.bfloat16, **zero)
-            engine = make_engine(model, stage, zero={**zero, "nvme_path": path}, dtype=torch.bfloat16)
+            plan = plan_memory(model, ZeroConfig(stage, **zero), data_parallel_size=n, dtype=torch.bfloat16)
+            engine = make_engine(model, stage, zero=zero, dtype=torch.bfloat16)
             for _ in range(2):
                 engine.backward(engine(token_batches(1, 1, n)[0, 0, 0]))
                 engine.step()
@@ -189,25 +183,10 @@ def test_an_engine_with_offloaded_states_holds_what_was_planned(tmp_path):
 
 
 def test_rows_name_the_homes_and_what_host_and_disk_take():
-    homes = {"offload_optimizer": "nvme", "offload_param": "cpu", "device_type": "cuda"}
-    plan = plan_memory(Psi(1e9), stage=3, data_parallel_size=4, dtype=torch.bfloat16, **homes)
+    zero = ZeroConfig(3, offload_optimizer="nvme", offload_param="cpu", nvme_path=".")
+    plan = plan_memory(Psi(1e9), zero, data_parallel_size=4, dtype=torch.bfloat16, device_type="cuda")
     rows = dict(memory_rows(plan, {}))
     assert rows["parameters (P) on cpu"].split()[:2] == ["500.0", "MB"]
     assert rows["optimizer (O) on nvme"].split()[:2] == ["3.00", "GB"]
     assert rows["gradients (G) on nvme"].split()[:2] == ["1.00", "GB"]
     assert rows["nvme"].split() == ["4.00", "GB"] and "host memory" in rows and plan.host < 10**9
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stage": 2, "offload_param": "cpu"}, "--offload-param cpu needs --zero-stage 3"),
-        ({"stage": 0, "offload_optimizer": "nvme"}, "--offload-optimizer nvme needs --zero-stage 1"),
-        ({"stage": 3, "offload_optimizer": "disk"}, "must be one of none, cpu, nvme"),
-        ({"stage": 3, "sub_group_size": -1}, "sub_group_size"),
-    ],
-    ids=str,
-)
-def test_homes_that_a_stage_does_not_have_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        plan_memory(nn.Linear(2, 2), **{"data_parallel_size": 2, "dtype": None, **settings})

@@ -341,9 +341,8 @@ def ratio_case(path: str, stage: int, dtype: torch.dtype | None) -> list[tuple[f
         assert here == sorted(here[:-1]) + here[-1:], "of the units in backward order the last ones, which run first"
         owned = [bucket.owned_numel for bucket in engine.buckets]
         shares.append((sum(n for n, stays in zip(owned, here, strict=True) if stays) / sum(owned), here[-1]))
-        settings = {"offload_optimizer": "nvme", "offload_optimizer_ratio": ratio, "sub_group_size": TILE_MULTIPLE}
         ranks = mpu.get_data_parallel_world_size()
-        plan = plan_memory(engine.module, stage=stage, data_parallel_size=ranks, dtype=dtype, **settings)
+        plan = plan_memory(engine.module, engine.zero, data_parallel_size=ranks, dtype=dtype)
         held, there = engine.memory(), plan.states_at("accelerator") - plan.gradients
         assert there <= held["P"] + held["O"] < there + 1000, "and step counters"
         assert plan.disk - plan.reduced <= engine.homes.swap.nbytes <= plan.disk + 6 * 4 * 4096

@@ -87,6 +87,16 @@ def test_adagrad_trains_what_is_unfrozen_later(one_rank):
     assert engine.optimizer.counters()["blocks.0.up.weight"] == {"step": 1.0}
 
 
+def test_unfreezing_what_no_group_has_is_told(one_rank, caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    groups = {"0.weight": 0, "0.bias": 0, "1.bias": 0}
+    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=0.1), groups, [{}])
+    model.requires_grad_(True)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert [line.split(":")[0] for line in caplog.messages if "is not trained" in line] == ["1.weight"]
+
+
 # ---- checkpoints
 
 

@@ -1,0 +1,131 @@
+"""What `initialize` makes of an `mpu`: its groups, and how layers that are not ours are cut over the model-parallel ranks.
+
+Megatron-LM's layers say so by attributes of their parameters: `model_parallel`, later `tensor_model_parallel`, is true where a
+rank holds a part; `partition_dim` and `partition_stride` (v1.1.5 and later) say which. The tree of 2019 and 2020 says only how
+large a part is, by an attribute of the layer (`output_size_per_partition`, ...).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero import comm
+from megazero.json_config import DeepSpeedConfigError
+from megazero.mpu import groups as mpu_groups
+from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.partition import Partition, partitions
+from megazero.zero.parameter import ReleasedParameter
+from megazero.zero.units import shape_of
+
+logger = logging.getLogger(__name__)
+
+# Attributes of Megatron-LM's first layers, whose matrices are cut along this dimension.
+_DIM_OF = {
+    "output_size_per_partition": 0,
+    "num_embeddings_per_partition": 0,
+    "input_size_per_partition": 1,
+    "embedding_dim_per_partition": 1,
+}
+
+
+def parallel_groups(mpu: Any) -> ParallelGroups:
+    """The groups of a foreign mpu, or our own; without either every rank has the whole model.
+
+    Raises:
+        DeepSpeedConfigError: the mpu does not say which groups there are.
+    """
+    if mpu is None or hasattr(mpu, "get_groups"):
+        if not mpu_groups.model_parallel_is_initialized():
+            mpu_groups.initialize_model_parallel(1, timeout_s=comm.timeout_of(comm.world()))
+        return mpu_groups.get_groups()
+    try:
+        model, data = mpu_groups.model_group_of(mpu), mpu.get_data_parallel_group()
+    except AttributeError as error:
+        raise DeepSpeedConfigError(
+            f"mpu={mpu!r} does not say which ranks share layers and which share data: {error}. Give Megatron-LM's mpu, "
+            "megazero.mpu, or any object with get_model_parallel_group() and get_data_parallel_group()."
+        ) from error
+    ranks = torch.distributed.get_process_group_ranks
+    return ParallelGroups(model, data, tuple(ranks(model)), tuple(ranks(data)))
+
+
+def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
+    """Gives layers with parameters of which a model-parallel rank holds a part `partitions`, as ours have. Collective.
+
+    Norms, clipping and checkpoints go by those: what no layer declares is the same on all model-parallel ranks, and saved once.
+
+    Raises:
+        DeepSpeedConfigError: a parameter is not marked as a part, and differs between model-parallel ranks.
+    """
+    if groups.model_parallel_size == 1:
+        return
+    guessed = []
+    for prefix, module in model.named_modules():
+        declared = getattr(module, "partitions", None)
+        declared = declared if isinstance(declared, dict) else {}
+        parameters = module.named_parameters(recurse=False)
+        own = {name: p for name, p in parameters if _is_marked(p) and name not in declared}
+        if not own:
+            continue
+        module.partitions = declared | {name: _cut(module, p, groups.model_parallel_size) for name, p in own.items()}
+        guessed += [f"{prefix}.{name}".lstrip(".") for name, p in own.items() if not _says_where(module, p)]
+    if guessed:
+        logger.warning(
+            "these parameters are marked as parts of larger ones, but not along which dimension they are cut: %s. Rows are "
+            "assumed: checkpoints load at model-parallel size %d alone. Set parameter.partition_dim for others.",
+            ", ".join(guessed),
+            groups.model_parallel_size,
+        )
+    _check_replicated(model, groups)
+
+
+def _is_marked(parameter: nn.Parameter) -> bool:
+    return any(getattr(parameter, mark, False) is True for mark in ("tensor_model_parallel", "model_parallel"))
+
+
+def _says_where(module: nn.Module, parameter: nn.Parameter) -> bool:
+    is_told = getattr(parameter, "partition_dim", -1) >= 0 or any(hasattr(module, name) for name in _DIM_OF)
+    return is_told or len(shape_of(parameter)) == 1
+
+
+def _cut(module: nn.Module, parameter: nn.Parameter, size: int) -> Partition:
+    """How one part belongs to the whole; along rows where nothing says so."""
+    shape = shape_of(parameter)
+    dim = getattr(parameter, "partition_dim", -1)
+    if dim < 0:  # a bias is that of the rows
+        dim = 0 if len(shape) == 1 else next((dim for name, dim in _DIM_OF.items() if hasattr(module, name)), 0)
+    stride = vars(parameter).get("stride", 1)  # v1.1.5 calls that of a bias so, which hides the tensor's method
+    return Partition(dim, getattr(parameter, "partition_stride", stride), full_size=shape[dim] * size)
+
+
+def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
+    """Compares what is not marked with the first model-parallel rank's, bit for bit: one would be saved, and the rest lost."""
+    cuts = partitions(model)
+    common = {name: p for name, p in model.named_parameters() if name not in cuts}
+    mine = {name: (tuple(shape_of(p)), str(p.dtype)) for name, p in common.items()}
+    everyones = comm.all_gathered_objects(mine, groups.model)
+    _refuse_differing({name for theirs in everyones for name, what in theirs.items() ^ mine.items()}, groups)
+    differing = [name for name, p in common.items() if not _equals_the_firsts(p, groups)]
+    _refuse_differing({n for names in comm.all_gathered_objects(differing, groups.model) for n in names}, groups)
+
+
+def _equals_the_firsts(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
+    # Of what `zero.Init` has sharded this rank's shard: a model-parallel group has one place in the data-parallel groups.
+    values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
+    mine = values.to(comm.local_device()).contiguous().view(-1).view(torch.uint8)
+    first = mine.clone()
+    comm.broadcast_(first, groups.model_ranks[0], groups.model)
+    return torch.equal(first, mine)
+
+
+def _refuse_differing(names: set[str], groups: ParallelGroups) -> None:
+    if names:
+        raise DeepSpeedConfigError(
+            f"{', '.join(sorted(names))}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not marked "
+            "as parts of larger parameters. Set parameter.model_parallel = True and parameter.partition_dim on those that are; "
+            "the others must start with the same values, so give model-parallel ranks one seed."
+        )

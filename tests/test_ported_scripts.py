@@ -1,0 +1,201 @@
+"""Scripts written for Megatron-LM's layers and mpu: `initialize` finds what a model-parallel rank holds a part of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import megazero
+from megazero.deepspeed_mpu import declare_cuts, parallel_groups
+from tests.ranks import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+}
+
+
+def their_mpu() -> SimpleNamespace:
+    """Megatron-LM's mpu of 2020 for a world of one model-parallel group: nothing but its four functions."""
+    ranks = list(range(dist.get_world_size()))
+    model, data = dist.new_group(ranks), [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
+    return SimpleNamespace(
+        get_model_parallel_group=lambda: model,
+        get_data_parallel_group=lambda: data,
+        get_model_parallel_rank=lambda: dist.get_rank(model),
+        get_data_parallel_world_size=lambda: 1,
+    )
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Mlp(nn.Module):
+    """Column- then row-parallel, of the tree of 2020 (`style` "sizes"), of v1.1.5 ("dims"), or unmarked."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        full = [torch.randn(16, 8) * 0.3, torch.randn(8, 16) * 0.3]
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Module(), nn.Module()
+        self.up.weight = nn.Parameter(full[0].chunk(size, 0)[rank].clone())
+        self.up.bias = nn.Parameter(torch.zeros(16 // size))
+        self.down.weight = nn.Parameter(full[1].chunk(size, 1)[rank].clone())
+        self.down.bias = nn.Parameter(torch.zeros(8))
+        cut = [(self.up.weight, 0), (self.up.bias, 0), (self.down.weight, 1)] if style != "unmarked" else []
+        for parameter, dim in cut:
+            parameter.model_parallel = True
+            if style == "dims":
+                parameter.partition_dim, parameter.partition_stride = dim, 1
+        if style == "sizes":
+            self.up.output_size_per_partition, self.down.input_size_per_partition = 16 // size, 16 // size
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(F.linear(Copy.apply(self.norm(x)), self.up.weight, self.up.bias))
+        return x + Reduce.apply(F.linear(h, self.down.weight)) + self.down.bias
+
+
+def train(engine, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses += [loss.item(), engine.get_global_grad_norm()]
+    return losses
+
+
+def engine_of(style: str, stage: int):
+    torch.manual_seed(0)
+    zero = {"zero_optimization": {"stage": stage}}
+    return megazero.initialize(model=Mlp(style), config={**CONFIG, **zero}, mpu=their_mpu())[0]
+
+
+def saved_run(folder, style: str, stage: int) -> list[float]:
+    engine = engine_of(style, stage)
+    before = train(engine, 0, 2)
+    engine.save_checkpoint(str(folder))
+    return before + train(engine, 2, 2)
+
+
+def resumed_run(folder, style: str, stage: int) -> list[float]:
+    engine = engine_of(style, stage)
+    engine.load_checkpoint(str(folder))
+    return train(engine, 2, 2)
+
+
+@pytest.mark.parametrize(("style", "stage"), [("sizes", 2), ("dims", 3)])
+def test_layers_of_the_callers_own_train_and_resume_at_any_model_parallel_size(style, stage, tmp_path):
+    alone = run_ranks(1, saved_run, tmp_path / "alone", style, stage)[0]
+    for cut in run_ranks(2, saved_run, tmp_path / "cut", style, stage):
+        torch.testing.assert_close(cut, alone)
+    for size, folder in ((2, "cut"), (1, "cut"), (2, "alone")):
+        for resumed in run_ranks(size, resumed_run, tmp_path / folder, style, stage):
+            torch.testing.assert_close(resumed, alone[4:])
+
+
+def unmarked(is_sharded: bool) -> str:
+    mpu = their_mpu()
+    torch.manual_seed(0)
+    with megazero.zero.Init(mpu=mpu, enabled=is_sharded):
+        model = Mlp("unmarked")
+    zero = {"zero_optimization": {"stage": 3 if is_sharded else 1}}
+    with pytest.raises(megazero.DeepSpeedConfigError) as error:
+        megazero.initialize(model=model, config={**CONFIG, **zero}, mpu=mpu)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "by zero.Init"])
+def test_parts_that_nothing_marks_are_refused_because_all_but_one_would_be_lost(is_sharded):
+    for message in run_ranks(2, unmarked, is_sharded):
+        assert message.startswith("down.weight, up.weight: not the same on the 2 model-parallel ranks")
+
+
+def with_newer_names() -> int:
+    old = their_mpu()
+    mpu = SimpleNamespace(
+        get_tensor_model_parallel_group=old.get_model_parallel_group,
+        get_data_parallel_group=old.get_data_parallel_group,
+    )
+    megazero.checkpointing.configure(mpu)
+    megazero.checkpointing.model_parallel_cuda_manual_seed(1)
+    return parallel_groups(mpu).model_parallel_size
+
+
+def test_an_mpu_of_megatron_core_is_read_too():
+    assert run_ranks(2, with_newer_names) == [2, 2]
+
+
+def ungrouped() -> str:
+    with pytest.raises(megazero.DeepSpeedConfigError) as error:
+        parallel_groups(SimpleNamespace(get_model_parallel_group=their_mpu().get_model_parallel_group))
+    return str(error.value)
+
+
+def test_an_mpu_without_groups_is_refused():
+    (message,) = run_ranks(1, ungrouped)
+    assert "get_data_parallel_group" in message and message.endswith("and get_data_parallel_group().")
+
+
+def seeded() -> tuple[int, int]:
+    megazero.checkpointing.configure(their_mpu())
+    megazero.checkpointing.model_parallel_cuda_manual_seed(1234)
+    tracker = megazero.checkpointing.get_cuda_rng_tracker()
+    with tracker.fork():
+        return torch.initial_seed(), torch.default_generator.initial_seed()
+
+
+def test_random_streams_follow_the_mpu_that_checkpointing_was_given():
+    assert run_ranks(2, seeded) == [(1234 + 2718 + rank,) * 2 for rank in range(2)]
+
+
+def guessed() -> tuple[int, int, str]:
+    layer = nn.Linear(4, 3, bias=False)
+    layer.weight.tensor_model_parallel = True
+    declare_cuts(layer, parallel_groups(their_mpu()))
+    (name, cut), *_ = layer.partitions.items()
+    return cut.dim, cut.full_size, name
+
+
+def test_a_mark_without_a_dimension_is_taken_for_rows():
+    assert run_ranks(2, guessed) == [(0, 6, "weight")] * 2
+
+
+def test_a_loss_that_is_nan_is_told_from_gradients_that_overflow(one_rank, caplog):
+    config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+    engine, *_ = megazero.initialize(model=nn.Linear(4, 4), config=config)
+    for factor, is_told in ((1.0, False), (float("nan"), True)):
+        caplog.clear()
+        engine.backward(engine(torch.ones(2, 4).half()).float().sum() * factor)
+        engine.step()
+        assert not engine.was_step_applied()
+        assert ("rank 0: the loss itself was not finite (nan)" in caplog.text) == is_told

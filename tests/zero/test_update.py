@@ -1,0 +1,55 @@
+"""How an update is divided into calls of the torch optimizer, and what it finds on which device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megazero import mpu
+from megazero.arguments import load_config
+from megazero.engine import Engine, weight_decay_groups
+from megazero.model import GPT2Config, GPT2Model
+from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step, fake_world
+
+MODEL = """--num-layers 6 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --seq-length 64 --batch-size 1 --bf16
+--max-position-embeddings 64 --peak-tflops 1 --no-use-pin-memory --zero-stage 2"""
+# A block has 12.6e6 elements, and all the rest 51.5e6.
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, calls",
+    [
+        (1, "", 7),  # each is as much as the device steps while the host makes a call
+        (4, "", 2),  # five blocks; and one with all the rest
+        (64, "", 1),
+        (64, "--grad-dtype compute", 7),
+        (64, "--offload-optimizer cpu --offload-optimizer-ratio 0.5", 1),  # of what stays: the host's Adam is no call
+    ],
+)
+def test_small_shards_are_stepped_together_on_a_device(ranks, flags, calls):
+    config = load_config(f"{MODEL} {flags}".split(), world_size=ranks)
+    calls_made: list[object] = []
+    with fake_job(config, ranks) as (job, _):
+        handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
+        try:
+            fake_step(job)
+        finally:
+            handle.remove()
+    assert len(calls_made) == calls
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_loaded_step_count_lies_where_torch_has_it(is_fused):
+    config = GPT2Config(2, 16, 2, vocab_size=32, max_position_embeddings=8)
+    with fake_world(2):
+        model = GPT2Model(config, device=ACCELERATOR)
+        groups = weight_decay_groups(model, 0.1)
+        engine = Engine(model, mpu.get_groups(), lambda params: torch.optim.AdamW(params, fused=is_fused), *groups)
+        counters = {name: {"step": 3.0} for name, _ in model.named_parameters()}
+        engine.optimizer.allocate_state(["exp_avg", "exp_avg_sq"], counters)
+        states = list(engine.optimizer.state.values())
+        assert states and {state["step"].device for state in states} == {
+            ACCELERATOR if is_fused else torch.device("cpu")
+        }
+        assert {state["exp_avg"].device for state in states} == {ACCELERATOR}
