@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import platform
 import statistics
 import sys
 import time
@@ -32,18 +30,16 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from harness import MACHINE, check_close, gpt2_config, in_turns, make_parser, memory_timeline
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.activation_checkpointing.measure import saved_tensors
 from megazero.activation_checkpointing.planner import plan_recompute
-from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.recompute import measure_block
 from megazero.throughput import keep_freed_memory
@@ -132,12 +128,8 @@ class Bench:
     """The models, with and without slices, of equal weights; and steps of them in each way."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        config = GPT2Config(
-            num_layers=args.layers,
-            hidden_size=args.hidden,
-            num_attention_heads=args.heads,
-            max_position_embeddings=args.seq_length,
-            vocab_size=args.vocab,
+        config = gpt2_config(
+            args,
             vocab_chunk_size=args.vocab_chunk_size,
             hidden_dropout=args.hidden_dropout,
             attention_dropout=args.attention_dropout,
@@ -188,39 +180,26 @@ class Bench:
         return saved.nbytes + kept
 
     def timeline(self, way: Way) -> list[tuple[float, float]]:
-        """Milliseconds since the start of a step, and MB (10^6) beyond what was there before it, at each change."""
-        model = self.use(way)
-        device = self.tokens.device.type
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-        with profile(activities=activities, profile_memory=True) as profiler:
-            self.step(model)
-        assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-        changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-        changes = [e for e in changes if e.device_type().name.lower() == device]
-        changes.sort(key=lambda event: event.start_ns())
-        begin = changes[0].start_ns()
-        sizes = accumulate(event.nbytes() for event in changes)
-        return [((e.start_ns() - begin) / 1e6, size / 1e6) for e, size in zip(changes, sizes, strict=True)]
+        """The memory of a step, as `memory_timeline` says."""
+        return memory_timeline(partial(self.step, self.use(way)), self.tokens.device.type)
 
 
 def measure(bench: Bench, found: dict[str, Way], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Times, kept bytes and peak of every way."""
     times: dict[str, list[float]] = {name: [] for name in found}
     want: list[Tensor] = []
-    for turn in range(args.warmup + args.rounds):
-        names = list(found)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            model = bench.use(found[name])
-            comm.barrier()
-            start = time.perf_counter()
-            bench.step(model)
-            if turn >= args.warmup:
-                times[name].append(time.perf_counter() - start)
-            if turn == 0:
-                got = [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
-                want = want or got
-                if not found[name].is_sliced or args.hidden_dropout == 0.0:  # slices drop other elements
-                    _compare(name, got, want, args)
+    for turn, name in in_turns(found, args.warmup + args.rounds):
+        model = bench.use(found[name])
+        comm.barrier()
+        start = time.perf_counter()
+        bench.step(model)
+        if turn >= args.warmup:
+            times[name].append(time.perf_counter() - start)
+        if turn == 0:
+            got = [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+            want = want or got
+            if not found[name].is_sliced or args.hidden_dropout == 0.0:  # slices drop other elements
+                check_close(f"a gradient of {name}", got, want, 1e-4 if args.dtype == "float32" else 5e-2)
     return {
         name: {
             "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(times[name], n=4)],
@@ -230,13 +209,6 @@ def measure(bench: Bench, found: dict[str, Way], args: argparse.Namespace) -> di
         }
         for name, way in found.items()
     }
-
-
-def _compare(name: str, got: list[Tensor], want: list[Tensor], args: argparse.Namespace) -> None:
-    for a, b in zip(got, want, strict=True):
-        error, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
-        if error > (1e-4 if args.dtype == "float32" else 5e-2) * size:
-            raise RuntimeError(f"{name}: a gradient differs by {error:.3g} of {size:.3g}")
 
 
 def table(result: dict[str, dict[str, Any]]) -> str:
@@ -271,19 +243,9 @@ def plot(bench: Bench, found: dict[str, Way], path: str) -> None:
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, help in (
-        ("layers", 6, "blocks"),
-        ("hidden", 384, "width"),
-        ("heads", 6, "attention heads"),
-        ("seq-length", 512, "tokens of a sequence"),
-        ("batch", 2, "sequences of the micro-batch"),
-        ("vocab", 1000, "ids: the head is not what is measured"),
-        ("vocab-chunk-size", 0, "ids that the loss computes at a time, 0 for all"),
-        ("rounds", 7, "rounds that count"),
-        ("warmup", 2, "rounds before them"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=help)
+    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "batch": 2}
+    # Few ids, as the head is not what is measured.
+    parser = make_parser(__doc__, **sizes, vocab=1000, vocab_chunk_size=0, rounds=7, warmup=2)
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--attention-dropout", type=float, default=0.0, help="on a CPU it takes the fused kernel away")
     parser.add_argument("--dtype", default="float32", help="of parameters and activations")
@@ -304,8 +266,7 @@ def main() -> None:
     if comm.world().rank() == 0:
         print(table(result), file=sys.stderr)
         ranks = torch.distributed.get_world_size()
-        where = f"{platform.machine()}, {os.cpu_count()} cores, 1 thread a rank"
-        machine = {"machine": where, "ranks": ranks, "torch": torch.__version__}
+        machine = {"machine": f"{MACHINE}, 1 thread a rank", "ranks": ranks, "torch": torch.__version__}
         question = "activations: bytes kept between forward and backward, and time of a step, by way"
         print(json.dumps({"question": question, **vars(args), **machine, "ways": result}))
     comm.barrier()

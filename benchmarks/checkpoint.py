@@ -18,18 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from checkpoint_ranks import Ranks
-from comparison import quartiles
+from harness import MACHINE, in_turns, make_parser, quartiles, run_ranks, table
 from peers import Job
 
 REFERENCE = "dcp"
@@ -45,41 +41,23 @@ MEASURED = {
 }
 
 
-def rank_main(rank: int, store: str, result: str, args: argparse.Namespace) -> None:
-    """One rank; the first writes what was measured into `result`."""
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for the one line, whatever a library prints
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+def of_rank(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """What one rank measures in a directory that all of them see."""
     job = Job(args.layers, args.hidden, args.heads, args.seq_length, args.vocab, args.batch, 1, False)
-    ranks = Ranks(job, args)
+    ranks = Ranks(job, args, directory)
     found: dict[str, dict[str, Any]] = {name: {} for name in ranks.ways}
-    names = list(ranks.ways)
-    for turn in range(args.warmup + args.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            ranks.save_and_load(found[name], turn, name)
-    for turn in range(min(1, args.warmup) + args.saves):
-        shift = turn % len(names)
-        for name in [n for n in names[shift:] + names[:shift] if ranks.ways[n].has_background]:
+    for turn, name in in_turns(found, args.warmup + args.rounds):
+        ranks.save_and_load(found[name], turn, name)
+    for turn, name in in_turns(found, min(1, args.warmup) + args.saves):
+        if ranks.ways[name].has_background:
             ranks.save_in_background(found[name].setdefault("background", {}), turn, name)
-    if rank == 0:
-        parameters = sum(tensor.numel() for tensor in job.model().parameters())
-        Path(result).write_text(json.dumps({"parameters": parameters, "found": found}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"parameters": sum(tensor.numel() for tensor in job.model().parameters()), "found": found}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the ranks and returns the result line."""
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        result = os.path.join(scratch, "result")
-        rank_args = (
-            os.path.join(scratch, "store"),
-            result,
-            argparse.Namespace(**{**vars(args), "directory": directory}),
-        )
-        multiprocessing.spawn(rank_main, rank_args, nprocs=args.ranks)
-        measured = json.loads(Path(result).read_text())
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        measured = run_ranks(of_rank, args.ranks, args, directory)
     parameters, found = measured["parameters"], measured["found"]
     return {
         "question": "saving and loading a training state: megazero, torch.distributed.checkpoint and torch.save",
@@ -88,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "state_bytes": 12 * parameters,
         "ranks": args.ranks,
         "loads": "cold page cache" if args.cold else "warm page cache",
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread per rank, gloo",
+        "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
         "rounds": args.rounds,
         "save": {name: summary(way["save"], found[REFERENCE]["save"], 12 * parameters) for name, way in found.items()},
@@ -130,25 +108,10 @@ def background(times: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
-    """What a person reads."""
-    keys = list(next(iter(rows.values())))
-    cells = [[title, *keys], *([name, *(cell(row[key]) for key in keys)] for name, row in rows.items())]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells) + "\n"
-
-
-def cell(value: Any) -> str:
-    """A figure, or the figures of a list."""
-    return " ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
-
-
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 8, "hidden": 512, "heads": 8, "seq-length": 512, "vocab": 32000, "batch": 1}
-    for name, default in {**sizes, "ranks": 2, "rounds": 9, "warmup": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "seq_length": 512, "vocab": 32000, "batch": 1}
+    parser = make_parser(__doc__, **sizes, ranks=2, rounds=9, warmup=1)
     parser.add_argument("--saves", type=int, default=5, help="in the background, of each way")
     parser.add_argument("--between", type=int, default=6, help="steps that count between two saves in the background")
     parser.add_argument("--directory", help="existing directory to measure in (default: that of temporary files)")

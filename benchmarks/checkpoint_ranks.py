@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_ways import Way, all_ways
+from harness import forget_peak, status_bytes, trim
 from peers import Job
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from torch import Tensor
 class Ranks:
     """One rank of the measurement; every method is called by all of them together."""
 
-    def __init__(self, job: Job, args: argparse.Namespace) -> None:
-        self.job, self.args, self.rank = job, args, dist.get_rank()
+    def __init__(self, job: Job, args: argparse.Namespace, directory: str) -> None:
+        self.job, self.args, self.directory, self.rank = job, args, Path(directory), dist.get_rank()
         self.ways = all_ways(job)
         self.steps = 0
         for way in {id(way.trainer): way for way in self.ways.values()}.values():
@@ -38,7 +38,7 @@ class Ranks:
 
     def save_and_load(self, found: dict[str, Any], turn: int, name: str) -> None:
         """One turn of one way."""
-        way, folder = self.ways[name], Path(self.args.directory) / f"{name}-{turn}"
+        way, folder = self.ways[name], self.directory / f"{name}-{turn}"
         peaks = {}
         self.settle()
         with Peak(peaks, "save"):
@@ -58,7 +58,7 @@ class Ranks:
 
     def save_in_background(self, found: dict[str, list[float]], turn: int, name: str) -> None:
         """One save beside training, and the steps around it."""
-        way, folder = self.ways[name], Path(self.args.directory) / f"{name}-background-{turn}"
+        way, folder = self.ways[name], self.directory / f"{name}-background-{turn}"
         self.settle()
         self.step(way)
         normal = [self.step(way) for _ in range(self.args.between)]
@@ -116,21 +116,12 @@ class Peak:
         self.found, self.key = found, key
 
     def __enter__(self) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
         self.before = status_bytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peak()
 
     def __exit__(self, *_: object) -> None:
         self.found[self.key] = status_bytes("VmHWM") - self.before
-
-
-def status_bytes(field: str) -> int:
-    """What the kernel says of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")
 
 
 def gathered(value: Any) -> list[Any]:

@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import MACHINE, check_close, in_turns, make_parser, memory_timeline
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megazero import comm, mpu
 from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
@@ -125,17 +122,7 @@ def peak_mb(loss_of: Loss, inputs: list[Tensor]) -> float:
     """The most memory that torch's allocator has out for one step, beyond what it had before, in MB (10^6)."""
     for leaf in inputs[:2]:
         leaf.grad = None
-    if inputs[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step(loss_of, inputs)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step(loss_of, inputs)
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in changes)) / 1e6
+    return max(size for _, size in memory_timeline(partial(step, loss_of, inputs), inputs[0].device.type))
 
 
 def measure(hidden: int, args: argparse.Namespace) -> dict[str, dict]:
@@ -143,20 +130,15 @@ def measure(hidden: int, args: argparse.Namespace) -> dict[str, dict]:
     inputs, found = make_inputs(hidden, args), ways(args)
     times: dict[str, list[float]] = {name: [] for name in found}
     want: list = []
-    for turn in range(args.warmup + args.rounds):
-        names = list(found)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            start = time.perf_counter()
-            loss = step(found[name], inputs)
-            if turn >= args.warmup:
-                times[name].append(time.perf_counter() - start)
-            if turn == 0:
-                got = [torch.tensor(loss), *(leaf.grad.detach() for leaf in inputs[:2])]
-                want = want or got
-                for a, b in zip(got, want, strict=True):
-                    error, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
-                    if error > (1e-5 if args.dtype == "float32" else 1e-2) * size:
-                        raise RuntimeError(f"{name} differs from {names[0]} by {error:.3g} of {size:.3g}")
+    for turn, name in in_turns(found, args.warmup + args.rounds):
+        start = time.perf_counter()
+        loss = step(found[name], inputs)
+        if turn >= args.warmup:
+            times[name].append(time.perf_counter() - start)
+        if turn == 0:
+            got = [torch.tensor(loss), *(leaf.grad.detach() for leaf in inputs[:2])]
+            want = want or got
+            check_close(name, got, want, 1e-5 if args.dtype == "float32" else 1e-2)
     return {
         name: {
             "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(seconds, n=4)],
@@ -168,14 +150,11 @@ def measure(hidden: int, args: argparse.Namespace) -> dict[str, dict]:
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="of the micro-batch: batch x sequence")
+    parser = make_parser(__doc__, tokens=512, rounds=9, warmup=2)
     parser.add_argument("--hidden", type=int, nargs="+", default=[384, 768], help="widths")
     parser.add_argument("--dtype", default="float32", help="of hidden states and weight")
     parser.add_argument("--vocab-chunks", type=int, nargs="+", default=[2048, 4096, 8192], help="ids at a time")
     parser.add_argument("--token-chunks", type=int, nargs="+", default=[128], help="tokens at a time")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds that count")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     comm.init_distributed()
@@ -184,7 +163,7 @@ def main() -> None:
     result = {f"hidden {hidden}": measure(hidden, args) for hidden in args.hidden}
     question = "head and loss, forward and backward: time and memory of the whole logits, and of chunks"
     about = {"vocabulary": VOCAB, "tokens": args.tokens, "dtype": args.dtype, "rounds": args.rounds}
-    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores, 1 thread", "torch": torch.__version__}
+    machine = {"machine": f"{MACHINE}, 1 thread", "torch": torch.__version__}
     print(json.dumps({"question": question, **about, **machine, **result}))
 
 

@@ -4,7 +4,7 @@
     python benchmarks/collectives.py --mb 30 --ranks 2 --dtype bfloat16 --rounds 41
     python benchmarks/collectives.py --mb 1 --rounds 2            # does it work?
 
-Ranks have one thread each. The ways take turns on the same buffer, operation by operation, in an order that rotates. An
+Ranks have one thread each. The ways take turns on the same buffer, in an order that rotates. An
 operation's time is from a barrier to the end of the last rank. Prints one JSON line: [lower quartile, median, upper] in ms.
 """
 
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from harness import MACHINE, in_turns, make_parser, run_ranks
 from torch import Tensor
 
 from megazero import comm
@@ -54,71 +51,47 @@ def ways() -> dict[str, Collective]:
     return {name: collective(name) for name in lanes}
 
 
-def rank_main(rank: int, world_size: int, store: str, result: str, args: argparse.Namespace) -> None:
-    """One rank; the first writes {"MB": {action: {way: seconds of every round}}} into `result`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    carry_out, dtype = ways(), getattr(torch, args.dtype)
+def of_rank(args: argparse.Namespace) -> dict:
+    """What one rank measures: {MB: {action: {way: seconds of every round}}}."""
+    carry_out, dtype, world_size = ways(), getattr(torch, args.dtype), dist.get_world_size()
     times: dict = {mb: {action: {way: [] for way in carry_out} for action in ACTIONS} for mb in args.mb}
     for mb in args.mb:
         numel = mb * 10**6 // dtype.itemsize // world_size * world_size
         buffer = torch.zeros(numel, dtype=dtype)
-        for turn in range(args.warmup + args.rounds):
+        for turn, way in in_turns(carry_out, args.warmup + args.rounds):
             for action in ACTIONS:
-                names = list(carry_out)
-                for way in names[turn % 3 :] + names[: turn % 3]:
-                    comm.barrier()
-                    start = time.perf_counter()
-                    carry_out[way](action, buffer)
-                    seconds = torch.tensor(time.perf_counter() - start)
-                    slowest = comm.all_reduced(seconds, comm.world(), dist.ReduceOp.MAX).item()
-                    if turn >= args.warmup:
-                        times[mb][action][way].append(slowest)
-    if rank == 0:
-        with open(result, "w") as file:
-            json.dump(times, file)
-    comm.barrier()
-    dist.destroy_process_group()
+                comm.barrier()
+                start = time.perf_counter()
+                carry_out[way](action, buffer)
+                seconds = torch.tensor(time.perf_counter() - start)
+                slowest = comm.all_reduced(seconds, comm.world(), dist.ReduceOp.MAX).item()
+                if turn >= args.warmup:
+                    times[mb][action][way].append(slowest)
+    return times
 
 
 def measure(world_size: int, args: argparse.Namespace) -> dict:
     """{"MB": {action: {way: [lower quartile, median, upper quartile] in ms}}} on `world_size` ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = os.path.join(folder, "result")
-        rank_args = (world_size, os.path.join(folder, "store"), result, args)
-        multiprocessing.spawn(rank_main, rank_args, nprocs=world_size)
-        with open(result) as file:
-            times = json.load(file)
     return {
         f"{mb} MB": {
             action: {way: [round(1e3 * q, 2) for q in statistics.quantiles(v, n=4)] for way, v in of_action.items()}
             for action, of_action in of_size.items()
         }
-        for mb, of_size in times.items()
+        for mb, of_size in run_ranks(of_rank, world_size, args).items()
     }
 
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=15, warmup=3)
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 30, 100], help="sizes of the buffer, 10^6 bytes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--dtype", default="float32", help="dtype of the buffer")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before them")
     args = parser.parse_args()
-    print(
-        json.dumps(
-            {
-                "question": "milliseconds of a collective in place: gloo's own, point to point, shared memory",
-                "dtype": args.dtype,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-                "torch": torch.__version__,
-                "rounds": args.rounds,
-                "quartiles_ms": {f"{n} ranks": measure(n, args) for n in args.ranks},
-            }
-        )
-    )
+    question = "milliseconds of a collective in place: gloo's own, point to point, shared memory"
+    about = {"dtype": args.dtype, "machine": MACHINE, "torch": torch.__version__, "rounds": args.rounds}
+    found = {f"{n} ranks": measure(n, args) for n in args.ranks}
+    print(json.dumps({"question": question, **about, "quartiles_ms": found}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from harness import quartiles
 from rank_sets import StepResult
 
 REFERENCE = "ddp"
@@ -14,8 +15,8 @@ MEASURED = {
     "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
     "ratio": f"of the medians, to {REFERENCE} in the same rounds; by_rounds: quartiles of the ratios within each round",
     "held_mib": "resident size between steps after malloc_trim, less that before the side was built, of the rank that needs "
-    "most; shared memory counts in every process that has touched it",
-    "shared_mib": "how much of held_mib is shared memory",
+    "most; what the ranks share counts in equal parts",
+    "shared_mib": "the memory that the ranks share, all of it; in peaks it counts whole in every rank",
     "peak_mib": "VmHWM since the warm-up, less the same; with --malloc keep, freed memory that malloc keeps counts",
     "peak_building_mib": "the same from building to the end of the warm-up",
     "socket_mb": "bytes of the loopback device per step and rank, headers included; the least of the rounds",
@@ -63,11 +64,6 @@ def summary(name: str, results: dict[str, list[StepResult]], memory: dict[str, f
     }
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """The first and the third."""
-    return [round(q, 4) for q in statistics.quantiles(values, n=4)[::2]]
-
-
 def largest_difference(results: dict[str, list[StepResult]], name: str, field: str) -> float | None:
     """The largest relative difference to the reference in any round; None where the side does not tell."""
     pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(results[name], results[REFERENCE], strict=True)]
@@ -87,21 +83,6 @@ def disagreements(groups: dict[str, dict[str, dict]], dtype: str) -> list[str]:
     ]
 
 
-def table(title: str, sides: dict[str, dict[str, Any]]) -> str:
-    """What a person reads."""
-    rows = [[title, *COLUMNS.values()]]
-    rows += [[name, *(_cell(side[key]) for key in COLUMNS)] for name, side in sides.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(lines) + "\n"
-
-
 def legend() -> str:
     """How each figure was measured."""
     return "\n".join(f"{name}: {how}" for name, how in MEASURED.items())
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return "-" if value is None else str(value)

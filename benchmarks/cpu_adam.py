@@ -26,8 +26,6 @@ import argparse
 import importlib.util
 import json
 import math
-import os
-import platform
 import random
 import statistics
 import time
@@ -37,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from comparison import quartiles
+from harness import MACHINE, make_parser, quartiles
 from torch import Tensor, nn
 
 from megazero.optim.adam_kernels import AdamSettings, MixedKernel, Operands, mixed, mixed_kernel, tiled
@@ -194,12 +192,9 @@ def summary(times: dict[str, list[float]]) -> dict:
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000, help="parameters, of 20 bytes each")
+    parser = make_parser(__doc__, numel=50_000_000, rounds=31, warmup=3)
     parser.add_argument("--layout", choices=("flat", "gpt2"), default="flat", help="one parameter, or GPT-2's tensors")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads")
-    parser.add_argument("--rounds", type=int, default=31, help="rounds that count")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before them")
     parser.add_argument("--skip", nargs="*", default=[], help="ways to leave out, by name")
     args = parser.parse_args()
     check_equal(layout(args.layout, min(args.numel, 10**6)), args.skip)
@@ -216,7 +211,7 @@ def main() -> None:
         "mixed kernel": mixed_kernel().__name__,
         "without": missing and f"deepspeed: {missing}",
     }
-    machine = {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__}
+    machine = {"machine": MACHINE, "torch": torch.__version__}
     print(json.dumps({"question": "one Adam update on the host", **about, **machine, **found}))
 
 

@@ -20,15 +20,15 @@ import argparse
 import importlib.metadata
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import MEASURED, REFERENCE, disagreements, legend, summary, table
+from comparison import COLUMNS, MEASURED, REFERENCE, disagreements, legend, summary
+from harness import MACHINE, MIB, make_parser, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
-from rank_sets import MIB, RankSet, StepResult
+from rank_sets import RankSet, StepResult
 from torch import Tensor
 
 from megazero import mpu
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
     for title, group in grouped(sides, args.together).items():
         results, memory = play(group, job, args)
         groups[title] = {name: summary(name, results, memory[name], untimed_rounds(args)) for name in group}
-        print(table(title, groups[title]), file=sys.stderr, flush=True)
+        print(table(title, groups[title], COLUMNS), file=sys.stderr, flush=True)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in job.model().parameters())
     return {
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
         "ranks": args.ranks,
         "dtype": "bf16" if args.bf16 else "fp32",
         "malloc": args.malloc,
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread per rank, gloo",
+        "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
         "deepspeed": importlib.metadata.version("deepspeed") if any("deepspeed" in name for name in sides) else None,
         "steps": args.steps,
@@ -173,10 +173,8 @@ def grouped(sides: dict[str, Entry], together: str) -> dict[str, dict[str, Entry
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
     """The command line, and the sides that it asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq-length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
-    for name, default in {**sizes, "ranks": 2, "steps": 12, "warmup": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
+    parser = make_parser(__doc__, **sizes, ranks=2, steps=12, warmup=3)
     together = f"who takes turns: {REFERENCE} and one other (least memory), {REFERENCE} and all of one stage, or all"
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from activation_memory import Bench, Way, ways
+from harness import make_parser
 
 from megazero import comm, mpu
 from megazero.throughput import keep_freed_memory
@@ -106,7 +107,7 @@ def table(result: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, vocab_chunk_size=0, rounds=3)
     parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument(
         "--memory-gb", type=float, help="of the device (10^9 bytes), parameters included; default: all of it"
@@ -115,10 +116,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of parameters and activations")
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--attention-dropout", type=float, default=0.1)
-    parser.add_argument(
-        "--vocab-chunk-size", type=int, default=0, help="ids that the loss computes at a time, 0 for all"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="steps that are timed")
     args = parser.parse_args()
     args.layers, args.hidden, args.heads, args.seq_length, args.vocab = SIZES[args.model]
     args.batch, args.auto = 1, []

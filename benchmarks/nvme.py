@@ -32,7 +32,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from comparison import quartiles
+from harness import MACHINE, in_turns, make_parser, quartiles
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -243,15 +243,13 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Takes the turns; returns the result line."""
     check_space(folder, 5 * READ * int(args.parameters))
     ways = make_ways(args, folder)
-    names, seconds = list(ways), {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     shape, generator = (args.units, unit_numel(args) // WIDTH, WIDTH), torch.Generator().manual_seed(1)
     gradients = list(torch.randn(shape, generator=generator).to(getattr(torch, args.dtype)))
-    for turn in range(args.warmup + args.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            taken = ways[name].turn(gradients)
-            if turn >= args.warmup:
-                seconds[name].append(taken)
+    for turn, name in in_turns(ways, args.warmup + args.rounds):
+        taken = ways[name].turn(gradients)
+        if turn >= args.warmup:
+            seconds[name].append(taken)
     want = ways["memory"].states()
     for name, way in ways.items():
         if isinstance(way, Way) and not all(map(torch.equal, way.states(), want)):
@@ -291,7 +289,7 @@ def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict
         "moved_mb": round(moved / 1e6, 1),
         **{key: getattr(args, key) for key in ("units", "dtype", "threads", "block_size", "queue_depth", "rounds")},
         "load_average": os.getloadavg()[0],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": MACHINE,
         "kernel": platform.release(),
         "torch": torch.__version__,
     }
@@ -299,19 +297,14 @@ def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Of two rounds that do not count: the first write into a new file is slower.
+    parser = make_parser(__doc__, units=16, threads=1, rounds=9, warmup=2)
     parser.add_argument("--directory", help="on the drive to measure (default: that of temporary files)")
     parser.add_argument("--parameters", type=float, default=50e6)
-    parser.add_argument("--units", type=int, default=16, help="buckets that they lie in")
     parser.add_argument("--sub-group-size", type=float, default=0, help="most elements of a tile (default: an eighth)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model's weights")
-    parser.add_argument("--threads", type=int, default=1, help="of the update")
     parser.add_argument("--block-size", type=int, default=AioConfig.block_size, help="aio.block_size")
     parser.add_argument("--queue-depth", type=int, default=AioConfig.queue_depth, help="aio.queue_depth")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds that count; at least 2")
-    parser.add_argument(
-        "--warmup", type=int, default=2, help="rounds before; the first write into a new file is slower"
-    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()

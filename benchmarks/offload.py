@@ -21,32 +21,29 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import quartiles
+from harness import MACHINE, gpt2_config, make_parser, quartiles, status_bytes
+from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainBlock, PlainGPT2
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megazero import comm, mpu, zero
 from megazero.engine import Engine, weight_decay_groups
-from megazero.model.config import GPT2Config
 from megazero.optim.adam import OptimizerConfig
 from megazero.throughput import keep_freed_memory
 from megazero.zero.config import HOMES, ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.nvme_home import NvmeHome
 
-LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 Step = Callable[[Tensor, Tensor], Tensor]
 Parts = tuple[str, int, str, str]  # system, stage, home of O, home of P
 
@@ -202,7 +199,7 @@ def measured(
         torch.distributed.barrier()
         seconds += [time.perf_counter() - start] if index >= args.warmup else []
     tokens = args.batch * args.seq_length * torch.distributed.get_world_size()
-    median, config = statistics.median(seconds), model_config(args)
+    median, config = statistics.median(seconds), gpt2_config(args)
     return {
         "median_s": round(median, 4),
         "quartiles_s": quartiles(seconds),
@@ -212,26 +209,9 @@ def measured(
         ),
         "states_mb": {key: round(value / 1e6, 1) for key, value in nbytes().items()},
         "peak_device_mb": round(torch.cuda.max_memory_allocated() / 1e6, 1) if device.type == "cuda" else None,
-        "peak_resident_mb": round(_peak_resident() / 1e6, 1),
+        "peak_resident_mb": round(status_bytes("VmHWM") / 1e6, 1),
         "losses": losses,
     }
-
-
-def _peak_resident() -> int:
-    """VmHWM of this process: on a machine without a GPU device and host memory are one."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-
-
-def model_config(args: argparse.Namespace) -> GPT2Config:
-    """The same sizes, for what they cost."""
-    return GPT2Config(
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        num_attention_heads=args.heads,
-        max_position_embeddings=args.seq_length,
-        vocab_size=args.vocab,
-    )
 
 
 # ---- all of them
@@ -250,15 +230,13 @@ def launch(args: argparse.Namespace, name: str, script: str = __file__) -> dict[
     return json.loads(lines[-1])
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs every side; returns the result line."""
-    sides = {name: launch(args, name) for name in side_names(args)}
+def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all sides, and what they were taken of and on; takes the losses of all steps out of them."""
     losses = {name: side.pop("losses") for name, side in sides.items() if "losses" in side}
     ours = {tuple(trace) for name, trace in losses.items() if not name.startswith("deepspeed")}
-    config, is_cuda = model_config(args), torch.cuda.is_available()
+    parameters = gpt2_config(args).num_parameters()
     return {
-        "benchmark": "offload",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
+        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
         "batch": f"{args.batch} x {args.seq_length} on each of {args.ranks} ranks",
         "dtype": "bfloat16" if args.bf16 else "float32",
         "checkpointed_activations": args.checkpoint,
@@ -266,21 +244,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "losses": "equal bit for bit" if len(ours) == 1 else "different" if ours else "none",
         "last_losses": {name: trace[-1] for name, trace in losses.items()},
         "steps": args.steps,
-        "device": torch.cuda.get_device_name() if is_cuda else f"{platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else MACHINE,
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
     }
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs every side; returns the result line."""
+    return {"benchmark": "offload", **about(args, {name: launch(args, name) for name in side_names(args)})}
+
+
+def side_parser(description: str | None) -> argparse.ArgumentParser:
     """The sizes of model and run."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 6, "hidden": 512, "heads": 8, "seq-length": 256, "batch": 1, "vocab": 8192, "ranks": 1}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"layers": 6, "hidden": 512, "heads": 8, "seq_length": 256, "batch": 1, "vocab": 8192, "ranks": 1}
+    parser = make_parser(description, **sizes, steps=5, warmup=2)
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="names of sides")
-    parser.add_argument("--steps", type=int, default=5, help="that count; at least 2")
-    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks in backward")
     parser.add_argument("--nvme-path", help="directory on the drive (default: that of temporary files)")
@@ -307,7 +286,7 @@ def play(
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = make_parser(__doc__)
+    parser = side_parser(__doc__)
     parser.add_argument("--stages", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3])
     play(parser.parse_args(), run_side, measure)
 

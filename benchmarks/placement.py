@@ -18,13 +18,11 @@ that a step updates on the host, `auto_host_share` beside `least_static_host_sha
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from typing import Any
 
 import torch
-from offload import Step, launch, make_engine, make_parser, measured, model_config, play
+from offload import Step, about, launch, make_engine, measured, play, side_parser
 from torch import Tensor
 
 from megazero.engine import Engine
@@ -123,12 +121,8 @@ def planned_bytes(engine: Engine, name: str, args: argparse.Namespace) -> int:
     """What the states and buffers of a side need of a GPU, without activations; of auto what its plan has there."""
     if engine.placement is not None:
         return engine.placement.gemini.plan.peak_bytes
-    zero = config_of(name, args)
-    homes = ("offload_optimizer", "offload_optimizer_ratio", "offload_param")
-    settings = {home: getattr(zero, home) for home in homes}
-    plan = plan_memory(
-        engine.module, stage=3, data_parallel_size=args.ranks, dtype=None, device_type="cuda", **settings
-    )
+    ranks = {"data_parallel_size": args.ranks, "device_type": "cuda"}
+    plan = plan_memory(engine.module, config_of(name, args), dtype=None, **ranks)
     return plan.peak
 
 
@@ -136,7 +130,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs every side; returns the result line."""
     is_cuda = torch.cuda.is_available()
     sides = {name: launch(args, name, __file__) for name in side_names(args)}
-    losses = {name: side.pop("losses") for name, side in sides.items() if "losses" in side}
     fits = {
         name: side["median_s"]
         for name, side in sides.items()
@@ -154,30 +147,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if fits:
             answer["auto_host_share"] = auto["host_share"]
             answer["least_static_host_share"] = min(sides[name]["host_share"] for name in fits)
-    config = model_config(args)
-    return {
-        "benchmark": "placement",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
-        "batch": f"{args.batch} x {args.seq_length} on each of {args.ranks} ranks",
-        "dtype": "bfloat16" if args.bf16 else "float32",
-        "checkpointed_activations": args.checkpoint,
-        "budget_mb": round(args.budget / 1e6, 1),
-        "margin_ratio": args.margin_ratio,
-        **answer,
-        "sides": sides,
-        "last_losses": {name: trace[-1] for name, trace in losses.items()},
-        "steps": args.steps,
-        "device": torch.cuda.get_device_name()
-        if is_cuda
-        else f"stand-in, {platform.machine()}, {os.cpu_count()} cores",
-        "load_average": os.getloadavg()[0],
-        "torch": torch.__version__,
-    }
+    budget = {"budget_mb": round(args.budget / 1e6, 1), "margin_ratio": args.margin_ratio, "is_stand_in": not is_cuda}
+    return {"benchmark": "placement", **budget, **answer, **about(args, sides)}
 
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = make_parser(__doc__)
+    parser = side_parser(__doc__)
     parser.add_argument("--budget", help="device memory that a side may use, such as 20GB (default: all)")
     parser.add_argument("--margin-ratio", type=float, default=ZeroConfig().gpu_margin_mem_ratio)
     args = parser.parse_args()

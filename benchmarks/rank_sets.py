@@ -6,8 +6,6 @@ what a process holds is that system's alone, and what passes the loopback device
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import sys
@@ -21,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import MIB, forget_peak, status_bytes, trim
 from peers import Entry, Job
 
 TIMEOUT_S = 900.0  # building may compile (DeepSpeed), and a step of a large model is long on one thread
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,8 @@ class _Worker:
     def __init__(self, entry: Entry, job: Job) -> None:
         self.rank = dist.get_rank()
         _rehearse(entry, job, self.rank)
-        _trim()
-        self.before = _status_bytes("VmRSS")
+        trim()
+        self.before = status_bytes("VmRSS")
         self.peak_of_building = 0
         self.side = entry.build(job, **entry.options)
         self.job = job
@@ -186,17 +184,18 @@ class _Worker:
 
     def forget_peak(self) -> None:
         """Everything until now counts as building and warming up."""
-        self.peak_of_building = _status_bytes("VmHWM")
-        _trim()
-        Path("/proc/self/clear_refs").write_text("5")
+        self.peak_of_building = status_bytes("VmHWM")
+        trim()
+        forget_peak()
 
     def memory(self) -> dict[str, int]:
         """Bytes beyond what the process had before it built the side."""
-        peak = _status_bytes("VmHWM")
-        _trim()
-        held = _status_bytes("VmRSS")
+        peak = status_bytes("VmHWM")
+        trim()
+        shared = status_bytes("RssShmem")  # by all ranks: what one of them needs is its part
+        held = status_bytes("VmRSS") - shared + shared // dist.get_world_size()
         values = {"held": held, "peak_of_steps": peak, "peak_of_building": self.peak_of_building}
-        return {"shared": _status_bytes("RssShmem"), **{key: value - self.before for key, value in values.items()}}
+        return {"shared": shared, **{key: value - self.before for key, value in values.items()}}
 
 
 def _rehearse(entry: Entry, job: Job, rank: int) -> None:
@@ -206,16 +205,3 @@ def _rehearse(entry: Entry, job: Job, rank: int) -> None:
     side.step(*job.data(0, rank))
     side.grad_norm()
     side.close()
-
-
-def _trim() -> None:
-    """Gives freed memory back to the kernel, so that what is resident is what is held."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")

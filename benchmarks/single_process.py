@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 
 import torch
+from harness import gpt2_config, in_turns, make_parser, quartiles
+from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups
 from torch import Tensor, nn
 
@@ -27,8 +29,6 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.optim.adam import OptimizerConfig
 from megazero.throughput import keep_freed_memory, peak_tflops
-
-LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
 def copy_weights(plain: PlainGPT2, model: GPT2Model) -> None:
@@ -89,16 +89,15 @@ def interleave(sides: dict[str, Step], args: argparse.Namespace, device: torch.d
     """Seconds and losses of every step by side: a step of one, a step of the other, each first in turn."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
-    generator = torch.Generator().manual_seed(1)
-    for index in range(args.warmup + args.steps):
+    for index, name in in_turns(sides, args.warmup + args.steps):
+        generator = torch.Generator().manual_seed(index)
         text = torch.randint(0, args.vocab, (args.batch, args.seq_length + 1), generator=generator).to(device)
-        for name in list(sides) if index % 2 else list(reversed(sides)):
-            start = time.perf_counter()
-            losses[name].append(float(sides[name](text[:, :-1].contiguous(), text[:, 1:].contiguous())))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if index >= args.warmup:
-                times[name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        losses[name].append(float(sides[name](text[:, :-1].contiguous(), text[:, 1:].contiguous())))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if index >= args.warmup:
+            times[name].append(time.perf_counter() - start)
     return times, losses
 
 
@@ -108,16 +107,7 @@ def measure(args: argparse.Namespace) -> dict:
     comm.init_distributed()
     mpu.initialize_model_parallel(1)
     device, dtype = comm.local_device(), torch.bfloat16 if args.bf16 else torch.float32
-    config = GPT2Config(
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        num_attention_heads=args.heads,
-        max_position_embeddings=args.seq_length,
-        vocab_size=args.vocab,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        compile=args.compile,
-    )
+    config = gpt2_config(args, attention_dropout=0.0, hidden_dropout=0.0, compile=args.compile)
     model, engine_step = engine_side(config, device, dtype)
     sides = {"plain": plain_side(config, device, dtype, model), "engine": engine_step}
     times, losses = interleave(sides, args, device)
@@ -138,7 +128,7 @@ def measure(args: argparse.Namespace) -> dict:
         "torch": torch.__version__,
         "steps": args.steps,
         "median_s": {name: round(value, 4) for name, value in median.items()},
-        "quartiles_s": {name: [round(q, 4) for q in statistics.quantiles(v, n=4)[::2]] for name, v in times.items()},
+        "quartiles_s": {name: quartiles(values) for name, values in times.items()},
         "median_of_pair_ratios": round(statistics.median(pairs), 4),
         "ratio": round(median["engine"] / median["plain"], 4),
         "tokens_per_s": round(tokens / median["engine"], 1),
@@ -150,18 +140,8 @@ def measure(args: argparse.Namespace) -> dict:
 
 def main() -> None:
     """Parses the sizes, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("layers", 12),
-        ("hidden", 768),
-        ("heads", 12),
-        ("seq-length", 512),
-        ("batch", 1),
-        ("vocab", 50304),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=2)
+    sizes = {"layers": 12, "hidden": 768, "heads": 12, "seq_length": 512, "batch": 1, "vocab": 50304}
+    parser = make_parser(__doc__, **sizes, steps=16, warmup=2)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()

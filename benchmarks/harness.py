@@ -1,0 +1,131 @@
+"""What the benchmarks share: flags, turns, quartiles, tables, ranks, memory, and how two results are compared."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megazero.model.config import GPT2Config
+
+MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
+MIB = 2**20
+
+
+def make_parser(about: str | None, **sizes: int) -> argparse.ArgumentParser:
+    """A parser whose --help is `about`, a benchmark's docstring, and that takes a whole number for each of `sizes`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"(default: {default})")
+    return parser
+
+
+def gpt2_config(args: argparse.Namespace, **more: Any) -> GPT2Config:
+    """The library's GPT-2 of the sizes on the command line."""
+    return GPT2Config(
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        num_attention_heads=args.heads,
+        max_position_embeddings=args.seq_length,
+        vocab_size=args.vocab,
+        **more,
+    )
+
+
+def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name): all names in every round, which begins with another one than the last."""
+    order = list(names)
+    for turn in range(rounds):
+        for index in range(len(order)):
+            yield turn, order[(turn + index) % len(order)]
+
+
+def quartiles(values: Sequence[float], factor: float = 1.0, digits: int = 4) -> list[float]:
+    """The first and the third, times `factor`."""
+    return [round(factor * q, digits) for q in statistics.quantiles(values, n=4)[::2]]
+
+
+def table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:
+    """Rows of figures with aligned columns, for a person. `columns` names the keys that are shown, by default all."""
+    columns = columns or {key: key for key in next(iter(rows.values()))}
+    cells = [[title, *columns.values()], *([name, *(_cell(row[key]) for key in columns)] for name, row in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells) + "\n"
+
+
+def _cell(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
+
+
+def check_close(name: str, got: Iterable[Tensor], want: Iterable[Tensor], tolerance: float) -> None:
+    """Raises unless each tensor has the wanted one's values, by the norm of the difference relative to that of the wanted."""
+    for a, b in zip(got, want, strict=True):
+        error, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
+        if not error <= tolerance * size:
+            raise RuntimeError(f"{name} differs by {error:.3g} of {size:.3g}")
+
+
+def memory_timeline(step: Callable[[], object], device_type: str) -> list[tuple[float, float]]:
+    """(milliseconds since the first change, MB (10^6) beyond what was there before) at each change of memory during a step."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
+    with profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e for e in changes if e.device_type().name.lower() == device_type]
+    changes.sort(key=lambda event: event.start_ns())
+    sizes = accumulate(event.nbytes() for event in changes)
+    return [((e.start_ns() - changes[0].start_ns()) / 1e6, size / 1e6) for e, size in zip(changes, sizes, strict=True)]
+
+
+def status_bytes(field: str) -> int:
+    """What Linux says of this process's memory: VmRSS holds now, VmHWM held at most, ..."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")
+
+
+def trim() -> None:
+    """Gives freed memory back to the kernel, so that what is resident is what is held."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_peak() -> None:
+    """Starts VmHWM anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """What `work(*args)` has returned, as JSON, on the first of `world_size` new processes of one thread, joined over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank_main, (world_size, folder, work, args), nprocs=world_size)
+        return json.loads(Path(folder, "result").read_text())
+
+
+def _rank_main(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple) -> None:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # stdout is for the driver's one line, whatever a library prints
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    found = work(*args)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
