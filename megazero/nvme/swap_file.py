@@ -100,7 +100,7 @@ class SwapFile:
             transport: makes the system calls; the tests' way to slow, break and count them.
 
         Raises:
-            OSError: as `check_folder`.
+            OSError: as `check_folder`; EAGAIN where its threads cannot be started.
         """
         aio = aio or AioConfig()
         self.rank = rank
@@ -119,7 +119,11 @@ class SwapFile:
             )
         if aio.threads < aio.queue_depth * aio.thread_count:
             logger.info("aio.queue_depth x aio.thread_count: %s requests in flight are enough", aio.threads)
-        self._requests = Requests(opened, aio, self.path, rank)
+        try:
+            self._requests = Requests(opened, aio, self.path, rank)
+        except OSError:
+            self._file.close()
+            raise
         self._lock = threading.Lock()
         self._end = 0
         self._used: dict[Region, WeakSet[Transfer]] = {}  # and the transfers there: those under way exist

@@ -106,13 +106,13 @@ class Transfer:
 
 
 class Requests:
-    """The threads that move the bytes of one file."""
+    """The threads that move the bytes of one file. All start here: a write that found no room for its thread would be lost."""
 
     def __init__(self, transport: Transport, aio: AioConfig, path: Path, rank: int) -> None:
         # Of the first write that went wrong: errno, text, path. Not the error, whose traceback holds the buffer.
         self._failure: tuple[int, str, str] | None = None
         self._transport, self._aio, self._path, self._rank = transport, aio, path, rank
-        self._threads = ThreadPoolExecutor(aio.threads, thread_name_prefix=f"nvme-rank{rank}")
+        self._threads = _start_threads(aio.threads, rank)
         self._lock = threading.Lock()
         self._under_way: set[Future[None]] = set()
 
@@ -212,3 +212,18 @@ class Requests:
         if kind == "write":
             text += f". {_LOST}"
         return OSError(code, text, str(self._path))
+
+
+def _start_threads(count: int, rank: int) -> ThreadPoolExecutor:
+    threads = ThreadPoolExecutor(count, thread_name_prefix=f"nvme-rank{rank}")
+    all_run = threading.Barrier(count)  # an executor starts a thread only where none is idle
+    try:
+        for _ in range(count):
+            threads.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        threads.shutdown()
+        what = f"rank {rank}: {count} threads for reads and writes: {error}"
+        how = "Lower aio.queue_depth or aio.thread_count, or raise a limit: of processes (pids.max) or memory"
+        raise OSError(errno.EAGAIN, f"{what}. {how}") from error
+    return threads

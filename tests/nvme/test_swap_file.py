@@ -231,6 +231,25 @@ def test_a_write_whose_buffer_the_device_cannot_fill_is_a_failed_write(tmp_path)
             swap.read(region, data)
 
 
+def test_threads_that_cannot_be_started_are_told_before_anything_is_written(tmp_path, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def start_three(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_three)
+    with pytest.raises(OSError, match="rank 2: 4 threads .*can't start new thread.*aio.queue_depth") as told:
+        SwapFile(tmp_path, 2, AioConfig(queue_depth=4))
+    assert told.value.errno == errno.EAGAIN
+    assert len(started) == 3 and not any(thread.is_alive() for thread in started)
+    started.clear()
+    SwapFile(tmp_path, 2, AioConfig(queue_depth=3)).close()
+    assert len(started) == 3
+
+
 def test_a_truncated_file_is_told(tmp_path):
     with SwapFile(tmp_path, 1) as swap:
         region = round_trip(swap, 8 * PAGE)
