@@ -1,19 +1,26 @@
-"""Runs a function on several gloo ranks of this machine: the harness of every multi-rank test."""
+"""Runs a function, or a script, on several gloo ranks of this machine: the harness of every multi-rank test."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
-# One server process imports torch once; ranks are forked from it before it has started any thread of its own.
+# One server process imports once what every rank needs; ranks are forked from it before it has started any thread of its own.
 _context = multiprocessing.get_context("forkserver")
-# torch.distributed.tensor is what torch.testing.assert_close imports in its first call: 0.5 s that each rank would spend.
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.testing", "numpy", "pytest", "tests.ranks"]
+# Some of it torch imports late: torch._dynamo in the first optimizer (a second), distributed.tensor in assert_close.
+_TORCH = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.testing"]
+_PRELOAD = [*_TORCH, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks"]
 _context.set_forkserver_preload(_PRELOAD)
 
 
@@ -94,3 +101,52 @@ def _collect(readers: list, timeout_s: float) -> list[Any]:
                 raise AssertionError(f"rank {rank} of {len(readers)} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(readers))]
+
+
+def _script_main(output: str, environment: dict[str, str], script: str, arguments: list[str]) -> None:
+    import torch
+
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_script(
+    world_size: int, script: str, arguments: list[str], timeout_s: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script with its flags on `world_size` ranks, and returns the status of the first that failed and all output.
+
+    The ranks are as the launcher would start them, and end together as under it; forked, they import nothing anew.
+    """
+    environment = dict(os.environ)
+    if world_size > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
+    with tempfile.NamedTemporaryFile() as output:
+        ranks = []
+        for rank in range(world_size):
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+            each = environment | (of_rank if world_size > 1 else {})
+            ranks.append(_context.Process(target=_script_main, args=(output.name, each, script, arguments)))
+            ranks[-1].start()
+        status, running = 0, {process.sentinel: process for process in ranks}
+        while running and status == 0:
+            for ended in (done := wait(running, timeout=timeout_s)):
+                process = running.pop(ended)
+                process.join()
+                status = status or process.exitcode
+            if not done:
+                status = -signal.SIGALRM
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.join(timeout=30)
+            process.kill()
+        return subprocess.CompletedProcess([script, *arguments], status, Path(output.name).read_text())

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from tests.tiny import TINY_MODEL, make_corpus, make_texts, make_vocabulary, run_job
+from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_job
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,7 +50,7 @@ def flags(corpus, save, iters: int, *more: str) -> list[str]:
 
 
 def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
-    done = run_job(
+    done = launch_job(
         flags(
             corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", "--eval-interval", "30", "--eval-iters", "2"
         ),
@@ -249,7 +249,7 @@ def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
 
 def test_bad_input_is_one_clear_line_on_two_ranks_too(corpus, tmp_path):
     for change, message in ((["--hiden-size", "8"], "Did you mean"), (["--split", "0,1,1"], "--split")):
-        check_one_line(run_job(flags(corpus, tmp_path, 3, *change), 2), message)
+        check_one_line(launch_job(flags(corpus, tmp_path, 3, *change), 2), message)
 
 
 def check_one_line(done, message: str) -> None:

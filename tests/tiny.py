@@ -10,6 +10,7 @@ from pathlib import Path
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.sidecar import Sidecar, write_sidecar
 from megazero.data.tokenizer import build_tokenizer
+from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,11 +52,16 @@ def make_corpus(folder: Path) -> list[str]:
     return ["--train-data", str(prefix), "--tokenizer-path", str(vocabulary), "--split", "8,1,1"]
 
 
-def run_job(arguments: list[str], world_size: int, script: str = "pretrain_gpt2.py") -> subprocess.CompletedProcess:
-    """Runs a script of the repository, under the launcher if on several ranks, and returns it with its output."""
-    launcher = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(world_size)] if world_size > 1 else []
+def run_job(arguments: list[str], world_size: int) -> subprocess.CompletedProcess[str]:
+    """Trains by pretrain_gpt2.py's flags and returns its exit status and output, without the seconds that a launcher takes."""
+    return run_script(world_size, str(ROOT / "pretrain_gpt2.py"), arguments)
+
+
+def launch_job(arguments: list[str], world_size: int) -> subprocess.CompletedProcess[str]:
+    """As `run_job`, by the launcher."""
+    launcher = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(world_size)]
     return subprocess.run(
-        [sys.executable, *launcher, script, *arguments],
+        [sys.executable, *launcher, "pretrain_gpt2.py", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
