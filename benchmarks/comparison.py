@@ -8,12 +8,11 @@ from typing import Any
 from harness import quartiles
 from rank_sets import StepResult
 
-REFERENCE = "ddp"
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "grad_norm": 1e-1}}
 MEASURED = {
     "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
-    "ratio": f"of the medians, to {REFERENCE} in the same rounds; by_rounds: quartiles of the ratios within each round",
+    "ratio": "of the medians, to the first side in the same rounds; by_rounds: quartiles of the ratios within each round",
     "held_mib": "resident size between steps after malloc_trim, less that before the side was built, of the rank that needs "
     "most; what the ranks share counts in equal parts",
     "shared_mib": "the memory that the ranks share, all of it; in peaks it counts whole in every rank",
@@ -25,7 +24,7 @@ MEASURED = {
 COLUMNS = {
     "median_s": "s/step",
     "quartiles_s": "quartiles",
-    "ratio": f"/ {REFERENCE}",
+    "ratio": "/ first",
     "ratio_by_rounds": "by rounds",
     "quartiles_by_rounds": "quartiles",
     "held_mib": "held MiB",
@@ -39,12 +38,18 @@ COLUMNS = {
 }
 
 
-def summary(name: str, results: dict[str, list[StepResult]], memory: dict[str, float], skip: int) -> dict[str, Any]:
-    """One side's figures, relative to the reference in the same rounds."""
-    mine, reference = results[name][skip:], results[REFERENCE][skip:]
+def summary(
+    name: str,
+    results: dict[str, list[StepResult]],
+    memory: dict[str, float],
+    skip: int,
+    reference: str,
+) -> dict[str, Any]:
+    """One side's figures, relative to the reference in the same rounds, of which the first `skip` do not count."""
+    mine, theirs = results[name][skip:], results[reference][skip:]
     seconds = [r.seconds for r in mine]
-    base = statistics.median(r.seconds for r in reference)
-    ratios = [r.seconds / other.seconds for r, other in zip(mine, reference, strict=True)]
+    base = statistics.median(r.seconds for r in theirs)
+    ratios = [r.seconds / other.seconds for r, other in zip(mine, theirs, strict=True)]
     counted = [r.counted_bytes for r in mine if r.counted_bytes is not None]
     return {
         "median_s": round(statistics.median(seconds), 4),
@@ -59,14 +64,14 @@ def summary(name: str, results: dict[str, list[StepResult]], memory: dict[str, f
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
         "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,
         "last_loss": round(mine[-1].loss, 6),
-        "loss_differs": largest_difference(results, name, "loss"),
-        "grad_norm_differs": largest_difference(results, name, "grad_norm"),
+        "loss_differs": largest_difference(results, name, reference, "loss"),
+        "grad_norm_differs": largest_difference(results, name, reference, "grad_norm"),
     }
 
 
-def largest_difference(results: dict[str, list[StepResult]], name: str, field: str) -> float | None:
+def largest_difference(results: dict[str, list[StepResult]], name: str, reference: str, field: str) -> float | None:
     """The largest relative difference to the reference in any round; None where the side does not tell."""
-    pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(results[name], results[REFERENCE], strict=True)]
+    pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(results[name], results[reference], strict=True)]
     known = [abs(mine / other - 1) for mine, other in pairs if mine is not None]
     worst = max(known, key=lambda difference: (difference != difference, difference), default=None)  # NaN is the worst
     return None if worst is None else float(f"{worst:.2g}")
@@ -75,7 +80,7 @@ def largest_difference(results: dict[str, list[StepResult]], name: str, field: s
 def disagreements(groups: dict[str, dict[str, dict]], dtype: str) -> list[str]:
     """One line for every side that does not compute what the reference computes."""
     return [
-        f"{name}: {field} differs from {REFERENCE}'s by {side[field + '_differs']:.1e}, more than {limit:.0e}"
+        f"{name}: {field} differs from the reference's by {side[field + '_differs']:.1e}, more than {limit:.0e}"
         for sides in groups.values()
         for name, side in sides.items()
         for field, limit in TOLERANCE[dtype].items()

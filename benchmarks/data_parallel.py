@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import COLUMNS, MEASURED, REFERENCE, disagreements, legend, summary
+from comparison import COLUMNS, MEASURED, disagreements, legend, summary
 from harness import MACHINE, MIB, make_parser, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
 from rank_sets import RankSet, StepResult
@@ -35,6 +35,8 @@ from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.adam import OptimizerConfig
 from megazero.zero.config import ZeroConfig
+
+REFERENCE = "ddp"
 
 
 class Megazero(Side):
@@ -140,7 +142,8 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
     groups = {}
     for title, group in grouped(sides, args.together).items():
         results, memory = play(group, job, args)
-        groups[title] = {name: summary(name, results, memory[name], untimed_rounds(args)) for name in group}
+        skip = untimed_rounds(args)
+        groups[title] = {name: summary(name, results, memory[name], skip, REFERENCE) for name in group}
         print(table(title, groups[title], COLUMNS), file=sys.stderr, flush=True)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in job.model().parameters())

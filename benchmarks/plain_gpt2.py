@@ -14,16 +14,14 @@ class PlainBlock(nn.Module):
 
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = h // heads
         self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.ln2, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
-        b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(h, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
-        x = x + self.proj(y)
+        q, k, v = (t.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, dim=2))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh"))
 
 

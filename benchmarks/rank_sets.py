@@ -200,7 +200,8 @@ class _Worker:
 
 def _rehearse(entry: Entry, job: Job, rank: int) -> None:
     """Trains a small model, so that all code that a step needs is loaded and does not count as the model's memory."""
-    job = replace(job, layers=1, hidden=64, heads=1, seq_length=16, vocab=128, batch=1)
+    size = dist.get_world_size()  # which divides all that a layer may be split by
+    job = replace(job, layers=1, hidden=32 * size, heads=size, seq_length=16 * size, vocab=128 * size, batch=1)
     side = entry.build(job, **entry.options)
     side.step(*job.data(0, rank))
     side.grad_norm()

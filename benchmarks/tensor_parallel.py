@@ -1,0 +1,236 @@
+"""Step time, memory and traffic of tensor parallelism: megazero's layers beside torch's own (`parallelize_module`, DTensor).
+
+    python benchmarks/tensor_parallel.py                                              # 6 x 384, fp32, 2 ranks
+    python benchmarks/tensor_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
+    python benchmarks/tensor_parallel.py --layers 2 --hidden 32 --heads 2 --vocab 128 --seq-length 16 --steps 2   # does it work?
+
+All sides split the same GPT-2 of the same weights over the same ranks by Megatron-LM's plan: a vocabulary-parallel embedding, its
+tied head with a vocabulary-parallel loss, and blocks of a column-parallel and a row-parallel layer each. "-sequence" also cuts
+norms and residuals along the sequence. They are alive together and take turns, a step each, in processes of their own, and must
+agree in loss and gradient norm. Prints one JSON line, and a table on stderr. Linux and CPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from comparison import COLUMNS, MEASURED, disagreements, legend, summary
+from data_parallel import play, untimed_rounds
+from harness import MACHINE, gpt2_config, make_parser, table
+from peers import CLIP, DECAY, LR, Entry, Job, Side
+from plain_gpt2 import PlainGPT2, decay_groups
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from megazero import mpu
+from megazero.engine import Engine, weight_decay_groups
+from megazero.model.gpt2 import GPT2Model
+from megazero.model.state_dict import slice_full
+from megazero.optim.adam import OptimizerConfig
+
+REFERENCE = "torch"
+
+
+class SameBatch(Job):
+    """A job whose ranks all read the same batch."""
+
+    def data(self, index: int, rank: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the first rank."""
+        return super().data(index, 0)
+
+
+class SplitGPT2(PlainGPT2):
+    """The plain GPT-2 whose parameters torch has split: the sums that torch's styles for layers do not say."""
+
+    mesh: DeviceMesh
+    in_slices: bool
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss, fp32, whole on every rank; tokens and targets [b, s]. In slices, x is [b, s/t, h] up to the head."""
+        positions = self.wpe(torch.arange(tokens.size(1)))[None]
+        if self.in_slices:
+            positions = (
+                DTensor.from_local(positions, self.mesh, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
+            )
+        x = self.wte(tokens) + positions
+        for block in self.blocks:
+            x = block(x)
+        x = self.ln_f(x)
+        if not self.in_slices:
+            x = DTensor.from_local(x, self.mesh, [Replicate()])
+        logits = F.linear(x.redistribute(placements=[Replicate()]), self.wte.weight)  # cut along the vocabulary
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def interleaved(stacked: Tensor, size: int) -> Tensor:
+    """Rows of Q, K and V [3 h, ...] so that each of `size` equal cuts has its heads' part of all three."""
+    return stacked.unflatten(0, (3, size, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+class Torch(Side):
+    """torch's tensor parallelism as its tutorial shows it, with fused AdamW."""
+
+    def __init__(self, job: Job, sequence_parallel: bool = False) -> None:
+        super().__init__(job)
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,))
+        torch.manual_seed(0)
+        self.model = model = SplitGPT2(job.layers, job.hidden, job.heads, job.seq_length, job.vocab)
+        model.mesh, model.in_slices = mesh, sequence_parallel
+        x = Shard(1) if sequence_parallel else Replicate()
+        parallelize_module(model.wte, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=x))
+        plan: dict[str, Any] = {
+            "qkv": ColwiseParallel(input_layouts=x),
+            "proj": RowwiseParallel(output_layouts=x),
+            "up": ColwiseParallel(input_layouts=x),
+            "down": RowwiseParallel(output_layouts=x),
+        }
+        if sequence_parallel:
+            plan |= {"ln1": SequenceParallel(), "ln2": SequenceParallel()}
+            parallelize_module(model.ln_f, mesh, SequenceParallel())
+        for block in model.blocks:
+            for parameter in block.qkv.parameters():
+                parameter.data = interleaved(parameter.data, size)
+            parallelize_module(block, mesh, plan)
+        # One foreach operation takes tensors of one kind.
+        self.kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
+        groups = [
+            {**group, "params": kept}
+            for group in decay_groups(model, DECAY)
+            for kind in self.kinds
+            if (kept := [p for p in group["params"] if any(p is other for other in kind)])
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+        self.norm = 0.0
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward of every micro-batch, clipping by the norm of all, update."""
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            with loss_parallel():
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.job.bf16):
+                    loss = self.model(x, y) / len(tokens)
+                loss.backward()
+            total += float(loss.full_tensor().detach())  # type: ignore[attr-defined]
+        cut, whole = ([p.grad for p in kind if p.grad is not None] for kind in self.kinds)
+        norm = nn.utils.get_total_norm(cut).full_tensor()  # type: ignore[attr-defined]
+        if whole:
+            norm = torch.linalg.vector_norm(torch.stack([norm, nn.utils.get_total_norm(whole)]))
+        for kind in self.kinds:
+            nn.utils.clip_grads_with_norm_(kind, CLIP, norm)
+        self.norm = float(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def grad_norm(self) -> float:
+        """That of the last step."""
+        return self.norm
+
+
+class Megazero(Side):
+    """This library's GPT-2 and engine; in bf16 it computes with 16-bit weights and updates fp32 master weights."""
+
+    def __init__(self, job: Job, sequence_parallel: bool = False) -> None:
+        super().__init__(job)
+        groups = mpu.initialize_model_parallel(dist.get_world_size())
+        sizes = argparse.Namespace(**vars(job))
+        config = gpt2_config(sizes, attention_dropout=0.0, hidden_dropout=0.0, sequence_parallel=sequence_parallel)
+        model = GPT2Model(config, group=groups.model, dtype=torch.bfloat16 if job.bf16 else torch.float32)
+        plain = dict(zip(dict(model.named_parameters()), in_order(job.model()), strict=True))
+        model.load_state_dict(slice_full(plain, model, groups.model.rank(), groups.model.size()))
+        self.engine = Engine(
+            model,
+            groups,
+            OptimizerConfig().factory(),
+            *weight_decay_groups(model, DECAY),
+            clip_grad=CLIP,
+            gradient_accumulation_steps=job.accumulation,
+        )
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = LR
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward, backward and step of every micro-batch."""
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            total += float(self.engine.backward(self.engine(x, targets=y).mean()))
+            self.engine.step()
+        return total
+
+    def grad_norm(self) -> float:
+        """What the engine says."""
+        return self.engine.get_global_grad_norm()
+
+    def close(self) -> None:
+        """Ends the engine and its groups."""
+        self.engine.destroy()
+        mpu.destroy_model_parallel()
+
+
+def in_order(plain: PlainGPT2) -> list[Tensor]:
+    """The plain model's parameters in the order of the library's."""
+    layers: list[nn.Module] = [plain.wte, plain.wpe]
+    for block in plain.blocks:
+        layers += [block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down]
+    return [parameter.detach() for layer in [*layers, plain.ln_f] for parameter in layer.parameters()]
+
+
+SIDES = {
+    REFERENCE: Entry(0, Torch, {}),
+    "torch-sequence": Entry(0, Torch, {"sequence_parallel": True}),
+    "megazero": Entry(0, Megazero, {}),
+    "megazero-sequence": Entry(0, Megazero, {"sequence_parallel": True}),
+}
+
+
+def main() -> None:
+    """Measures, prints, and fails if the sides did not compute the same."""
+    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
+    parser = make_parser(__doc__, **sizes, ranks=2, steps=12, warmup=3)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
+    job = SameBatch(**{name: getattr(args, name) for name in sizes}, bf16=args.bf16)
+    results, memory = play(SIDES, job, args)
+    rows = {name: summary(name, results, memory[name], untimed_rounds(args), REFERENCE) for name in SIDES}
+    print(table("tensor parallel", rows, COLUMNS), legend(), sep="\n", file=sys.stderr)
+    dtype = "bf16" if args.bf16 else "fp32"
+    result = {
+        "question": "step time, memory and traffic of tensor parallelism, megazero and torch",
+        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}",
+        "batch": f"{args.accumulation} x {args.batch} x {args.seq_length}",
+        "ranks": args.ranks,
+        "dtype": dtype,
+        "malloc": args.malloc,
+        "device": f"{MACHINE}, 1 thread per rank, gloo",
+        "torch": torch.__version__,
+        "steps": args.steps,
+        "sides": rows,
+        "reference": REFERENCE,
+        "measured": MEASURED,
+    }
+    print(json.dumps(result))
+    different = disagreements({"all": rows}, dtype)
+    if different:
+        sys.exit("The sides trained different things, so their figures do not compare:\n" + "\n".join(different))
+
+
+if __name__ == "__main__":
+    main()
