@@ -251,6 +251,7 @@ class Engine:
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
+        self._has_gradients = False  # until this has succeeded: what a failed one leaves is of a part of the model
         self.schedule.start_backward()
         (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         start = time.perf_counter()

@@ -95,6 +95,12 @@ def exception_case() -> None:
         engine.zero_grad()
         one_step(engine, my_batch())
         same_weights(engine, want)
+        engine.backward(engine(my_batch()))  # has reduced everything at stages 2 and 3
+        engine.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine(my_batch()))
+        with pytest.raises(EngineStateError, match="no gradients to apply"):
+            engine.step()
 
 
 def test_exceptions_in_forward_and_backward_leave_an_engine_that_trains_on():
