@@ -66,7 +66,8 @@ class Schedule:
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, limits or GatherLimits())
         self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
-        self._inputs_left: dict[int, int] = {}  # per unit: inputs whose gradient has not come yet
+        # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
+        self._inputs_left: dict[int, int] = {}
         tiles = tiles_in(model)
         self._tiles = {index for index, unit in enumerate(units) if unit in tiles}
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
@@ -130,6 +131,8 @@ class Schedule:
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
+        partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
+        self._has_frozen = {self._unit_of[bucket] for bucket in partly}  # units
         self._forwards.clear()
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
@@ -344,8 +347,10 @@ class Schedule:
     # When a unit's backward is over. A trained parameter's gradient comes when every use of it is done, so a unit is over when
     # all have come; a frozen weight is needed for the gradients of the unit's inputs as well. And where a parameter was not used,
     # the gradients of the inputs tell: autograd runs what was recorded later first, so all of the unit has run before the node
-    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) Where other modules read
-    # a parameter of the unit nothing tells, as its gradient may come early, by a nested backward, or late: it is over at the end.
+    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) A graph from before the
+    # last backward (retain_graph, or two forwards and then two backwards) has inputs that nobody counts any more. Where other
+    # modules read a parameter of the unit nothing tells either, as its gradient may come early, by a nested backward, or late.
+    # What nothing tells of is over at the end.
 
     def _release_if_done(self, index: int) -> None:
         buckets = self._of_unit[index]
@@ -353,7 +358,7 @@ class Schedule:
             return
         if self._external.intersection(buckets):
             return
-        if self._inputs_left.get(index) and not all(bucket.is_trainable for bucket in buckets):
+        if index in self._has_frozen and self._inputs_left.get(index) != 0:
             return
         if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
             for bucket in buckets:
@@ -361,7 +366,9 @@ class Schedule:
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:
         def on_input_grad(_: Tensor) -> None:
-            self._inputs_left[index] = self._inputs_left.get(index, 0) - 1
+            if not self._inputs_left.get(index):
+                return
+            self._inputs_left[index] -= 1
             if self._inputs_left[index] == 0:
                 if index not in self._has_leaf_inputs:
                     for bucket in self._of_unit[index]:
@@ -371,9 +378,12 @@ class Schedule:
                 self._release_if_done(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in {id(t): t for t in tensors_in((args, kwargs))}.values() if torch.is_grad_enabled() else ():
+            if not torch.is_grad_enabled():
+                return
+            self._inputs_left.setdefault(index, 0)
+            for tensor in {id(t): t for t in tensors_in((args, kwargs))}.values():
                 if tensor.requires_grad:
-                    self._inputs_left[index] = self._inputs_left.get(index, 0) + 1
+                    self._inputs_left[index] += 1
                     tensor.register_hook(on_input_grad)
                     if tensor.is_leaf:
                         self._has_leaf_inputs.add(index)

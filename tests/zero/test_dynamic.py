@@ -195,6 +195,45 @@ def test_parts_of_a_model_and_two_forwards_before_a_backward():
     run_ranks(2, part_case)
 
 
+class DownOnly(Block):
+    """The weights that are frozen come first, so that they are needed after the last gradient of a trained one has come."""
+
+    def __init__(self, h: int = 5) -> None:
+        super().__init__(h)
+        self.norm.requires_grad_(False)
+        self.up.requires_grad_(False)
+
+
+def frozen_case() -> None:
+    mpu.initialize_model_parallel(1)
+    results = []
+    for stage in STAGES:
+        engine = fresh(stage, toy={"block": DownOnly})
+        loss = engine(my_batch())
+        engine.backward(loss, retain_graph=True)
+        engine.backward(2 * loss)
+        engine.step()
+        first, second = engine(my_batch(1)), engine(my_batch(2))
+        engine.backward(first)
+        engine.backward(second)
+        engine.step()
+        late = fresh(stage)
+        one_step(late, my_batch())
+        for block in late.module.blocks:
+            block.norm.requires_grad_(False)
+            block.up.requires_grad_(False)
+        one_step(late, my_batch(1))
+        results.append((engine.state_dict(), late.state_dict()))
+    for states in results[1:]:
+        for state, want in zip(states, results[0], strict=True):
+            assert all(torch.equal(value, want[name]) for name, value in state.items())
+
+
+def test_frozen_weights_are_whole_until_nothing_needs_them():
+    """Where they are frozen later, one graph has two backwards, or two forwards come before two backwards."""
+    run_ranks(2, frozen_case)
+
+
 def access_case(dtype: torch.dtype) -> None:
     mpu.initialize_model_parallel(1)
     rank = mpu.get_data_parallel_rank()
