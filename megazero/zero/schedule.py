@@ -267,13 +267,16 @@ class Schedule:
             for tensor in {id(t): t for t in (*tensors_in(output), *(t for t, _ in inputs))}.values():
                 if tensor.grad_fn is not None and made_before.get(id(tensor)) is not tensor.grad_fn:
                     tensor.register_hook(before_backward)
-            inputs.clear()
             return output
+
+        def forget_inputs(*_: Any) -> None:  # and their graphs, which a forward that has failed would keep
+            inputs.clear()
 
         self._handles.append(
             module.register_forward_pre_hook(_outside_graphs(before_forward), with_kwargs=True, prepend=True)
         )
         self._handles.append(module.register_forward_hook(_outside_graphs(after_forward)))
+        self._handles.append(module.register_forward_hook(_outside_graphs(forget_inputs), always_call=True))
 
     def _gather(self, buckets: list[Bucket], prefetch: Callable[[], None] = lambda: None) -> None:
         """Makes buckets whole; what comes next is asked for before this one is waited for."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +74,7 @@ class Failing(Block):
 
     def forward(self, x):
         if Failing.fails:
+            Failing.input = weakref.ref(x)
             raise ArithmeticError("on purpose")
         return super().forward(x)
 
@@ -87,6 +91,8 @@ def exception_case() -> None:
             with pytest.raises(ArithmeticError), context:
                 engine(my_batch())
             Failing.fails = False
+            gc.collect()
+            assert Failing.input() is None, "a smaller batch may need its memory, and that of its graph"
         loss = engine(my_batch())
         handle = loss.register_hook(lambda _: (_ for _ in ()).throw(ArithmeticError("in backward")))
         with pytest.raises(ArithmeticError):
