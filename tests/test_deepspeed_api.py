@@ -298,6 +298,15 @@ def test_state_dict_is_whole_and_loads(stage):
     run_ranks(2, state_case, stage)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
+    model = nn.ModuleDict({"head": nn.Linear(4, 7, bias=False), "embedding": nn.Embedding(7, 4)})
+    model["head"].weight = model["embedding"].weight
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
+    engine.load_module_state_dict({"embedding.weight": torch.full((7, 4), 2.0)}, strict=False)
+    assert (engine.module_state_dict()["head.weight"] == 2.0).all()
+
+
 def test_adagrad_of_the_callers_own_and_models_that_cannot_work(one_rank):
     model = make_model()
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}

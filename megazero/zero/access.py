@@ -264,7 +264,6 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, T
     Raises:
         RuntimeError: names are missing or unknown (with `strict`), or a shape differs; nothing has been written then.
     """
-    names = {id(value): name for name, value in reversed(module.state_dict(keep_vars=True).items())}
     known = module.state_dict(keep_vars=True)
     missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
     if strict and (missing or unknown):
@@ -281,6 +280,8 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, T
         for name, value in known.items():
             if not isinstance(value, nn.Parameter) and name in state:
                 value.copy_(state[name])
-        saved = {own: state.get(names[id(p)]) for bucket in buckets for own, p in bucket.parameters.items()}
+        # Of a tied parameter the last of its names, as torch.
+        given = {id(value): state[name] for name, value in known.items() if name in state}
+        saved = {own: given.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
         for bucket in buckets:
             bucket.load(lambda segment: saved[segment.name])
