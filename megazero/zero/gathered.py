@@ -73,11 +73,18 @@ class GatheredParameters:
         if self.buckets:
             self.buckets[0].channel.meet("GatheredParameters")
         self._was_gathered = [bucket.weights.is_gathered for bucket in self.buckets]  # inside of its unit's own forward
+        try:
+            for bucket in self.buckets:
+                bucket.weights.gather()
+            for bucket in self.buckets:
+                bucket.weights.wait_gathered()
+        except BaseException:  # no memory for all: what has come is in the way of another try
+            for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
+                if not was_gathered:
+                    bucket.weights.release()
+            raise
         for bucket in self.buckets:
             bucket.weights.is_held = True
-            bucket.weights.gather()
-        for bucket in self.buckets:
-            bucket.weights.wait_gathered()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the changes of the modifier rank, and releases."""

@@ -368,6 +368,14 @@ def gathered_case(dtype: torch.dtype, stage: int) -> None:
         with pytest.raises(ArithmeticError), zero.GatheredParameters(weight, modifier_rank=0):
             raise ArithmeticError
         assert weight.shape == (0,)
+        last = engine.buckets[0].weights  # of the last unit
+        last.gather = lambda: bytearray(1 << 60)
+        with pytest.raises(MemoryError), zero.GatheredParameters(model.parameters()):
+            pass
+        del last.gather
+        assert weight.shape == (0,), "what had come is in the way of another try"
+        with zero.GatheredParameters(weight):
+            assert weight.shape == (15, 5)
     plain = nn.Linear(2, 2)
     with zero.GatheredParameters(p for p in plain.parameters()), torch.no_grad():
         plain.weight.fill_(1.0)
