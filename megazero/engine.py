@@ -22,7 +22,7 @@ from megazero.optim.adam import OptimizerFactory
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import access
 from megazero.zero.bucket import Sharding
-from megazero.zero.build import build_buckets, dissolve
+from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
@@ -125,16 +125,22 @@ class Engine:
         self.schedule = Schedule(
             model, units, plans, self.buckets, overlap=self.zero.overlap_comm, limits=self.zero.gather_limits
         )
-        self._optimizer = BucketOptimizer(
-            self.buckets,
-            optimizer_factory or idle_optimizer,
-            group_settings,
-            _norm_group(groups),
-            groups.model_parallel_rank == 0,
-            loss_scaler or LossScaler(),
-            clip_grad,
-            allow_untested_optimizer,
-        )
+        try:
+            self._optimizer = BucketOptimizer(
+                self.buckets,
+                optimizer_factory or idle_optimizer,
+                group_settings,
+                _norm_group(groups),
+                groups.model_parallel_rank == 0,
+                loss_scaler or LossScaler(),
+                clip_grad,
+                allow_untested_optimizer,
+            )
+            self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
+        except BaseException:  # of the caller's optimizer or schedule
+            self.schedule.close()
+            leave(self.buckets)
+            raise
         self.optimizer = None if optimizer_factory is None else self._optimizer
         access.register_optimizer(self._optimizer)
         self._handles = refuse_loading(model) if self.sharding.parameters else []
@@ -142,7 +148,6 @@ class Engine:
         if meter is not None and self.homes.optimizer is not None:
             where = (meter, self.homes.optimizer, groups.data)
             self.placement = Placement(self.schedule, self._optimizer, self.zero, *where)
-        self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         self._checkpointed = TrainingState(
             model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )

@@ -13,7 +13,7 @@ from megazero.comm import Channel
 from megazero.zero.bucket import Bucket, Sharding
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import Homes
-from megazero.zero.parameter import bucket_of, forget
+from megazero.zero.parameter import bucket_of, forget, keep
 from megazero.zero.units import BucketPlan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -73,6 +73,13 @@ def dissolve(buckets: Iterable[Bucket]) -> None:
         for parameter in bucket.parameters.values():
             parameter.data = parameter.data.clone()
             forget(parameter)
+
+
+def leave(buckets: Iterable[Bucket]) -> None:
+    """Lets another engine take the parameters over from buckets that no engine drives, as from those of `zero.Init`."""
+    for bucket in buckets:
+        for parameter in bucket.parameters.values():
+            keep(parameter, bucket)
 
 
 def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:

@@ -332,6 +332,23 @@ def test_a_model_has_one_engine_at_a_time(one_rank):
     assert all(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_gets_another_engine_where_the_first_could_not_be_made(stage, is_left, one_rank):
+    plain = fresh(0)
+    one_step(plain, my_batch())
+    torch.manual_seed(0)
+    model = Toy()
+    with pytest.raises(ZeroDivisionError) as error:
+        make_engine(model, stage, lr_scheduler=lambda _: 1 / 0)
+    if not is_left:
+        del error  # else its traceback holds on to the engine, as in a notebook
+    gc.collect()
+    engine = make_engine(model, stage)
+    one_step(engine, my_batch())
+    same_weights(engine, plain.state_dict())
+
+
 def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
     engine = make_engine(Toy(), 3, zero_units=[nn.Linear])
     assert sorted({b.name for b in engine.buckets}) == sorted(
