@@ -496,6 +496,7 @@ class Engine:
         self._optimizer.is_torn = False
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
+            self.schedule.step = self.global_steps
         return reader.path, loading.client_state(reader)
 
     def memory(self) -> dict[str, int]:

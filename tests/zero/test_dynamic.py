@@ -291,10 +291,13 @@ def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
     run_ranks(2, access_case, dtype)
 
 
-def straggler_case() -> None:
+def straggler_case(folder: str) -> None:
     mpu.initialize_model_parallel(1, timeout_s=5.0)
     engine = fresh(3)
     one_step(engine, my_batch())
+    engine.save_checkpoint(folder)
+    engine = fresh(3)
+    engine.load_checkpoint(folder)
     if mpu.get_data_parallel_rank() == 0:
         with pytest.raises(
             RuntimeError, match=r"rank 0, step 2, unit '(root|blocks.\d)': waiting for its parameters failed"
@@ -303,8 +306,8 @@ def straggler_case() -> None:
     torch.distributed.barrier()
 
 
-def test_a_forward_on_one_rank_only_names_rank_step_and_unit():
-    run_ranks(2, straggler_case)
+def test_a_forward_on_one_rank_only_names_rank_step_and_unit(tmp_path):
+    run_ranks(2, straggler_case, str(tmp_path))
 
 
 def save_alone_case(folder: str) -> None:
