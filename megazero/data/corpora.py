@@ -100,9 +100,10 @@ def _find(entry: str, flag: str) -> list[Corpus]:
 
 def _find_named(name: str, flag: str) -> list[Corpus]:
     pattern, text = NAMED_CORPORA[name]
-    prefixes = [Path(found).with_suffix("") for found in sorted(glob.glob(pattern))]
-    if prefixes:
-        return [Corpus(prefix, True) for prefix in prefixes]
+    part = flag.strip("-").partition("-")[0]  # what scripts/prepare_webtext.sh has split off is no training data
+    for own in (pattern.replace("*", f"{part}_*"), pattern):
+        if prefixes := [Path(found).with_suffix("") for found in sorted(glob.glob(own))]:
+            return [Corpus(prefix, True) for prefix in prefixes]
     if Path(text).is_file():
         return [Corpus(Path(text), False)]
     raise FileNotFoundError(

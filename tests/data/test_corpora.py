@@ -88,6 +88,11 @@ def test_webtext_and_wikipedia(folder):
         Corpus(Path("data/webtext/b"), True, 0.25),
         Corpus(Path("plain"), True, 0.5),
     ]
+    parts = ("train", "valid", "test")
+    for part in parts:  # as scripts/prepare_webtext.sh leaves them
+        (folder / f"data/webtext/{part}_text_document.bin").write_bytes(b"")
+    for part in parts:
+        assert find_corpora(["webtext"], f"--{part}-data") == [Corpus(Path(f"data/webtext/{part}_text_document"), True)]
 
 
 def test_missing_and_foreign_files(folder):
