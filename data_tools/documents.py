@@ -9,9 +9,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from data_tools.optional import require
 from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
@@ -40,7 +41,7 @@ def list_inputs(
         flag: where they come from, for messages.
 
     Raises:
-        FileNotFoundError: a file or folder is missing.
+        FileNotFoundError: a file or folder is missing. PermissionError: a folder cannot be read.
         ValueError: a folder holds no such files, or not yet all of them; or a file is of another kind or named twice.
     """
     suffixes = _DOCUMENT_SUFFIXES if formats == OUTPUT_FORMATS else (f".{formats[0]}",)
@@ -48,7 +49,7 @@ def list_inputs(
     paths: list[Path] = []
     for value in map(Path, values):
         if value.is_dir():
-            files = sorted(path for path in value.rglob("*") if path.is_file())
+            files = _files_in(value)
             _check_finished(value, files, suffixes, flag)
             found = [path for path in files if _is_known(path, suffixes)]
             if not found:
@@ -66,6 +67,18 @@ def list_inputs(
             raise ValueError(f"{flag} {path} is named twice: its documents would be, too")
         seen.add(path.resolve())
     return paths
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Sorted; also behind links to folders, and an OSError where a subfolder cannot be read: no document is lost silently."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    tree = os.walk(folder, onerror=fail, followlinks=True)
+    paths = (Path(parent, name) for parent, _, names in tree for name in names)
+    # A broken link is for its reader to report.
+    return sorted(path for path in paths if path.is_file() or path.is_symlink())
 
 
 def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import json
@@ -10,6 +11,7 @@ import random
 import re
 import signal
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -298,6 +300,26 @@ def test_inputs_are_checked(tmp_path):
     (tmp_path / "other" / "part0.jsonl").touch()
     with pytest.raises(ValueError, match="would both become"):
         run([inputs[0], tmp_path / "other" / "part0.jsonl"], tmp_path / "out", workers=1, format="jsonl")
+
+
+def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
+    (inputs,) = make_files(tmp_path / "in", count=1)
+    (elsewhere,) = make_files(tmp_path / "elsewhere", count=1)
+    (tmp_path / "in" / "linked").symlink_to(elsewhere.parent)
+    assert list_inputs([tmp_path / "in"]) == [tmp_path / "in" / "linked" / elsewhere.name, inputs]
+    (tmp_path / "in" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="gone.jsonl"):
+        run([tmp_path / "in"], tmp_path / "out.jsonl", workers=1)
+    scandir = os.scandir  # of root, who may run the tests, permissions are not asked
+
+    def refused(path):
+        if Path(path).name == "linked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError, match="linked"):
+        list_inputs([tmp_path / "in"])
 
 
 def test_progress_without_a_terminal_logs_rates_and_the_time_left(caplog):
