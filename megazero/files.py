@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _SAMPLE_BYTES = 1 << 16
+# Of `zstd --long=31`, as dumps of Reddit are; such a file takes as much memory wherever it is read.
+_LARGEST_WINDOW = 1 << 31
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 """What reading a damaged or cut off compressed file raises."""
@@ -177,7 +179,7 @@ class _ZstdReader(io.RawIOBase):
                     raise EOFError("the file ends inside of a compressed frame")
                 return 0
             if self._frame is None:
-                self._frame = self._package.ZstdDecompressor().decompressobj()
+                self._frame = self._package.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
             try:
                 self._text = self._frame.decompress(pending)
             except self._package.ZstdError as error:

@@ -165,6 +165,16 @@ def test_empty_files_make_empty_outputs_and_are_reported(tmp_path, caplog):
     assert (tmp_path / "out" / "b.jsonl").read_bytes() == b""
 
 
+def test_a_zst_file_of_the_longest_window_is_read(tmp_path):
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, hash_log=6, chain_log=6)
+    # A stream knows no size, so its frame has the whole window.
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(stream.compress(dump({"text": "the " * 20})) + stream.flush())
+    assert run([tmp_path / "a.jsonl.zst"], tmp_path / "b.jsonl", workers=1)["kept"] == 1
+
+
 @pytest.mark.parametrize("ending", ["gz", "xz", "zst"])
 def test_a_cut_off_file_is_an_error_that_names_it(tmp_path, ending):
     import lzma
