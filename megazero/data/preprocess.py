@@ -136,8 +136,8 @@ def _check_documents(partial: PartialShard, key: str) -> None:
         why = f"; the first: {counts.errors[0]}" if counts.errors else ""
         raise ValueError(
             f"no line of {', '.join(map(str, partial.shard.inputs))} holds a text under the key {key!r}: {counts.lines} lines, "
-            f"{counts.bad_lines} bad, {counts.documents} without text{why}. Name the key with --json-keys (--text-key when "
-            "training)."
+            f"{counts.bad_lines} bad, {counts.documents} without text{why}. Each line must be one JSON object, in UTF-8; "
+            "name the key of its text with --json-keys (--text-key when training)."
         )
 
 

@@ -123,9 +123,15 @@ def test_other_tokenizers(folder, capsys):
         ("in.jsonl --tokenizer-path v --memory 1M", "error: --memory 1M is too little for one process"),
         ("in.jsonl --tokenizer-path v --json-keys body", "error: no line of in.jsonl holds a text"),
         ("bad.jsonl --tokenizer-path v --strict", "error: bad.jsonl:2: bad JSON"),
+        (
+            "array.json --tokenizer-path v",
+            "error: no line of array.json holds a text under the key 'text': 1 lines, 1 bad, 0 without text; the first: "
+            "array.json:1: not a JSON object but list. Each line must be one JSON object, in UTF-8",
+        ),
     ],
 )
 def test_errors_are_one_line(folder, flags, message):
+    (folder / "array.json").write_text('[{"text": "a"}, {"text": "b"}]\n')
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{\n')
     with pytest.raises(SystemExit) as error:
         main(["tokenize", "--output-prefix", "c", "--input", *flags.split()])
