@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -29,12 +32,17 @@ def full_disk_named(what: str, kept: str = "what is done is kept") -> Iterator[N
 def check_ours(outputs: Sequence[Path], flag: str, *vouchers: Path) -> None:
     """Raises a ValueError where an output exists that no run of these tools has made: it would be overwritten.
 
+    One that another run has made will be, and a line says so.
+
     Args:
         flag: that names the output, for the message.
         vouchers: records of finished runs, and journals of unfinished ones: where one of them is there, the outputs are ours.
     """
     found = [path for path in outputs if path.exists()]
-    if found and not any(path.exists() for path in vouchers):
+    if not found:
+        return
+    if not any(path.exists() for path in vouchers):
         raise ValueError(
             f"{flag} {found[0]} exists and was not made by this tool. Move it away, or choose another name."
         )
+    logger.info("%s is of another run (other input or settings): it stays until this one has replaced it", found[0])
