@@ -10,8 +10,8 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
-from multiprocessing import current_process, get_context
+from contextlib import contextmanager, suppress
+from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -73,13 +73,14 @@ class _Pool:
         self._processes: list[Any] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, int] = {}
-        for _ in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, function), daemon=True)
-            process.start()
-            there.close()  # the worker's copy is now the only one, so its death closes the pipe
-            self._processes.append(process)
-            self._idle.append(here)
+        with _interrupts_held():
+            for _ in range(workers):
+                here, there = context.Pipe()
+                process = context.Process(target=_work, args=(there, function), daemon=True)
+                process.start()
+                there.close()  # the worker's copy is now the only one, so its death closes the pipe
+                self._processes.append(process)
+                self._idle.append(here)
 
     @property
     def has_idle(self) -> bool:
@@ -116,6 +117,17 @@ class _Pool:
             process.join()
         for pipe in (*self._idle, *self._busy):
             pipe.close()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and never reaches what is started inside, which would print a traceback."""
+    resource_tracker.ensure_running()  # which would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _died() -> RuntimeError:

@@ -113,6 +113,23 @@ def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
     assert process.returncode != 0 and b"in _work" not in errors, "workers say nothing"
 
 
+STARTING = """
+import signal
+from megazero.data.workers import ordered_map
+def is_held(_):
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+if __name__ == "__main__":
+    print([held for _, held in ordered_map(is_held, range(3), 2)], is_held(0))
+"""
+
+
+def test_control_c_does_not_reach_workers_that_are_just_starting(tmp_path):
+    (tmp_path / "run.py").write_text(STARTING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, tmp_path / "run.py"], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"[True, True, True] False\n"
+
+
 def running(group):
     """Processes of a process group that have not ended (zombies, which nobody may reap in a container, have)."""
     found = []
