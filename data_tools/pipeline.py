@@ -9,8 +9,8 @@
       - {step: merge, name: all, output: all.jsonl.zst}
       - {step: shuffle, input: "${all}", output: shuffled.jsonl.zst}
 
-Every other entry is a flag of the step: `min-tokens: 128`, a list for several values, true for a flag without a value, and
-false or null for a flag that is not given. An output lies in the folder unless it is absolute; `${NAME}` is where the output of
+Every other entry is a flag of the step: `min-tokens: 128`, a list for several values, true or false for a flag without a value,
+and null for a flag that is not given. An output lies in the folder unless it is absolute; `${NAME}` is where the output of
 an earlier step lies. FOLDER/manifest.json records what was run, with which versions, and the statistics of each step.
 
     python -m data_tools run data_tools/openwebtext.yaml --set raw=/data/openwebtext
@@ -68,7 +68,7 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not isinstance(content.get("steps"), list) or not content["steps"]:
         raise ValueError(f"{path}: expected an entry `steps` with a list of steps")
     unknown = set(content) - {"folder", "variables", "defaults", "steps"}
@@ -103,8 +103,9 @@ def _filled(value: str, variables: dict[str, str], path: Path) -> str:
         ) from error
 
 
-def _flags(step: str) -> set[str]:
-    return {flag for action in step_parser(step)._actions for flag in action.option_strings}
+def _flags(step: str) -> dict[str, bool]:
+    """Flag -> whether it takes a value."""
+    return {flag: action.nargs != 0 for action in step_parser(step)._actions for flag in action.option_strings}
 
 
 def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) -> list[str]:
@@ -117,6 +118,11 @@ def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) 
     variables = pipeline.variables | outputs
     argv: list[str] = []
     for name, value in flags.items():
+        if isinstance(value, bool) and known.get(f"--{name}"):
+            raise ValueError(
+                f"{pipeline.path}: step {step['step']}: {name} takes a value, not {str(value).lower()}, which YAML also makes of "
+                f"yes, no, on and off: quote such a word, or write null to leave --{name} out."
+            )
         if value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]

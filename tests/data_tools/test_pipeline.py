@@ -195,7 +195,7 @@ def write_pipeline(folder, text):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("steps: [", "is not YAML"),
+        ("steps: [", r"^.*p.yaml is not YAML: .* line 1, column 9: .*\Z"),
         ("folder: x", "expected an entry `steps`"),
         ("steps: [{step: cleen}]", "step 1 needs an entry `step`"),
         ("steps: [{step: run}]", "step 1 needs an entry `step`"),
@@ -205,6 +205,10 @@ def write_pipeline(folder, text):
             "step merge: there is no flag --colour",
         ),
         ("steps: [{step: merge, input: a.jsonl}]", "step merge: .*required: --output"),
+        (  # Norwegian
+            "steps: [{step: clean, input: a.jsonl, output: b.jsonl, language: no, min-tokens: 0}]",
+            "step clean: language takes a value, not false, .* quote such a word",
+        ),
         ("steps: [{step: merge, input: a.jsonl, ouput: b}]", "step merge: there is no flag --ouput, only --output"),
         (
             "defaults: {memroy: 1G}\nsteps: [{step: merge, input: a.jsonl, output: b}]",
