@@ -1,7 +1,8 @@
 """Drops documents that share a sequence of words with evaluation sets, so that a model is not tested on what it was trained on.
 
 Brown et al. 2020 (arXiv:2005.14165, appendix C) take sequences of 13 words, in lower case and without punctuation, as here. The
-reason in the sidecar is `contaminated`, its detail the first shared sequence and the evaluation file that has it.
+reason in the sidecar is `contaminated`, its detail the first shared sequence and the evaluation file that has it. An
+evaluation file that holds no text is an error, and so are texts that are all too short.
 
     python -m data_tools decontaminate --input clean/ --output train/ --evaluation lambada.jsonl wikitext.txt
 """
@@ -128,7 +129,8 @@ def evaluation_table(
     """Sorted hashes of all sequences in the evaluation files, the file of each, and how many texts are too short to have one.
 
     Raises:
-        ValueError: a line holds no document (an evaluation set is taken whole or not at all), or the table outgrows --memory.
+        ValueError: a line holds no document (an evaluation set is taken whole or not at all), there is no text, none is long
+            enough, or the table outgrows --memory.
     """
     hashes: list[U64] = []
     sources: list[npt.NDArray[np.uint16]] = []
@@ -148,8 +150,14 @@ def evaluation_table(
                     f"--evaluation: more than {total} sequences of words at {path}, for which --memory is too little. "
                     f"Give at least {4 * total * _BYTES_PER_NGRAM >> 20}M."
                 )
+        if not texts:
+            raise ValueError(f"--evaluation {path}: it holds no text. Leave it out, or get the file again.")
         progress.update(texts, path.stat().st_size, path.stat().st_size)
     progress.close()
+    if not total:
+        raise ValueError(
+            f"--evaluation: none of the texts has --ngram {hasher.size} words. Lower --ngram to look for any."
+        )
     table, first = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]), return_index=True)
     return table, np.concatenate([np.empty(0, np.uint16), *sources])[first], too_short
 

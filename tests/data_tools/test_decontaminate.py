@@ -57,6 +57,12 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
     (tmp_path / "e.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="--evaluation .*e.txt: invalid UTF-8 at byte 3"):
         run_step("decontaminate", *flags)
+    (tmp_path / "e.txt").write_text("too short")
+    with pytest.raises(ValueError, match="--evaluation: none of the texts has --ngram 13 words"):
+        run_step("decontaminate", *flags)
+    (tmp_path / "e.jsonl").touch()
+    with pytest.raises(ValueError, match="--evaluation .*e.jsonl: it holds no text"):
+        run_step("decontaminate", *flags[:-1], tmp_path / "e.jsonl")
 
 
 def test_hashes_differ_by_word_and_order_and_are_those_of_every_process():
