@@ -61,12 +61,17 @@ def list_inputs(
             raise ValueError(f"{flag} {value}: unknown kind of file, known are {kinds}")
         else:
             paths.append(value)
+    check_named_once(paths, flag)
+    return paths
+
+
+def check_named_once(paths: Sequence[Path], flag: str = "--input") -> None:
+    """Raises a ValueError where two of the paths are the same, however they are written."""
     seen: set[Path] = set()
     for path in paths:
         if path.resolve() in seen:
             raise ValueError(f"{flag} {path} is named twice: its documents would be, too")
         seen.add(path.resolve())
-    return paths
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
+from data_tools.documents import check_named_once
 from data_tools.done_marker import marker_path, read_marker, write_marker
 from megazero.data.cache import key_of
 from megazero.data.contents import check_unchanged, describe_files
@@ -45,7 +46,7 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is no such pair or folder, or a folder holds none.
-        ValueError: a value names a file of another kind.
+        ValueError: a value names a file of another kind, or a pair is named twice.
     """
     prefixes: list[Path] = []
     for entry in map(Path, inputs):
@@ -63,6 +64,7 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
                     f"--input {entry} is text, not tokens. Tokenize it first: python -m data_tools tokenize"
                 )
             prefixes.append(corpus.path)
+    check_named_once(prefixes)
     return prefixes
 
 

@@ -110,6 +110,8 @@ def test_a_folder_stands_for_its_pairs_in_the_order_of_their_names(tmp_path):
 
 def test_inputs_that_do_not_fit_are_refused(tmp_path):
     a = write(tmp_path / "a", A, tokenizer="s")
+    with pytest.raises(ValueError, match="--input .*a is named twice"):
+        merge_datasets([tmp_path, a], tmp_path / "m")
     with pytest.raises(ValueError, match="b stores int32, .*a uint16"):
         merge_datasets([a, write(tmp_path / "b", A[1:], np.int32)], tmp_path / "m")
     with pytest.raises(ValueError, match="b was tokenized with T .*sha256 other.*a with T .*sha256 s"):
@@ -131,7 +133,7 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypatch, caplog):
-    a = write(tmp_path / "a", A)
+    a, b = write(tmp_path / "a", A), write(tmp_path / "b", A)
     merge_datasets([a], tmp_path / "m")
     old = files(tmp_path / "m")
 
@@ -142,13 +144,13 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(preprocess, name, stop)
             with pytest.raises(KeyboardInterrupt):
-                merge_datasets([a, a], tmp_path / "m")
+                merge_datasets([a, b], tmp_path / "m")
         if name == "write_index":  # what was there is whole, and what was copied is kept
             assert files(tmp_path / "m") == old and (tmp_path / "m.done.json").exists()
             assert (tmp_path / "m.partial.0").stat().st_size == 2 * len(old[0])
     assert not (tmp_path / "m.idx").exists() and not (tmp_path / "m.done.json").exists()
     with caplog.at_level("INFO"):
-        assert merge_datasets([a, a], tmp_path / "m")["documents"] == 4
+        assert merge_datasets([a, b], tmp_path / "m")["documents"] == 4
     assert "m: continuing after" in caplog.text
     assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.done.json", "m.idx"]
 
