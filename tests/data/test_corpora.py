@@ -100,7 +100,9 @@ def test_missing_and_foreign_files(folder):
         FileNotFoundError, match="--train-data nothing: found no nothing.idx, no nothing_text_document.idx"
     ):
         find_corpora(["nothing"])
-    with pytest.raises(ValueError, match="t.txt is neither an indexed corpus .* nor loose JSON"):
+    with pytest.raises(
+        ValueError, match="t.txt is neither an indexed corpus .* nor loose JSON .*made JSON lines first"
+    ):
         find_corpora(["t.txt"])
 
 
