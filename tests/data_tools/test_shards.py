@@ -126,7 +126,7 @@ BAD_LINES = {
     b'{"body": "no text"}': "no key 'text' (its keys: body)",
     b'{"text": 5}': "not a string but int",
     b"[1, 2]": "not a JSON object but list",
-    b'{"text": "' + b"x" * 60_000 + b'"}': "a line of 60013 bytes, more than the 50000 allowed",
+    b'{"text": "' + b"x" * 60_000 + b'"}': "a line of 60013 bytes, more than the 50000 allowed (--max-line-mb",
 }
 
 
