@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from data_tools.optional import require
 from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
 from megazero.data.partial_shard import JOURNAL
-from megazero.files import is_compressed
+from megazero.files import append_suffix, is_compressed
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
@@ -28,7 +28,7 @@ _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".parquet", ".wet", ".warc")
 ID_KEYS = ("id", "url")
 """The entries that name a document."""
 _PIECE_BYTES = 1 << 20
-_SIDECAR_ENDS = (".dropped.jsonl", ".done.json", ".manifest.json")
+_SIDECAR_ENDS = (".dropped.jsonl", ".done.json", "manifest.json", JOURNAL)
 
 
 def list_inputs(
@@ -97,7 +97,17 @@ def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str]
 
 
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
-    return document_suffix(path) in suffixes and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
+    is_document = document_suffix(path) in suffixes and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
+    return is_document and not _is_token_record(path)
+
+
+def _is_token_record(path: Path) -> bool:
+    prefix = path.with_suffix("")
+    if path.suffix != ".json" or not any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL)):
+        return False
+    from megazero.data.sidecar import read_sidecar  # which needs numpy
+
+    return read_sidecar(prefix) is not None
 
 
 def document_suffix(path: Path) -> str:

@@ -16,6 +16,7 @@ import zstandard
 
 from data_tools import preprocess_data
 from data_tools.__main__ import main
+from data_tools.documents import list_inputs
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import build_tokenizer
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data, write_jsonl
@@ -219,6 +220,21 @@ def test_a_file_that_is_cut_off_is_an_error_and_makes_nothing_that_looks_whole(f
         main(["tokenize", "--input", "cut.jsonl.zst", "--output-prefix", "c", "--tokenizer-path", "v"])
     made = {path.name.removeprefix("c_text_document") for path in folder.glob("c_*")}
     assert made == {".partial.json", ".partial.0", ".partial.1", ".dropped.partial"}
+
+
+def test_what_a_run_writes_into_the_folder_of_its_input_is_no_input(folder, capsys):
+    (folder / "in").mkdir()
+    write_jsonl(folder / "in" / "a.jsonl", make_texts(5))
+    (folder / "in" / "b.jsonl.zst").write_bytes(zstandard.compress(b"{}")[:-1])
+    flags = ("--input", "in", "--output-prefix", "in/c", "--tokenizer-path", "v")
+    before = list_inputs(["in"])
+    with pytest.raises(SystemExit, match="cut off"):
+        main(["tokenize", *flags])
+    assert (folder / "in" / "c_text_document.partial.json").exists() and list_inputs(["in"]) == before
+    (folder / "in" / "b.jsonl.zst").unlink()
+    run(capsys, *flags)
+    (folder / "in" / "manifest.json").write_text("{}")  # of a pipeline
+    assert (folder / "in" / "c_text_document.json").exists() and list_inputs(["in"]) == before[:1]
 
 
 SURROGATES = b"""{"text": "half \\ud83d a pair", "id": "a"}
