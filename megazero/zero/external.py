@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 
+from megazero.zero.hooks import Hook
 from megazero.zero.parameter import bucket_of
 
 if TYPE_CHECKING:
@@ -61,9 +61,8 @@ class Forwards:
 
     def watch(self, module: nn.Module) -> list[Any]:
         """Counts the module in from now on; returns the handles."""
-        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-        before = module.register_forward_pre_hook(enter, prepend=True)
-        return [before, module.register_forward_hook(leave, always_call=True)]
+        before = module.register_forward_pre_hook(Hook(self._enter), prepend=True)
+        return [before, module.register_forward_hook(Hook(self._leave), always_call=True)]
 
     @property
     def innermost(self) -> nn.Module | None:

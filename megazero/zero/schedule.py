@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket, gradient_of
 from megazero.zero.external import Forwards, external_parameters, register_external_parameter, register_schedule
+from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
@@ -81,12 +82,12 @@ class Schedule:
             self.watch_gradients(bucket)
         if any(bucket.sharding.parameters for bucket in buckets):
             self._handles += self._forwards.watch(model)
-            self._handles.append(model.register_forward_pre_hook(self._before_model, prepend=True))
-            self._handles.append(model.register_forward_hook(self._after_model))
+            self._handles.append(model.register_forward_pre_hook(Hook(self._before_model), prepend=True))
+            self._handles.append(model.register_forward_hook(Hook(self._after_model)))
             root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
             for module in model.modules():  # a part of the model may be called alone
                 if module is not model and root.intersection(module.parameters(recurse=False)):
-                    self._handles.append(module.register_forward_pre_hook(self._before_root_module, prepend=True))
+                    self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
             for index, unit in enumerate(units):
                 self._handles += self._forwards.watch(unit)
                 self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
@@ -272,11 +273,9 @@ class Schedule:
         def forget_inputs(*_: Any) -> None:  # and their graphs, which a forward that has failed would keep
             inputs.clear()
 
-        self._handles.append(
-            module.register_forward_pre_hook(_outside_graphs(before_forward), with_kwargs=True, prepend=True)
-        )
-        self._handles.append(module.register_forward_hook(_outside_graphs(after_forward)))
-        self._handles.append(module.register_forward_hook(_outside_graphs(forget_inputs), always_call=True))
+        self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(Hook(after_forward)))
+        self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
 
     def _gather(self, buckets: list[Bucket], prefetch: Callable[[], None] = lambda: None) -> None:
         """Makes buckets whole; what comes next is asked for before this one is waited for."""
@@ -391,8 +390,7 @@ class Schedule:
                     if tensor.is_leaf:
                         self._has_leaf_inputs.add(index)
 
-        hook = _outside_graphs(before_forward)
-        self._handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 
     def _wait(self, wait: Callable[[], None], bucket: Bucket, what: str) -> None:
         try:
@@ -432,8 +430,3 @@ def _without_views(output: Any, buckets: list[Bucket]) -> Any:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _outside_graphs(hook: Callable) -> Callable:
-    """`hook`, which torch.compile leaves alone where it compiles the module that it is registered on."""
-    return torch.compiler.disable(hook)

@@ -159,7 +159,9 @@ def compile_case(how: str) -> None:
     for stage in STAGES:
         torch.manual_seed(0)
         model = Toy()
-        for block in model.blocks:
+        if how == "model":
+            model.compile(backend="aot_eager")
+        for block in model.blocks if how != "model" else ():
             if how == "module":
                 block.compile(backend="aot_eager")
             else:
@@ -171,7 +173,7 @@ def compile_case(how: str) -> None:
             )
 
 
-@pytest.mark.parametrize("how", ["module", "forward"])
+@pytest.mark.parametrize("how", ["module", "forward", "model"])
 def test_compiled_blocks_train_as_plain_ones(how):
     run_ranks(2, compile_case, how)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +73,33 @@ def held_case() -> None:
 
 def test_steps_and_writes_inside_of_gathered_parameters_are_refused():
     run_ranks(2, held_case)
+
+
+def copy_case() -> None:
+    """A copy is another plain module, whose use between an engine's forward and backward is nothing to it."""
+    mpu.initialize_model_parallel(1)
+    for stage in STAGES:
+        engines = [fresh(stage, optimizer="sgd", decay=0.0) for _ in range(2)]
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=r"sharded over .* not gathered now.*GatheredParameters"):
+                copy.deepcopy(engines[0].module)
+        with zero.GatheredParameters(list(engines[0].module.parameters())):
+            copies = copy.deepcopy(engines[0].module), pickle.loads(pickle.dumps(engines[0].module))
+        losses = [engine(my_batch()) for engine in engines]
+        for other in copies:
+            loss = other(my_batch())
+            assert torch.equal(loss.detach(), losses[0].detach())
+            loss.backward()
+            assert all(p.grad is not None for name, p in other.named_parameters() if name != "unused")
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+            engine.step()
+        states = [engine.state_dict() for engine in engines]
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_copy_of_the_model_is_a_plain_module():
+    run_ranks(2, copy_case)
 
 
 class Written(Toy):

@@ -1,0 +1,28 @@
+"""What the engine leaves on the modules of a user's model, and what becomes of it in a copy of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+
+class Hook:
+    """A module's hook that torch.compile leaves alone, and that a copy of the module goes without: nobody shards a copy."""
+
+    def __init__(self, hook: Callable) -> None:
+        self._call = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        """What the hook returns."""
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple:
+        """What `copy.deepcopy` and pickle make of it: nothing that reaches the engine."""
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
