@@ -167,5 +167,6 @@ class CheckpointingEngine(Engine):
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Loads full values, the same on every rank, into the module, however it is sharded. Collective."""
+        self._refuse_changed_model("load_module_state_dict()")
         self.channel.meet("load_module_state_dict")
         access.load_state_dict(self.module, self.buckets, state_dict, strict)

@@ -152,6 +152,7 @@ class Engine:
             model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
         self._trained = self._requires_grad()
+        self._held = {id(p) for bucket in self.buckets for p in bucket.parameters.values()}
         self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
         self._syncs = True
@@ -272,6 +273,22 @@ class Engine:
                 'initialize, or an "optimizer" section in its configuration.'
             )
 
+    def _refuse_changed_model(self, what: str) -> None:
+        """Raises where parameters of the model are not those that the engine holds, trains and saves."""
+        own = (parameter for module in self.module.modules() for parameter in module._parameters.values())
+        if {id(parameter) for parameter in own if parameter is not None} == self._held:
+            return
+        now = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        new = [name for key, name in now.items() if key not in self._held]
+        gone = [n for bucket in self.buckets for n, p in bucket.parameters.items() if id(p) not in now]
+        changes = [
+            f"{_some(names)} {verb}" for names, verb in ((new, "came into the model"), (gone, "left it")) if names
+        ]
+        raise EngineStateError(
+            f"{what}: {' and '.join(changes)} since the engine was made, which trains and saves those of that time. Add, "
+            "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
+        )
+
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
         self.schedule.is_last_micro_batch = True
@@ -281,7 +298,8 @@ class Engine:
         """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
 
         Raises:
-            EngineStateError: there was no backward before it, it is called inside of no_sync, or there is no optimizer.
+            EngineStateError: there was no backward before it, it is called inside of no_sync, there is no optimizer, or the
+                model has other parameters than the engine was made for.
         """
         self._refuse_without_optimizer("engine.step()")
         if not self._syncs:
@@ -292,6 +310,7 @@ class Engine:
             self.micro_steps += 1
             self._since_update += 1
             return
+        self._refuse_changed_model("engine.step()")
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
         if not (self._has_gradients and self.schedule.is_reduced):
@@ -364,6 +383,7 @@ class Engine:
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's state dictionary with full values on the CPU, whatever is sharded. Collective at stage 3."""
+        self._refuse_changed_model("module_state_dict()")
         if self.sharding.parameters:
             self.channel.meet("module_state_dict")
         self._optimizer.finish()
@@ -413,6 +433,7 @@ class Engine:
                 "save_checkpoint(exclude_frozen_parameters=True): this engine was made without an optimizer, so every parameter "
                 "is frozen, and none would be saved. Drop it."
             )
+        self._refuse_changed_model("save_checkpoint()")
         self.channel.meet_world("save_checkpoint")
         self._optimizer.finish()
         self._optimizer.refuse_torn()
@@ -477,6 +498,7 @@ class Engine:
             ValueError: it is of a model of another shape, or holds the state of another optimizer.
         """
         load_module_only = load_module_only or self.optimizer is None
+        self._refuse_changed_model("load_checkpoint()")
         self.channel.meet_world("load_checkpoint")
         self._optimizer.finish()
         self._follow_requires_grad()  # what has been unfrozen since gets its moments back
@@ -576,6 +598,11 @@ def _described(loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn"
+
+
+def _some(names: list[str]) -> str:
+    """The first three of them, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:

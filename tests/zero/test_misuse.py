@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megazero import mpu, utils, zero
+from megazero.engine import EngineStateError
 from tests.ranks import run_ranks
 from tests.zero.models import Block, Toy, make_engine, run, token_batches
 from tests.zero.test_dynamic import fresh, my_batch, one_step
@@ -100,6 +101,39 @@ def copy_case() -> None:
 
 def test_a_copy_of_the_model_is_a_plain_module():
     run_ranks(2, copy_case)
+
+
+def changed_model_case() -> None:
+    mpu.initialize_model_parallel(1)
+
+    def replace(model: nn.Module) -> None:
+        model.norm = nn.LayerNorm(5)
+
+    def tie(model: nn.Module) -> None:
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+
+    def add(model: nn.Module) -> None:
+        model.adapters = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    came, left = r"norm\.weight, norm\.bias came into the model", r"norm\.weight, norm\.bias left it since"
+    for change, message in (
+        (replace, f"{came} and {left}"),
+        (tie, r"blocks\.1\.up\.weight left it since the engine was made"),
+        (add, r"adapters\.0\.weight, adapters\.0\.bias, adapters\.1\.weight and 3 more came into the model since"),
+    ):
+        for stage in (1, 3):
+            engine = fresh(stage)
+            change(engine.module)
+            with pytest.raises(EngineStateError, match=message):
+                one_step(engine, my_batch())
+            for collective in (engine.state_dict, lambda e=engine: e.save_checkpoint("nowhere")):
+                with pytest.raises(EngineStateError, match=message):
+                    collective()
+            engine.destroy()
+
+
+def test_parameters_that_came_or_left_since_the_engine_was_made_are_named():
+    run_ranks(2, changed_model_case)
 
 
 class Written(Toy):
