@@ -142,6 +142,7 @@ class Engine:
             leave(self.buckets)
             raise
         self.optimizer = None if optimizer_factory is None else self._optimizer
+        self._optimizer.refuse_other_steps()
         access.register_optimizer(self._optimizer)
         self._handles = refuse_loading(model) if self.sharding.parameters else []
         self.placement: Placement | None = None
@@ -553,6 +554,7 @@ class Engine:
         if self.sharding.parameters:
             self.channel.meet("destroy")
         self._optimizer.finish()
+        self._optimizer.let_go()
         self.schedule.close()
         for handle in self._handles:
             handle.remove()

@@ -134,6 +134,28 @@ def test_megatrons_call_without_an_optimizer_rebinds_its_schedule():
     run_ranks(2, megatron_case)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_refused(one_rank, stage):
+    model = make_model()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, config=config)
+    with pytest.raises(RuntimeError, match=r"gradients are not summed .* Call engine\.step\(\)"):
+        optimizer.step()
+    engine.backward(loss_of(engine(torch.ones(2, 6))))
+    with pytest.raises(RuntimeError, match=r"given to an engine.*would train nothing. Call engine\.step\(\)"):
+        own.step()
+    if stage == 0:  # the first micro-batch of two, on this rank alone
+        with pytest.raises(RuntimeError, match="gradients are not summed"):
+            optimizer.step()
+    engine.step()
+    engine.backward(loss_of(engine(torch.ones(2, 6))))
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+    own.step()  # the caller's again
+
+
 def fp16_case(stage: int) -> None:
     model = make_model()
     config = {

@@ -119,10 +119,16 @@ class BucketOptimizer(SlicedOptimizer):
             later: the update goes on in the background; its weights are the model's after the next `step` or `finish`.
 
         Raises:
+            RuntimeError: gradients are not reduced.
             ValueError: `later`, and the optimizer is not Adam on the host.
         """
         self.finish()
         self.refuse_torn()
+        if not all(gradient_of(bucket).is_reduced for bucket in self._trained):
+            raise RuntimeError(
+                "optimizer.step(): gradients are not summed over the data-parallel ranks, or there are none. Call engine.step() "
+                "after every engine.backward(loss): it counts micro-batches, by which backward knows the last one."
+            )
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
@@ -189,8 +195,9 @@ class BucketOptimizer(SlicedOptimizer):
     @property
     def _steps_apart(self) -> bool:
         """Whether several calls of the torch optimizer's step() are as good as one: none that it counts, and nobody watches."""
-        hooks = (self.torch_optimizer._optimizer_step_pre_hooks, self.torch_optimizer._optimizer_step_post_hooks)
-        return type(self.torch_optimizer) in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) and not any(hooks)
+        torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
+        is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
+        return type(self.torch_optimizer) in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) and not is_watched
 
     def grad_norm(self) -> float:
         """The 2-norm of the mean gradient of the whole model, equal on every rank; one collective, one device sync.

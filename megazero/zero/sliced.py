@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero import comm
 from megazero.zero.bucket import MASTER, Bucket
@@ -65,6 +67,8 @@ class SlicedOptimizer:
         self.torch_optimizer = factory(
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
+        self._steps_slices = False  # step_slices() is under way
+        self._refusal: RemovableHandle | None = None
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
         states = list(self.state.values())  # Adagrad makes its state when it is built, and not for what comes later
         if states and any(bucket.is_trainable and bucket.states[MASTER].resident is None for bucket in buckets):
@@ -87,6 +91,23 @@ class SlicedOptimizer:
     def state(self) -> dict[Any, Any]:
         """The torch optimizer's state, by flat slice."""
         return self.torch_optimizer.state
+
+    def step_slices(self) -> None:
+        """The torch optimizer's step over the slices that have been given a gradient."""
+        self._steps_slices = True
+        try:
+            self.torch_optimizer.step()  # skips what has no gradient
+        finally:
+            self._steps_slices = False
+
+    def refuse_other_steps(self) -> None:
+        """Makes step() of the torch optimizer an error where its caller calls it, until `let_go`."""
+        self._refusal = self.torch_optimizer.register_step_pre_hook(_refuse_unless_stepped_by(ref(self)))
+
+    def let_go(self) -> None:
+        """Leaves the torch optimizer to whoever has it."""
+        if self._refusal is not None:
+            self._refusal.remove()
 
     def _cut(self, counters: dict[str, Counters]) -> list[Slice]:
         """The slices of what this rank owns and trains now, and of what is frozen and has state.
@@ -273,6 +294,20 @@ class SlicedOptimizer:
         self._hand_over()
         for group in self.param_groups if self._counts_in_group and counters else ():
             group.update({key: int(value) for key, value in next(iter(counters.values())).items()})
+
+
+def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
+    """A hook for the caller's own optimizer: its step() would find no gradients, and return as if it had trained."""
+
+    def refuse(*_: Any) -> None:
+        sliced = owner()
+        if sliced is not None and not sliced._steps_slices:
+            raise RuntimeError(
+                "optimizer.step(): it was given to an engine, which has the gradients, so that it would train nothing. "
+                "Call engine.step() after every engine.backward(loss)."
+            )
+
+    return refuse
 
 
 def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_trained: bool) -> Iterator[Slice]:

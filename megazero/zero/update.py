@@ -103,7 +103,7 @@ class Update:
             if len(in_one_pass) < len(tiles):
                 for tile in tiles:
                     self._set_gradients(tile, at_hand)
-                self._optimizer.torch_optimizer.step()  # skips what has no gradient
+                self._optimizer.step_slices()
             for tile in tiles:
                 self._take_back(tile, states[tile])
                 if tile not in in_one_pass:
