@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # How torch runs an optimizer, not what it computes: left to the optimizer that is made.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
+# What torch's schedules write into parameter groups when they are built.
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
 
 def client_optimizer(
     config: JsonConfig, optimizer: Any, model_parameters: Iterable[Any] | None, model: nn.Module
@@ -168,6 +171,14 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
             )
         logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
         for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
-            mine.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
-        given.optimizer = optimizer.torch_optimizer
+            cycled = ("momentum", "betas") if "max_momentum" in theirs else ()
+            mine.update({key: theirs[key] for key in (*_SCHEDULED, *cycled) if key in theirs})
+        _rebind(given, optimizer.torch_optimizer)
     return given
+
+
+def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Lets a schedule, and those that it is made of (torch's SequentialLR, ChainedScheduler), drive another optimizer."""
+    schedule.optimizer = optimizer
+    for part in getattr(schedule, "_schedulers", ()):
+        _rebind(part, optimizer)

@@ -134,6 +134,30 @@ def test_megatrons_call_without_an_optimizer_rebinds_its_schedule():
     run_ranks(2, megatron_case)
 
 
+S = torch.optim.lr_scheduler
+SCHEDULES = {
+    "one after the other": lambda o: S.SequentialLR(
+        o, [S.LinearLR(o, 0.1, total_iters=2), S.ExponentialLR(o, 0.5)], [2]
+    ),
+    "chained": lambda o: S.ChainedScheduler([S.ConstantLR(o, 0.5, total_iters=2), S.ExponentialLR(o, 0.5)]),
+    "of momentum too": lambda o: S.OneCycleLR(o, 0.5, total_steps=8),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_several_parts_is_rebound_with_all_of_them(one_rank, kind):
+    model = make_model()
+    schedules = [SCHEDULES[kind](torch.optim.AdamW(model.parameters(), lr=1e-2)) for _ in range(2)]
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=CONFIG, lr_scheduler=schedules[0])
+    for _ in range(5):
+        (want,) = schedules[1].optimizer.param_groups
+        assert [(g["lr"], g["betas"]) for g in optimizer.param_groups] == [(want["lr"], want["betas"])]
+        engine.backward(loss_of(engine(torch.ones(2, 6))))
+        engine.step()
+        schedules[1].optimizer.step()
+        schedules[1].step()
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_refused(one_rank, stage):
     model = make_model()
