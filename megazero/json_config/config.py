@@ -74,7 +74,7 @@ class JsonConfig:
     )
     dataloader_drop_last: bool = key(False, OBEYED, "drops a last incomplete batch")
     managed_gradient_accumulation: bool = key(True, REFUSED, "step() counts micro-batches")
-    sparse_gradients: bool = key(False, REFUSED, "gradients are dense")
+    sparse_gradients: bool = key(False, REFUSED, "gradients are dense, those of `nn.Embedding(sparse=True)` too")
     use_data_before_expert_parallelism: bool = key(False, REFUSED, "mixtures of experts are not built")
     disable_allgather: bool = key(False, NO_EFFECT, "updated weights travel in one all-gather per unit")
     allgather_size: int = key(500_000_000, NO_EFFECT, "buffers are sized by the model's units", above=0)

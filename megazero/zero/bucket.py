@@ -334,7 +334,8 @@ class Bucket:
                 ".half(), .cpu()), so that it would not be trained. Write values in place, or through "
                 "engine.load_module_state_dict(); move and convert a model before it is given to the engine."
             )
-        self.gradient.accumulate(segment, parameter.grad)
+        grad = parameter.grad  # nn.Embedding(sparse=True) makes a sparse one; G is dense
+        self.gradient.accumulate(segment, grad.to_dense() if grad.is_sparse else grad)
         parameter.grad = None
 
     # ---- all of it

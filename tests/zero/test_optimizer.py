@@ -87,6 +87,21 @@ def test_adagrad_trains_what_is_unfrozen_later(one_rank):
     assert engine.optimizer.counters()["blocks.0.up.weight"] == {"step": 1.0}
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_embedding_with_sparse_gradients_trains_as_with_dense_ones(one_rank, stage):
+    states = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4, sparse=is_sparse), nn.Linear(4, 3))
+        engine = engine_of(model, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9), stage)
+        for ids in ([1, 2, 2], [2, 5, 0]):
+            for _ in range(2):  # the second adds to what is there
+                engine.backward(engine(torch.tensor(ids)).square().mean())
+            engine.step()
+        states.append(engine.state_dict())
+    assert all(torch.equal(value, states[0][name]) for name, value in states[1].items())
+
+
 def test_unfreezing_what_no_group_has_is_told(one_rank, caplog):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     groups = {"0.weight": 0, "0.bias": 0, "1.bias": 0}
