@@ -314,6 +314,7 @@ class Engine:
         self._refuse_changed_model("engine.step()")
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
+            bucket.refuse_untaken_gradients()
         if not (self._has_gradients and self.schedule.is_reduced):
             raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."

@@ -109,6 +109,7 @@ class Bucket:
         )
         for parameter in parameters.values():
             set_bucket(parameter, self)
+            parameter.grad = None  # of a backward before, which is no part of the first step
         self.driver: Schedule | None = None  # whose hooks act on it
         self._separate_master = separate_master
         self.is_pending = False  # an update of it goes on in the background
@@ -323,6 +324,17 @@ class Bucket:
     def has_untrained_gradients(self) -> bool:
         """Whether gradients come here that the optimizer was not given, so that nobody knows when the last one has come."""
         return any(s.group == NO_GROUP and self.parameters[s.name].requires_grad for s in self.layout.segments)
+
+    def refuse_untaken_gradients(self) -> None:
+        """Raises where a trained parameter has a `.grad` before an update, which would pass it by and join the next one."""
+        with asked_directly():
+            name = next((s.name for s in self.trained_segments if self.parameters[s.name].grad is not None), None)
+        if name is not None:
+            raise RuntimeError(
+                f"Parameter {name!r} has a .grad that engine.step() would not apply: engine.backward(loss) takes all that come, "
+                "and leaves none. To change one write utils.safe_set_full_grad(parameter, values); to clip set "
+                "gradient_clipping. After unfreezing parameters call engine(...), not engine.module(...)."
+            )
 
     def accumulate(self, segment: Segment) -> None:
         """Adds the parameter's `.grad` to G, and drops it: `.grad` never outlives the hook."""

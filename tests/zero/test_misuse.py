@@ -136,6 +136,29 @@ def test_parameters_that_came_or_left_since_the_engine_was_made_are_named():
     run_ranks(2, changed_model_case)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_in_parameters_are_dropped_before_an_engine_and_refused_before_its_step(one_rank, stage):
+    losses = []
+    for has_gradients in (False, True):
+        torch.manual_seed(0)
+        model = Toy()
+        if has_gradients:
+            model(my_batch()).backward()
+        engine = make_engine(model, stage, optimizer="sgd")
+        one_step(engine, my_batch())
+        losses.append(engine(my_batch(1)).item())
+    assert losses[0] == losses[1]
+    engine.backward(engine(my_batch()))
+    weight = model.blocks[0].up.weight
+    weight.grad = torch.zeros(weight.shape)  # as if it counted
+    with pytest.raises(
+        RuntimeError, match=r"'blocks\.0\.up\.weight' has a \.grad that engine\.step\(\) would not apply"
+    ):
+        engine.step()
+    weight.grad = None
+    engine.step()
+
+
 class Written(Toy):
     """Its forward writes into parameters, in one of three ways."""
 
