@@ -92,11 +92,16 @@ class ActivationCheckpointer:
         call = Call(self, function, args, kwargs)
         originals = [call.take_tensors()]
         held = [(x.detach(), x._version) for x in call.held(originals[0])]
+        errors: list[BaseException] = []
 
         def run() -> Any:
             if originals:
-                with self.measured("checkpoint forward"):
-                    return call.run(originals.pop())
+                try:
+                    with self.measured("checkpoint forward"):
+                        return call.run(originals.pop())
+                except BaseException as error:  # which torch 2.8 would not take down its hooks for
+                    errors.append(error)
+                    return None
             if any(x._version != version for x, version in held):
                 raise RuntimeError(
                     "checkpoint: an argument has been modified by an inplace operation since, so its values are gone."
@@ -106,7 +111,10 @@ class ActivationCheckpointer:
 
         try:
             # Random streams and autocast are the call's own business, as the tracker's streams are none of torch's.
-            return torch.utils.checkpoint.checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+            outputs = torch.utils.checkpoint.checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+            if errors:
+                raise errors.pop()
+            return outputs
         except BaseException:
             call.drop()
             raise
