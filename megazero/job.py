@@ -40,6 +40,12 @@ from megazero.zero.optimizer import BucketOptimizer
 
 logger = logging.getLogger(__name__)
 
+# Parts of the configuration that say which samples come, and in which order.
+SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
+
+# What no shape of a parameter shows, and makes the same weights another model.
+UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
+
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 
@@ -237,14 +243,28 @@ def load(job: Job) -> None:
         fallback=flags.load_fallback,
         prepare=lambda reader: _prepare_to_continue(job, reader),
     )
-    if not flags.finetune and client["train_samples"] != job.train_samples:
+    if not flags.finetune and torch.distributed.get_rank() == 0:  # all ranks read the same
+        _warn_of_other_samples(job, client)
+    logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
+    """Says that the data do not go on where the checkpoint's run left them."""
+    if client["train_samples"] != job.train_samples:
         logger.warning(
             "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
             "and some samples come again",
             job.train_samples,
             client["train_samples"],
         )
-    logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+    saved, now = client["config"], asdict(job.config)
+    others = [f"--{name.replace('_', '-')}" for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
+    if others:
+        logger.warning(
+            "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
+            "again and others never",
+            ", ".join(others),
+        )
 
 
 def _refuse_wrong_directory(directory: str) -> None:
@@ -277,13 +297,17 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
     client, finetune = client_state(reader), job.config.checkpoint.finetune
     if "tokenizer_sha256" not in client:  # of another framework
-        logger.warning("%s does not say which vocabulary it was trained with: make sure that it is yours", reader.path)
+        level = logging.WARNING if torch.distributed.get_rank() == 0 else logging.INFO
+        logger.log(
+            level, "%s does not say which vocabulary it was trained with: make sure that it is yours", reader.path
+        )
     elif client["tokenizer_sha256"] != job.tokenizer.sha256:
         raise ValueError(
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 "
             f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
             "--merge-file, or the --tokenizer-path, that it was trained with."
         )
+    _refuse_other_model(job, reader.path, client)
     if finetune:
         return
     if "iteration" not in client:
@@ -300,6 +324,20 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
     job.first_loss = client["first_loss"]
     seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
+
+
+def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
+    saved = client.get("model")
+    if not isinstance(saved, dict):  # a script of one's own may mean something else by it
+        return
+    for name in UNSEEN_IN_SHAPES:
+        was, now = saved.get(name), getattr(job.config.model, name)
+        if was is not None and was != now:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"The checkpoint {path} was trained with {flag} {was}, now {now}: its weights would be another model, which no "
+                f"shape shows. Give {flag} {was}."
+            )
 
 
 def save(job: Job) -> None:

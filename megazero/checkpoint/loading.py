@@ -125,7 +125,8 @@ def _first_intact(directory: str | Path, tags: Sequence[str | None], read: Calla
         if not is_damaged or not remaining:
             kind = CheckpointError if is_damaged else comm.OtherRankError
             raise error or kind(f"rank {rank} cannot load: {message}")
-        logger.warning("%s Going back to the checkpoint before it.", message)
+        if torch.distributed.get_rank() == 0:  # every rank has the same message
+            logger.warning("%s Going back to the checkpoint before it.", message)
 
 
 def _open(directory: str | Path, tag: str | None) -> Reader:
