@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import math
 import os
 import sys
 import types
@@ -110,7 +111,8 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     kind: dict[str, Any] = {"help": text, "choices": choices}
     if typing.get_origin(hint) in (list, tuple):
         return {**kind, "nargs": "+", "type": typing.get_args(hint)[0]}
-    read = _integer if hint is int else _in_any_case(choices) if hint is str and choices else hint
+    readers = {int: _integer, float: _finite}
+    read = _in_any_case(choices) if hint is str and choices else readers.get(hint, hint)
     return {**kind, "type": read, "metavar": None if choices else hint.__name__.upper()}
 
 
@@ -126,6 +128,14 @@ def _integer(text: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
+
+
+def _finite(text: str) -> float:
+    """As in JSON, there is no nan and no inf: comparisons with nan are false, so that checks would let it pass."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
+    return value
 
 
 def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:

@@ -39,6 +39,10 @@ class ParallelConfig:
         False, "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation"
     )
 
+    def __post_init__(self) -> None:
+        if self.distributed_timeout_s <= 0:
+            raise ValueError(f"--distributed-timeout-s must be above 0, got {self.distributed_timeout_s}.")
+
 
 @dataclass(frozen=True)
 class DeepSpeedFlags:
@@ -92,6 +96,8 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {self.seed}.")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}.")
         if self.eval_iters < 0:

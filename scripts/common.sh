@@ -90,7 +90,7 @@ with socket.socket() as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind(("", int(sys.argv[1])))
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:
         sys.exit(f"error: MASTER_PORT={sys.argv[1]} cannot be used on this host ({error}). Choose a free one, or unset it on a single node.")
 PYTHON
 }

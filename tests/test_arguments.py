@@ -151,6 +151,14 @@ def test_flags_that_are_always_so_are_accepted():
             "--hidden-size 100 is not divisible by --num-attention-heads 16",
         ),
         ("stray", "Stray argument 'stray'"),
+        ("--clip-grad nan", "argument --clip-grad: must be a finite number, got nan"),
+        ("--lr inf", "argument --lr: must be a finite number, got inf"),
+        ("--adam-eps -1", "--adam-eps must be 0 or more"),
+        ("--layernorm-epsilon -1", "--layernorm-epsilon must be 0 or more"),
+        ("--init-method-std -1", "--init-method-std must be 0 or more"),
+        ("--distributed-timeout-s 0", "--distributed-timeout-s must be above 0"),
+        ("--seed -1", "--seed must lie between 0"),
+        ("--finetune", "--finetune takes the weights of a checkpoint: name its directory by --load"),
     ],
 )
 def test_bad_values_are_one_clear_error(flags, message):

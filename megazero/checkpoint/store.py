@@ -50,6 +50,8 @@ class CheckpointConfig:
         if self.save_interval < 1 or self.keep_last < 0:
             found = f"{self.save_interval} and {self.keep_last}"
             raise ValueError(f"--save-interval must be 1 or more and --keep-last 0 or more, got {found}.")
+        if self.finetune and not self.load:
+            raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
 
 
 class DirectoryInUseError(OSError):

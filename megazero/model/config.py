@@ -96,6 +96,9 @@ class GPT2Config:
                     f"{_flag(name)} is {getattr(self, name)}: it is how many {what} the loss works off at a time, e.g. "
                     f"{example}, or 0 for all at once."
                 )
+        for name in ("layernorm_epsilon", "init_method_std"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} must be 0 or more, got {getattr(self, name)}.")
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")

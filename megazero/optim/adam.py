@@ -33,6 +33,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"--weight-decay and --clip-grad must be 0 or more, got {self.weight_decay} and {self.clip_grad}."
             )
+        if self.adam_eps < 0:
+            raise ValueError(f"--adam-eps must be 0 or more, got {self.adam_eps}.")
         if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
             raise ValueError(
                 f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {self.adam_beta1} and {self.adam_beta2}."
