@@ -6,8 +6,10 @@ python evaluate_gpt2.py --load DIR --task wikitext --valid-data wiki.test.tokens
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,8 +25,9 @@ from megazero.evaluation import (
     wikitext_detokenize,
     word_count,
 )
-from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
+from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint, read_text
 from megazero.metrics import table
+from megazero.model.config import GPT2Config
 from megazero.option import option
 
 logger = logging.getLogger("megazero.evaluate")
@@ -45,7 +48,9 @@ class EvaluationConfig:
         32, "new tokens that each window predicts; the smaller, the longer the context and the run"
     )
     seq_length: int | None = option(
-        None, "tokens per window (default: that of the training job)", aliases=("--eval-seq-length",)
+        None,
+        "tokens per window (default: that of the training job, else all positions)",
+        aliases=("--eval-seq-length",),
     )
     batch_size: int = option(
         8, "windows or passages per forward pass and data-parallel rank", aliases=("--eval-batch-size",)
@@ -54,8 +59,13 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.valid_data is None or not Path(self.valid_data).is_file():
             raise ValueError(f"--valid-data {self.valid_data or 'is missing'}: name the file to evaluate on.")
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
+        for flag, value in (("--batch-size", self.batch_size), ("--seq-length", self.seq_length)):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}.")
+
+    def window(self, client: Mapping[str, Any], model: GPT2Config) -> int:
+        """Tokens per window. An imported checkpoint does not say its training job's, and gets all positions."""
+        return self.seq_length or client.get("seq_length", model.max_position_embeddings)
 
 
 Checked = tuple[InferenceConfig, EvaluationConfig, Reader, Tokenizer]
@@ -73,11 +83,14 @@ def check(world_size: int) -> Checked:
 def main(checked: Checked) -> None:
     """Prints the checkpoint's result on the task."""
     config, task, reader, tokenizer = checked
-    model, groups = load_model(config, reader)
-    seq_length = task.seq_length or client_state(reader)["seq_length"]
     assert task.valid_data is not None
-    if task.task == "lambada":
+    if is_lambada := task.task == "lambada":
         texts = load_texts(task.valid_data, task.text_key)
+    else:
+        text = read_text(task.valid_data, "--valid-data")
+    model, groups = load_model(config, reader)
+    seq_length = task.window(client_state(reader), model.config)
+    if is_lambada:
         assert model.config.vocab_size is not None
         words = last_word_accuracy(
             model,
@@ -90,7 +103,6 @@ def main(checked: Checked) -> None:
         )
         rows = [("last words", f"{words.correct} of {words.total}"), ("accuracy", f"{words.accuracy:.4f}")]
     else:
-        text = Path(task.valid_data).read_text(encoding="utf-8")
         original_words = word_count(text)
         result = sliding_window_perplexity(
             model,

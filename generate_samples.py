@@ -12,8 +12,8 @@ from megazero.arguments import load_components
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.inference import InferenceConfig, load_model, open_checkpoint
-from megazero.model.generation import generate
+from megazero.inference import InferenceConfig, load_model, open_checkpoint, read_text
+from megazero.model.generation import check_sampling, generate
 from megazero.option import option
 
 logger = logging.getLogger("megazero.generate")
@@ -46,12 +46,15 @@ class SampleConfig:
             raise ValueError(
                 f"--num-samples and --out-seq-length must be at least 1, got {self.num_samples} and {self.out_seq_length}."
             )
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
     def prompts(self) -> list[str]:
         """The texts to continue, each as often as asked for."""
         texts = self.prompt or [""]
         if self.sample_input_file:
-            texts = Path(self.sample_input_file).read_text(encoding="utf-8").splitlines()
+            texts = read_text(self.sample_input_file, "--sample-input-file").splitlines()
+        if not texts:
+            raise ValueError(f"--sample-input-file {self.sample_input_file} is empty: write one prompt a line.")
         return [text for text in texts for _ in range(self.num_samples)]
 
 
@@ -65,8 +68,8 @@ def check(world_size: int) -> tuple[InferenceConfig, SampleConfig, Reader, Token
 def main(checked: tuple[InferenceConfig, SampleConfig, Reader, Tokenizer]) -> None:
     """Prints each prompt with its continuation."""
     config, sampling, reader, tokenizer = checked
-    model, _ = load_model(config, reader)
     texts = sampling.prompts()
+    model, _ = load_model(config, reader)
     prompts = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
     room = model.config.max_position_embeddings - max(len(prompt) for prompt in prompts)
     outputs = generate(

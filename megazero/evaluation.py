@@ -179,13 +179,13 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
         ValueError: a line is not a JSON object with a string under `text_key`; names file and line.
     """
     texts = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # not UTF-8 either
                 raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
             text = record.get(text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evaluate_gpt2 import EvaluationConfig
+from generate_samples import SampleConfig
 from megazero import mpu
 from megazero.evaluation import (
     last_word_accuracy,
@@ -18,7 +20,7 @@ from megazero.evaluation import (
     wikitext_detokenize,
     word_count,
 )
-from megazero.inference import InferenceConfig, open_checkpoint
+from megazero.inference import InferenceConfig, open_checkpoint, read_text
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import slice_full
@@ -203,9 +205,30 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path.write_text("a b\n")
     with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
         load_texts(path)
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
+        load_texts(path)
+    with pytest.raises(ValueError, match=f"--valid-data {path} is not UTF-8 text, at byte 10"):
+        read_text(str(path), "--valid-data")
     path.write_text(json.dumps(["text"]))
     with pytest.raises(ValueError, match="expected an object"):
         load_texts(path)
+
+
+def test_the_window_is_the_flags_the_jobs_or_all_positions():
+    assert EvaluationConfig(valid_data=__file__).window({}, CONFIG) == CONFIG.max_position_embeddings
+    assert EvaluationConfig(valid_data=__file__).window({"seq_length": 5}, CONFIG) == 5
+    assert EvaluationConfig(valid_data=__file__, seq_length=3).window({"seq_length": 5}, CONFIG) == 3
+    with pytest.raises(ValueError, match="--seq-length must be at least 1, got 0"):
+        EvaluationConfig(valid_data=__file__, seq_length=0)
+
+
+def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "prompts").touch()
+    with pytest.raises(ValueError, match="prompts is empty: write one prompt a line"):
+        SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()
+    with pytest.raises(ValueError, match="--temperature is -1"):
+        SampleConfig(temperature=-1)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,9 @@ class Reader:
         self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
         if content is None:
             if tag is None or not (self.path / "index.json").is_file():
+                missing = "it has no file `latest`" if tag is None else "the tag or the file `latest` names it"
                 raise FileNotFoundError(
-                    f"No checkpoint at {self.path}, which the tag or the file `latest` names. Name one that is there in "
+                    f"No checkpoint at {directory if tag is None else self.path}: {missing}. Name one that is there in "
                     "`latest`, or take another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the "
                     "other scripts)."
                 )

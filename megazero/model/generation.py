@@ -131,6 +131,17 @@ def _until(row: list[int], eod: int | None) -> list[int]:
     return row[: row.index(eod)] if eod in row else row
 
 
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuses options outside their ranges with a ValueError; it needs no model."""
+    for name, value, is_valid, valid in (
+        ("--temperature", temperature, temperature >= 0, "at least 0"),
+        ("--top-k", top_k, top_k >= 0, "at least 0 (0 is off)"),
+        ("--top-p", top_p, 0 <= top_p <= 1, "between 0 and 1 (0 is off)"),
+    ):
+        if not is_valid:
+            raise ValueError(f"{name} is {value}; it must be {valid}.")
+
+
 def _check(
     model: GPT2Model,
     prompts: Sequence[Sequence[int]],
@@ -139,14 +150,9 @@ def _check(
     top_k: int,
     top_p: float,
 ) -> None:
-    for name, value, is_valid, valid in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 0, "at least 0"),
-        ("--temperature", temperature, temperature >= 0, "at least 0"),
-        ("--top-k", top_k, top_k >= 0, "at least 0 (0 is off)"),
-        ("--top-p", top_p, 0 <= top_p <= 1, "between 0 and 1 (0 is off)"),
-    ):
-        if not is_valid:
-            raise ValueError(f"{name} is {value}; it must be {valid}.")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0.")
+    check_sampling(temperature, top_k, top_p)
     available = model.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not prompt:
