@@ -227,10 +227,10 @@ def load(job: Job) -> None:
             "Every node must see the same directory."
         )
     if tags[0] is None:
-        _refuse_wrong_directory(directory)
+        is_usual = flags.save is not None and Path(directory) == Path(flags.save)
+        _refuse_wrong_directory(directory, may_hold_a_log=is_usual)
         if flags.finetune:
             raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
-        is_usual = flags.save is not None and Path(directory) == Path(flags.save)
         level = logging.INFO if is_usual or torch.distributed.get_rank() != 0 else logging.WARNING
         logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory)
         return
@@ -267,7 +267,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
         )
 
 
-def _refuse_wrong_directory(directory: str) -> None:
+def _refuse_wrong_directory(directory: str, may_hold_a_log: bool) -> None:
     """Nothing is found where --load points to: a new run, or a mistake that would cost hours."""
     path = Path(directory)
     if path.is_file():
@@ -278,6 +278,11 @@ def _refuse_wrong_directory(directory: str) -> None:
         raise ValueError(
             f"--load {directory} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
             "it, or take the newest by --load-fallback."
+        )
+    if not may_hold_a_log and path.is_dir() and any(path.iterdir()):
+        raise ValueError(
+            f"--load {directory} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
+            "`python -m megazero.checkpoint import` makes one of another system's checkpoint."
         )
 
 

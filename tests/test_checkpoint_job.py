@@ -78,8 +78,13 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
 
 
 def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path):
-    for wrong, words in (("global_step12", "is one checkpoint: name the directory above it"), ("latest", "is a file")):
-        done = run_job([*FLAGS, *corpus, "--load", str(whole / wrong)], 1)
+    (tmp_path / "config.json").touch()  # as Hugging Face's models have one
+    for wrong, words in (
+        (whole / "global_step12", "is one checkpoint: name the directory above it"),
+        (whole / "latest", "is a file"),
+        (tmp_path, "holds other files, but no checkpoint of this job"),
+    ):
+        done = run_job([*FLAGS, *corpus, "--load", str(wrong)], 1)
         assert done.returncode != 0 and words in done.stdout and "Traceback" not in done.stdout, done.stdout
 
 
