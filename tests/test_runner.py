@@ -499,6 +499,8 @@ def test_slurm_allocation_is_seen_and_used(folder, monkeypatch):
     assert all(r["argv"] == ["script.py", "--local_rank=0", *NASTY] and r["FROM_FILE"] == "1" for r in ranks)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert "srun has started megazero on several nodes" in finish(start(folder, SHOW), status=2)[1]
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "two")
+    assert "error: SLURM_JOB_NUM_NODES=two is no number" in finish(start(folder, SHOW), status=2)[1]
 
 
 def test_port_that_is_taken_is_one_clear_line(folder):

@@ -169,12 +169,20 @@ def _is_loopback(host: str) -> bool:
 def _under_slurm(options: argparse.Namespace) -> bool:
     if options.launcher is not None or options.hostfile is not None or options.no_ssh or options.force_multi:
         return options.launcher == "slurm"
-    return "SLURM_JOB_ID" in os.environ and int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1
+    return "SLURM_JOB_ID" in os.environ and _count_of("SLURM_JOB_NUM_NODES") > 1
+
+
+def _count_of(variable: str) -> int:
+    """The number in a variable of Slurm's, 1 where it is unset or empty."""
+    text = os.environ.get(variable) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text} is no number: unset it, or start megazero in an allocation that sets it.")
+    return int(text)
 
 
 def _run_slurm(options: argparse.Namespace, program: Program) -> int:
     """srun takes this process's place: it forwards signals to the agents of all nodes, and returns the highest exit status."""
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if _count_of("SLURM_STEP_NUM_TASKS") > 1:
         raise ValueError(
             "srun has started megazero on several nodes or tasks: start it once, and it calls srun itself."
         )
