@@ -229,11 +229,11 @@ class Engine:
                 f"no_sync() cannot be used with ZeRO stage {self.zero.stage}: no rank has room for the gradients of another's "
                 "shard. Use stage 0 or 1, or gradient_accumulation_steps."
             )
-        self._syncs = False
+        outside, self._syncs = self._syncs, False
         try:
             yield
         finally:
-            self._syncs = True
+            self._syncs = outside
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulates the gradient of `loss / gradient_accumulation_steps`; reduces it at the last micro-batch.

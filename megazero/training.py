@@ -121,11 +121,11 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
             begin = time.perf_counter()
             save(job)
             saved_at, start = job.iteration, start + time.perf_counter() - begin
-        if stop or (flags.exit_interval and job.iteration % flags.exit_interval == 0):
+        if flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters:
+            stop = stop or f"--exit-interval {flags.exit_interval}"
+        if stop:
             job.stopped = True
-            logger.info(
-                "stopping after iteration %d: %s", job.iteration, stop or f"--exit-interval {flags.exit_interval}"
-            )
+            logger.info("stopping after iteration %d: %s", job.iteration, stop)
     if config.checkpoint.save and saved_at != job.iteration:
         save(job)
     job.engine.wait_for_checkpoint()

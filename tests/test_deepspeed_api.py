@@ -220,7 +220,8 @@ def accumulation_case(stage: int) -> None:
     assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (2, 1, True)
     if stage < 2:
         with engine.no_sync():
-            engine.backward(loss_of(engine(x)))
+            with engine.no_sync():
+                engine.backward(loss_of(engine(x)))
             with pytest.raises(AssertionError, match="no_sync"):
                 engine.step()
     else:

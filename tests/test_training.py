@@ -115,6 +115,14 @@ def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path)
     torch.testing.assert_close(torch.tensor(list(b.values())), torch.tensor(list(a.values())), rtol=1e-4, atol=1e-4)
 
 
+def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus, tmp_path):
+    cut = flags(corpus, tmp_path, 4, "--exit-interval", "2", "--eval-iters", "1")
+    done = run_job(cut, 1)
+    assert "stopping after iteration 2: --exit-interval 2" in done.stdout and "perplexity" not in done.stdout
+    done = run_job(cut, 1)
+    assert "stopping after" not in done.stdout and "validation perplexity" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
