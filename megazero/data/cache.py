@@ -1,7 +1,7 @@
 """Index arrays on disk, found again by a hash of everything that determines them.
 
-An entry is one .npy file per array and one .json with the full description, written last. Files are written aside and renamed, so
-any number of jobs may build the same entry at once: they write the same bytes, and readers see whole files only.
+An entry is one .npy file per array and one .json with the full description and checksums, written last. Files are written aside
+and renamed, so any number of jobs may build the same entry at once: they write the same bytes, and readers see whole files only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from megazero.files import append_suffix, written_aside
+from megazero.files import append_suffix, crc32, written_aside
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -34,8 +34,8 @@ class ArrayCache:
 
     Args:
         folder: where they lie; made at the first write.
-        is_expected: True where another rank has just built everything: an entry that is absent all the same is reported
-            once, since the folder then is not shared between the machines.
+        is_expected: True where another rank has just built or checked everything: checksums are not taken again, and an entry
+            that is absent all the same is reported once, since the folder then is not shared between the machines.
     """
 
     def __init__(self, folder: str | Path, is_expected: bool = False) -> None:
@@ -76,7 +76,8 @@ class ArrayCache:
                 with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
                     np.save(file, array, allow_pickle=False)
             with written_aside(append_suffix(stem, ".json")) as file:
-                content = {"description": description, "arrays": sorted(arrays)}
+                sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
+                content = {"description": description, "crc32": sums}
                 file.write(json.dumps(content, indent=1).encode() + b"\n")
         except OSError as error:
             raise ValueError(
@@ -90,14 +91,22 @@ class ArrayCache:
             content = json.loads(record.read_bytes())
             if _canonical(content["description"]) != _canonical(description):
                 raise ValueError("it describes other data")
-            return {
+            arrays = {
                 name: np.load(append_suffix(stem, f"-{name}.npy"), mmap_mode="r", allow_pickle=False)
-                for name in content["arrays"]
+                for name in content["crc32"]
             }
+            for name, array in arrays.items():
+                if not self._is_expected and _checksum(array) != content["crc32"][name]:
+                    raise ValueError(f"the checksum of {name} is another one")
+            return arrays
         except (ValueError, KeyError, TypeError, EOFError, FileNotFoundError) as error:
             raise ValueError(
                 f"{record} or an array beside it is damaged ({error}). Delete {stem}* and start again."
             ) from error
+
+
+def _checksum(array: np.ndarray) -> int:
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _canonical(description: Mapping[str, Any]) -> bytes:

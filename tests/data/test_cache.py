@@ -15,16 +15,16 @@ DESCRIPTION = {"kind": "k", "name": "n", "seed": 1}
 
 
 def arrays():
-    return {"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 3))}
+    return {"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 3)), "none": np.empty(0, np.uint32)}
 
 
 def test_entry_is_stored_with_its_description(tmp_path):
     found = ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
     assert found["a"].tolist() == [0, 1, 2, 3, 4] and found["b"].shape == (2, 3) and not found["a"].flags.writeable
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert len(names) == 3 and all(name.startswith("k-n-") for name in names), "nothing is left of writing aside"
+    assert len(names) == 4 and all(name.startswith("k-n-") for name in names), "nothing is left of writing aside"
     (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["description"] == {**DESCRIPTION, "format": 1}
+    assert json.loads(record.read_text())["description"] == {**DESCRIPTION, "format": 2}
 
 
 def test_built_once(tmp_path):
@@ -62,7 +62,7 @@ def test_many_processes_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["*.json", "*-a.npy"])
-@pytest.mark.parametrize("damage", ["cut", "pickle", "gone", "foreign"])
+@pytest.mark.parametrize("damage", ["cut", "pickle", "gone", "foreign", "a bit"])
 def test_damaged_entry_says_what_to_delete(tmp_path, ending, damage):
     cache = ArrayCache(tmp_path)
     cache.load_or_build(DESCRIPTION, arrays)
@@ -72,8 +72,12 @@ def test_damaged_entry_says_what_to_delete(tmp_path, ending, damage):
     elif damage == "pickle":
         np.save(path.with_suffix(""), np.array([{}], dtype=object), allow_pickle=True)
         path.with_suffix(".npy").replace(path)
+    elif damage == "a bit":
+        content = bytearray(path.read_bytes())
+        content[-3 if ending == "*-a.npy" else content.index(b"crc32") + 20] ^= 1
+        path.write_bytes(content)
     elif damage == "foreign":
-        path.write_text(json.dumps({"description": {}, "arrays": []}))
+        path.write_text(json.dumps({"description": {}, "crc32": {}}))
     elif ending == "*.json":
         return  # without the record there is no entry
     else:
