@@ -137,6 +137,7 @@ def subset_case(way):
 
 def worlds_of_scripts_case(path, backend):
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the other one may still connect
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size)
     channel = comm.Channel(comm.world())
