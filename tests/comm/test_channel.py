@@ -175,6 +175,7 @@ def object_group_case(most):
     before = sockets()
     group = comm.new_object_group()
     made = sockets() - before
+    dist.barrier()  # the exchange of who is ahead connects it with the others
     assert comm.all_gathered_objects(dist.get_rank(), group) == list(range(dist.get_world_size()))
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     return made
