@@ -276,10 +276,9 @@ class Engine:
 
     def _refuse_changed_model(self, what: str) -> None:
         """Raises where parameters of the model are not those that the engine holds, trains and saves."""
-        own = (parameter for module in self.module.modules() for parameter in module._parameters.values())
-        if {id(parameter) for parameter in own if parameter is not None} == self._held:
+        now = {id(parameter): name for name, parameter in self.module.named_parameters()}  # as the buckets were made
+        if now.keys() == self._held:
             return
-        now = {id(parameter): name for name, parameter in self.module.named_parameters()}
         new = [name for key, name in now.items() if key not in self._held]
         gone = [n for bucket in self.buckets for n, p in bucket.parameters.items() if id(p) not in now]
         changes = [

@@ -136,6 +136,18 @@ def test_parameters_that_came_or_left_since_the_engine_was_made_are_named():
     run_ranks(2, changed_model_case)
 
 
+class Hiding(Toy):
+    """Keeps its norm from optimizers and engines, as some models do with a frozen part."""
+
+    def named_parameters(self, *args, **kwargs):
+        return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if not name.startswith("norm."))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_a_model_does_not_name_have_not_come_into_it(one_rank, stage):
+    one_step(make_engine(Hiding(), stage), my_batch())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_in_parameters_are_dropped_before_an_engine_and_refused_before_its_step(one_rank, stage):
     losses = []
