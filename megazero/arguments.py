@@ -11,6 +11,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn
 
@@ -132,10 +133,10 @@ def _integer(text: str) -> int:
 
 def _finite(text: str) -> float:
     """As in JSON, there is no nan and no inf: comparisons with nan are false, so that checks would let it pass."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
-    return value
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
 
 
 def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:

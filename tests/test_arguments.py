@@ -152,6 +152,7 @@ def test_flags_that_are_always_so_are_accepted():
         ),
         ("stray", "Stray argument 'stray'"),
         ("--clip-grad nan", "argument --clip-grad: must be a finite number, got nan"),
+        ("--lr fast", "argument --lr: must be a finite number, got fast"),
         ("--lr inf", "argument --lr: must be a finite number, got inf"),
         ("--adam-eps -1", "--adam-eps must be 0 or more"),
         ("--layernorm-epsilon -1", "--layernorm-epsilon must be 0 or more"),
