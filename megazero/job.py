@@ -227,7 +227,7 @@ def load(job: Job) -> None:
             "Every node must see the same directory."
         )
     if tags[0] is None:
-        is_usual = flags.save is not None and Path(directory) == Path(flags.save)
+        is_usual = flags.save is not None and Path(directory).resolve() == Path(flags.save).resolve()
         _refuse_wrong_directory(directory, may_hold_a_log=is_usual)
         if flags.finetune:
             raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
