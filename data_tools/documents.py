@@ -80,10 +80,18 @@ def _files_in(folder: Path) -> list[Path]:
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    tree = os.walk(folder, onerror=fail, followlinks=True)
-    paths = (Path(parent, name) for parent, _, names in tree for name in names)
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(Path(parent, name), folder)]
+        paths += (Path(parent, name) for name in names)
     # A broken link is for its reader to report.
     return sorted(path for path in paths if path.is_file() or path.is_symlink())
+
+
+def _leads_back(path: Path, folder: Path) -> bool:
+    """Whether it is a link to what is found in the folder anyway (`latest -> part7`), or around it, perhaps for ever."""
+    target = path.resolve()
+    return path.is_symlink() and (target.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(target))
 
 
 def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:

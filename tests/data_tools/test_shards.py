@@ -316,6 +316,7 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     (inputs,) = make_files(tmp_path / "in", count=1)
     (elsewhere,) = make_files(tmp_path / "elsewhere", count=1)
     (tmp_path / "in" / "linked").symlink_to(elsewhere.parent)
+    (tmp_path / "in" / "latest").symlink_to(".")
     assert list_inputs([tmp_path / "in"]) == [tmp_path / "in" / "linked" / elsewhere.name, inputs]
     (tmp_path / "in" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="gone.jsonl"):
