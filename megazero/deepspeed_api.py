@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from megazero import comm
 from megazero.deepspeed_engine import DeepSpeedEngine
 from megazero.deepspeed_mpu import declare_cuts, parallel_groups
-from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, named_groups
+from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, given_back, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import setup_logging
 from megazero.mpu.groups import ParallelGroups
@@ -91,9 +91,17 @@ def initialize(
     declare_cuts(model, groups)
     if torch.distributed.get_rank() == 0:  # a script's own log may show all ranks
         logger.info("%s", told.describe())
-    engine = DeepSpeedEngine(
-        told, model, groups, factory, *grouped, lr_scheduler=lr_scheduler, collate_fn=collate_fn, zero_units=zero_units
-    )
+    with given_back(optimizer):
+        engine = DeepSpeedEngine(
+            told,
+            model,
+            groups,
+            factory,
+            *grouped,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
+            zero_units=zero_units,
+        )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,6 +118,19 @@ def _adopting(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
         return optimizer
 
     return adopt
+
+
+@contextmanager
+def given_back(optimizer: Any) -> Iterator[None]:
+    """Where the block raises, the caller's own optimizer has its parameters again, and not the flat slices."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    before = [group["params"] for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, parameters in zip(groups, before, strict=True):
+            group["params"] = parameters
+        raise
 
 
 def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[str, int], list[dict[str, Any]]]:

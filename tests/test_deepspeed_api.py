@@ -163,7 +163,9 @@ def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_ref
     model = make_model()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, config=config)
+    with pytest.raises(ZeroDivisionError):
+        deepspeed.initialize(model=model, optimizer=own, config=config, lr_scheduler=lambda _: 1 / 0)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, config=config)  # which has both again
     with pytest.raises(RuntimeError, match=r"gradients are not summed .* Call engine\.step\(\)"):
         optimizer.step()
     engine.backward(loss_of(engine(torch.ones(2, 6))))
