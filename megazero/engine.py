@@ -274,16 +274,23 @@ class Engine:
                 'initialize, or an "optimizer" section in its configuration.'
             )
 
-    def _refuse_changed_model(self, what: str) -> None:
-        """Raises where parameters of the model are not those that the engine holds, trains and saves."""
+    def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:
+        """Raises where parameters of the model are not those that the engine holds, trains and saves.
+
+        Args:
+            may_have_frozen: what does not train may have come into the model: nothing is wrong until it is to be saved.
+        """
         now = {id(parameter): name for name, parameter in self.module.named_parameters()}  # as the buckets were made
         if now.keys() == self._held:
             return
-        new = [name for key, name in now.items() if key not in self._held]
+        frozen = {id(p) for p in self.module.parameters() if not p.requires_grad} if may_have_frozen else set()
+        new = [name for key, name in now.items() if key not in self._held | frozen]
         gone = [n for bucket in self.buckets for n, p in bucket.parameters.items() if id(p) not in now]
         changes = [
             f"{_some(names)} {verb}" for names, verb in ((new, "came into the model"), (gone, "left it")) if names
         ]
+        if not changes:
+            return
         raise EngineStateError(
             f"{what}: {' and '.join(changes)} since the engine was made, which trains and saves those of that time. Add, "
             "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
@@ -310,7 +317,7 @@ class Engine:
             self.micro_steps += 1
             self._since_update += 1
             return
-        self._refuse_changed_model("engine.step()")
+        self._refuse_changed_model("engine.step()", may_have_frozen=True)
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
             bucket.refuse_untaken_gradients()

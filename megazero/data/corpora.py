@@ -101,10 +101,15 @@ def _find(entry: str, flag: str) -> list[Corpus]:
 
 def _find_named(name: str, flag: str) -> list[Corpus]:
     pattern, text = NAMED_CORPORA[name]
-    part = flag.strip("-").partition("-")[0]  # what scripts/prepare_webtext.sh has split off is no training data
-    for own in (pattern.replace("*", f"{part}_*"), pattern):
-        if prefixes := [Path(found).with_suffix("") for found in sorted(glob.glob(own))]:
-            return [Corpus(prefix, True) for prefix in prefixes]
+    found, part = sorted(glob.glob(pattern)), flag.strip("-").partition("-")[0]
+    parts = {one: glob.glob(pattern.replace("*", f"{one}_*")) for one in ("train", "valid", "test")}
+    if parts["train"] and part in parts:
+        # scripts/prepare_webtext.sh has split them off, and what is for one purpose serves no other.
+        found = sorted(parts[part])
+        if not found:
+            raise FileNotFoundError(f"{flag} {name}: {pattern} has train_*.bin, but no {part}_*.bin. Give a path.")
+    if found:
+        return [Corpus(Path(path).with_suffix(""), True) for path in found]
     if Path(text).is_file():
         return [Corpus(Path(text), False)]
     raise FileNotFoundError(

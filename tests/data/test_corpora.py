@@ -93,6 +93,10 @@ def test_webtext_and_wikipedia(folder):
         (folder / f"data/webtext/{part}_text_document.bin").write_bytes(b"")
     for part in parts:
         assert find_corpora(["webtext"], f"--{part}-data") == [Corpus(Path(f"data/webtext/{part}_text_document"), True)]
+    assert len(find_corpora(["webtext"], "inspect")) == 5
+    (folder / "data/webtext/test_text_document.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="--test-data webtext: .* has train_.*, but no test_.*.bin"):
+        find_corpora(["webtext"], "--test-data")
 
 
 def test_missing_and_foreign_files(folder):

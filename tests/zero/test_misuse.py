@@ -130,6 +130,11 @@ def changed_model_case() -> None:
                 with pytest.raises(EngineStateError, match=message):
                     collective()
             engine.destroy()
+    engine = fresh(1)
+    engine.module.teacher = nn.Linear(5, 5).requires_grad_(False)
+    one_step(engine, my_batch())
+    with pytest.raises(EngineStateError, match=r"state_dict.*teacher\.weight, teacher\.bias came into the model"):
+        engine.state_dict()
 
 
 def test_parameters_that_came_or_left_since_the_engine_was_made_are_named():
