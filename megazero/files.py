@@ -17,11 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-try:
-    from isal.isal_zlib import crc32 as crc32  # zlib's numbers, several times as fast
-except ImportError:
-    from zlib import crc32 as crc32
-
 logger = logging.getLogger(__name__)
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)

@@ -17,7 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.files import crc32
+try:
+    from isal.isal_zlib import crc32  # zlib's numbers, several times as fast
+except ImportError:
+    from zlib import crc32
 
 FORMAT, FORMAT_VERSION = "megazero", 2
 # As in safetensors.

@@ -18,8 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import DTYPES, bytes_of
-from megazero.files import crc32
+from megazero.checkpoint.format import DTYPES, bytes_of, crc32
 
 BLOCK_BYTES = 1 << 20  # of a checksum
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

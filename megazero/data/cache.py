@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from megazero.files import append_suffix, crc32, written_aside
+from megazero.files import append_suffix, written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class ArrayCache:
 
 
 def _checksum(array: np.ndarray) -> int:
-    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _canonical(description: Mapping[str, Any]) -> bytes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import random
 import resource
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
+from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint import rank_files, store
 from megazero.checkpoint.format import CheckedFile, CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
@@ -696,6 +700,15 @@ def alone_case(directory: str) -> None:
 
 def test_one_tensor_parallel_rank_that_saves_or_loads_alone_is_told_so(tmp_path):
     run_ranks(2, alone_case, str(tmp_path))
+
+
+def test_checksums_are_zlibs_whoever_computes_them(monkeypatch):
+    content = random.Random(0).randbytes(100_001)
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if it was not installed
+    for crc32 in (checkpoint_format.crc32, runpy.run_path(checkpoint_format.__file__)["crc32"]):
+        for start, stop in ((0, 0), (3, 4), (1, 100_001)):
+            part = memoryview(content)[start:stop]
+            assert crc32(part) == zlib.crc32(part) and crc32(part, 2**32 - 2) == zlib.crc32(part, 2**32 - 2)
 
 
 def leftovers(directory) -> list[str]:
