@@ -1,7 +1,7 @@
 """Step time, memory and traffic of tensor parallelism: megazero's layers beside torch's own (`parallelize_module`, DTensor).
 
     python benchmarks/tensor_parallel.py                                              # 6 x 384, fp32, 2 ranks
-    python benchmarks/tensor_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
+    python benchmarks/tensor_parallel.py --layers 12 --hidden 768 --heads 12 --bf16 --steps 6 --warmup 1
     python benchmarks/tensor_parallel.py --layers 2 --hidden 32 --heads 2 --vocab 128 --seq-length 16 --steps 2   # does it work?
 
 All sides split the same GPT-2 of the same weights over the same ranks by Megatron-LM's plan: a vocabulary-parallel embedding, its
