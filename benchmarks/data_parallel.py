@@ -29,18 +29,59 @@ from comparison import COLUMNS, MEASURED, disagreements, legend, summary
 from harness import MACHINE, MIB, make_parser, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
 from rank_sets import RankSet, StepResult
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
+from megazero.mpu.groups import ParallelGroups
 from megazero.optim.adam import OptimizerConfig
 from megazero.zero.config import ZeroConfig
 
 REFERENCE = "ddp"
 
 
-class Megazero(Side):
-    """This library's engine; in bf16 it computes with 16-bit weights and updates fp32 master weights.
+class EngineSide(Side):
+    """This library's engine; in bf16 it computes with 16-bit weights and updates fp32 master weights."""
+
+    def make_engine(self, model: nn.Module, groups: ParallelGroups, zero: ZeroConfig) -> None:
+        """Sets `engine`."""
+        self.engine = Engine(
+            model,
+            groups,
+            OptimizerConfig().factory(),
+            *weight_decay_groups(model, DECAY),
+            zero=zero,
+            clip_grad=CLIP,
+            gradient_accumulation_steps=self.job.accumulation,
+            dtype=torch.bfloat16 if self.job.bf16 else None,
+        )
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = LR
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a micro-batch."""
+        return self.engine(tokens, targets)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward, backward and step of every micro-batch."""
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            total += float(self.engine.backward(self.loss(x, y)))
+            self.engine.step()
+        return total
+
+    def grad_norm(self) -> float:
+        """What the engine says."""
+        return self.engine.get_global_grad_norm()
+
+    def close(self) -> None:
+        """Ends the engine and its groups."""
+        self.engine.destroy()
+        mpu.destroy_model_parallel()
+
+
+class Megazero(EngineSide):
+    """The engine on the model that all sides train.
 
     Args:
         grad_dtype: of the sums of gradients, fp32 or that of the weights ("compute").
@@ -48,31 +89,7 @@ class Megazero(Side):
 
     def __init__(self, job: Job, stage: int, grad_dtype: str = "fp32") -> None:
         super().__init__(job)
-        model, groups = job.model(), mpu.initialize_model_parallel(1)
-        self.engine = Engine(
-            model,
-            groups,
-            OptimizerConfig().factory(),
-            *weight_decay_groups(model, DECAY),
-            zero=ZeroConfig(stage=stage, grad_dtype=grad_dtype),
-            clip_grad=CLIP,
-            gradient_accumulation_steps=job.accumulation,
-            dtype=torch.bfloat16 if job.bf16 else None,
-        )
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = LR
-
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward, backward and step of every micro-batch."""
-        total = 0.0
-        for x, y in zip(tokens, targets, strict=True):
-            total += float(self.engine.backward(self.engine(x, y)))
-            self.engine.step()
-        return total
-
-    def grad_norm(self) -> float:
-        """What the engine says."""
-        return self.engine.get_global_grad_norm()
+        self.make_engine(job.model(), mpu.initialize_model_parallel(1), ZeroConfig(stage=stage, grad_dtype=grad_dtype))
 
     def counted_bytes(self) -> int:
         """Elements by the channel's counters times the size of what goes that way: gradients, or weights."""
@@ -81,11 +98,6 @@ class Megazero(Side):
         traffic = self.engine.channel.traffic
         reduced = traffic["all_reduce"].elements + traffic["reduce_scatter"].elements
         return reduced * gradient + traffic["all_gather"].elements * weight
-
-    def close(self) -> None:
-        """Ends the engine and its groups."""
-        self.engine.destroy()
-        mpu.destroy_model_parallel()
 
 
 def all_sides(bf16: bool) -> dict[str, Entry]:

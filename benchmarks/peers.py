@@ -85,7 +85,7 @@ class TorchSide(Side):
                     loss = self.model(x, y) / len(tokens)
                 loss.backward()
             total += float(loss.detach())
-        self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
@@ -94,8 +94,12 @@ class TorchSide(Side):
         """The context of one micro-batch."""
         return contextlib.nullcontext()
 
+    def clip(self) -> Tensor:
+        """Scales the gradients to a norm of at most CLIP; returns what it was."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+
     def grad_norm(self) -> float:
-        """What clip_grad_norm_ returned."""
+        """What `clip` returned."""
         return float(self.norm)
 
 

@@ -13,6 +13,7 @@ agree in loss and gradient norm. Prints one JSON line, and a table on stderr. Li
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -22,9 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import COLUMNS, MEASURED, disagreements, legend, summary
-from data_parallel import play, untimed_rounds
+from data_parallel import EngineSide, play, untimed_rounds
 from harness import MACHINE, gpt2_config, make_parser, table
-from peers import CLIP, DECAY, LR, Entry, Job, Side
+from peers import CLIP, DECAY, LR, Entry, Job, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,10 +39,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megazero import mpu
-from megazero.engine import Engine, weight_decay_groups
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import slice_full
-from megazero.optim.adam import OptimizerConfig
+from megazero.zero.config import ZeroConfig
 
 REFERENCE = "torch"
 
@@ -82,7 +82,7 @@ def interleaved(stacked: Tensor, size: int) -> Tensor:
     return stacked.unflatten(0, (3, size, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
-class Torch(Side):
+class Torch(TorchSide):
     """torch's tensor parallelism as its tutorial shows it, with fused AdamW."""
 
     def __init__(self, job: Job, sequence_parallel: bool = False) -> None:
@@ -116,35 +116,24 @@ class Torch(Side):
             if (kept := [p for p in group["params"] if any(p is other for other in kind)])
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
-        self.norm = 0.0
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of every micro-batch, clipping by the norm of all, update."""
-        total = 0.0
-        for x, y in zip(tokens, targets, strict=True):
-            with loss_parallel():
-                with torch.autocast("cpu", torch.bfloat16, enabled=self.job.bf16):
-                    loss = self.model(x, y) / len(tokens)
-                loss.backward()
-            total += float(loss.full_tensor().detach())  # type: ignore[attr-defined]
+    def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
+        """The loss and its gradient from logits that are cut along the vocabulary."""
+        return loss_parallel()
+
+    def clip(self) -> Tensor:
+        """By the norm of what is cut and of what every rank has."""
         cut, whole = ([p.grad for p in kind if p.grad is not None] for kind in self.kinds)
         norm = nn.utils.get_total_norm(cut).full_tensor()  # type: ignore[attr-defined]
         if whole:
             norm = torch.linalg.vector_norm(torch.stack([norm, nn.utils.get_total_norm(whole)]))
         for kind in self.kinds:
             nn.utils.clip_grads_with_norm_(kind, CLIP, norm)
-        self.norm = float(norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total
-
-    def grad_norm(self) -> float:
-        """That of the last step."""
-        return self.norm
+        return norm
 
 
-class Megazero(Side):
-    """This library's GPT-2 and engine; in bf16 it computes with 16-bit weights and updates fp32 master weights."""
+class Megazero(EngineSide):
+    """This library's GPT-2 and engine."""
 
     def __init__(self, job: Job, sequence_parallel: bool = False) -> None:
         super().__init__(job)
@@ -154,33 +143,11 @@ class Megazero(Side):
         model = GPT2Model(config, group=groups.model, dtype=torch.bfloat16 if job.bf16 else torch.float32)
         plain = dict(zip(dict(model.named_parameters()), in_order(job.model()), strict=True))
         model.load_state_dict(slice_full(plain, model, groups.model.rank(), groups.model.size()))
-        self.engine = Engine(
-            model,
-            groups,
-            OptimizerConfig().factory(),
-            *weight_decay_groups(model, DECAY),
-            clip_grad=CLIP,
-            gradient_accumulation_steps=job.accumulation,
-        )
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = LR
+        self.make_engine(model, groups, ZeroConfig(stage=0))
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward, backward and step of every micro-batch."""
-        total = 0.0
-        for x, y in zip(tokens, targets, strict=True):
-            total += float(self.engine.backward(self.engine(x, targets=y).mean()))
-            self.engine.step()
-        return total
-
-    def grad_norm(self) -> float:
-        """What the engine says."""
-        return self.engine.get_global_grad_norm()
-
-    def close(self) -> None:
-        """Ends the engine and its groups."""
-        self.engine.destroy()
-        mpu.destroy_model_parallel()
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean of what the model returns for each token."""
+        return self.engine(tokens, targets=targets).mean()
 
 
 def in_order(plain: PlainGPT2) -> list[Tensor]:
