@@ -366,9 +366,8 @@ class Bucket:
 
     def owned_part(self, owned: Tensor, segment: Segment) -> tuple[Tensor, slice]:
         """What a tensor of the owned range holds of one parameter: a 1-D view, and where it lies in the flattened parameter."""
-        low = max(segment.start, self.owned_range.start)
-        high = max(low, min(segment.stop, self.owned_range.stop))
         offset = self.owned_range.start
+        low, high = segment.clip(offset, self.owned_range.stop)
         return owned[low - offset : high - offset], slice(low - segment.start, high - segment.start)
 
     def write(self, owned: Tensor, segment: Segment, values: Tensor) -> None:
@@ -391,7 +390,7 @@ class Bucket:
             target, place = nullcontext(self.weights.flat), slice(0, self.layout.numel)
         with target as values:
             for segment in self.layout.segments:
-                low, high = max(segment.start, place.start), min(segment.stop, place.stop)
+                low, high = segment.clip(place.start, place.stop)
                 if low < high:
                     yield segment, values[low - place.start : high - place.start].detach(), low - segment.start
 
@@ -412,8 +411,8 @@ class Bucket:
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
         """[start, stop) in the flattened parameter of what this rank saves: its shard's part, also where nothing is sharded."""
-        low = max(segment.start, self.shard_range.start)
-        return low - segment.start, max(low, min(segment.stop, self.shard_range.stop)) - segment.start
+        low, high = segment.clip(self.shard_range.start, self.shard_range.stop)
+        return low - segment.start, high - segment.start
 
     @property
     def nbytes(self) -> dict[str, int]:

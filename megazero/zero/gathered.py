@@ -138,8 +138,7 @@ def _changed(bucket: Bucket) -> list[str]:
             return []
         names = []
         for segment in bucket.layout.segments:
-            low = max(segment.start, bucket.shard_range.start) - bucket.shard_range.start
-            high = min(segment.stop, bucket.shard_range.stop) - bucket.shard_range.start
-            if low < high and not torch.equal(now[low:high].view(torch.uint8), before[low:high].view(torch.uint8)):
+            new, old = (bucket.owned_part(values, segment)[0].view(torch.uint8) for values in (now, before))
+            if not torch.equal(new, old):
                 names.append(segment.name)
     return names

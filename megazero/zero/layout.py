@@ -31,6 +31,11 @@ class Segment:
         """Offset of the first element behind the parameter."""
         return self.start + self.numel
 
+    def clip(self, start: int, stop: int) -> tuple[int, int]:
+        """[low, high) of the parameter's elements in [start, stop) of the bucket; low == high where none is there."""
+        low = max(self.start, start)
+        return low, max(low, min(self.stop, stop))
+
 
 @dataclass(frozen=True)
 class Span:
@@ -43,8 +48,8 @@ class Span:
 
     def clip(self, start: int, stop: int) -> Span:
         """The part of this span in [start, stop); empty parts have start == stop."""
-        low, high = max(self.start, start), min(self.stop, stop)
-        return Span(low, max(low, high), self.group, self.is_replicated)
+        low = max(self.start, start)
+        return Span(low, max(low, min(self.stop, stop)), self.group, self.is_replicated)
 
 
 @dataclass(frozen=True)

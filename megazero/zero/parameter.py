@@ -155,9 +155,9 @@ class ReleasedParameter(nn.Parameter):
         """A copy of what this rank's shard of the bucket holds of the parameter; 1-D, possibly empty."""
         bucket, segment = _place(self)
         start, stop = bucket.layout.shard_range(bucket.channel.rank)
-        low, high = max(segment.start, start), min(segment.stop, stop)
+        low, high = segment.clip(start, stop)
         assert bucket.weights.shard is not None, "only what is sharded is ever released"
-        with bucket.weights.shard.at_hand(low - start, max(high, low) - start) as part:
+        with bucket.weights.shard.at_hand(low - start, high - start) as part:
             return part.to(bucket.weights.flat.dtype, copy=True)
 
 

@@ -119,7 +119,7 @@ class SlicedOptimizer:
         for bucket in self.buckets:
             for is_trained in (True, False) if bucket.is_trainable else ():
 
-                def key(segment: Segment, bucket: Bucket = bucket, is_trained: bool = is_trained) -> tuple | None:
+                def key(segment: Segment, is_trained: bool = is_trained) -> tuple | None:
                     mine = counters.get(segment.name)
                     if segment.group == NO_GROUP or (segment.name in self._frozen) == is_trained:
                         return None
@@ -244,7 +244,7 @@ class SlicedOptimizer:
         """
         for piece in self.slices_of(bucket) if key in states else ():
             if key in self.state.get(piece.master, {}):
-                low, high = max(piece.span.start, segment.start), min(piece.span.stop, segment.stop)
+                low, high = segment.clip(piece.span.start, piece.span.stop)
                 if low < high:
                     origin = bucket.owned_range.start
                     yield states[key][low - origin : high - origin], slice(low - segment.start, high - segment.start)
