@@ -251,7 +251,7 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
-            was_wanted = any(bucket.weights.is_gathered or bucket.weights.is_gathering for bucket in buckets)
+            was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
             self._gather(buckets, partial(prefetch, True))
 
@@ -315,7 +315,7 @@ class Schedule:
     def gathered_bytes(self) -> int:
         """Bytes of units' sharded parameters that are gathered, or on their way; without the root."""
         units = (bucket for bucket in self._sharded if self._unit_of[bucket] != ROOT)
-        there = (bucket for bucket in units if bucket.weights.is_gathered or bucket.weights.is_gathering)
+        there = (bucket for bucket in units if bucket.weights.is_allocated)
         return sum(bucket.layout.numel * bucket.weights.flat.element_size() for bucket in there)
 
     @property
@@ -327,9 +327,7 @@ class Schedule:
     @property
     def _live(self) -> int:
         """Elements of sharded parameters that are gathered, or on their way."""
-        return sum(
-            bucket.layout.numel for bucket in self._sharded if bucket.weights.is_gathered or bucket.weights.is_gathering
-        )
+        return sum(bucket.layout.numel for bucket in self._sharded if bucket.weights.is_allocated)
 
     def _stays(self, index: int) -> bool:
         return index != ROOT and torch.is_grad_enabled() and self.residency.stays(index, self._live)

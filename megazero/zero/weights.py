@@ -71,9 +71,14 @@ class Weights:
         """Whether values of other ranks are on their way: a gather, or the exchange after an update."""
         return self._gather_work is not None
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the whole has its memory: it is gathered, or on its way."""
+        return self.is_gathered or self.is_gathering
+
     def gather(self) -> None:
         """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing where it is, or is on its way."""
-        if self.is_gathered or self.is_gathering:
+        if self.is_allocated:
             return
         assert self.shard is not None, "only what is sharded is ever released"
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
@@ -82,7 +87,7 @@ class Weights:
 
     def prefetch(self) -> None:
         """Says that `gather` comes soon, so that the shard is on its way from where it rests."""
-        if self.shard is not None and not (self.is_gathered or self.is_gathering):
+        if self.shard is not None and not self.is_allocated:
             self._arrival.prefetch(self.shard)
 
     def wait_gathered(self) -> None:
