@@ -1,9 +1,15 @@
-"""Log output: plain lines on rank 0, warnings from every rank with its number."""
+"""Log output: plain lines on rank 0, warnings from every rank with its number; and long lists cut short for a message."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first of the names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class _RankFilter(logging.Filter):

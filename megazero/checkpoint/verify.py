@@ -16,6 +16,7 @@ from megazero.checkpoint.format import DTYPES, CheckedFile, CheckpointError, che
 from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import RNG
+from megazero.logging import some
 
 
 class _Extent(NamedTuple):
@@ -119,5 +120,4 @@ def _damaged(file: CheckedFile, bar: tqdm) -> list[tuple[int, int]]:
 
 def _names(extents: Iterable[_Extent]) -> str:
     names = list(dict.fromkeys(extent.what for extent in extents))
-    rest = f", and {len(names) - 4} more" if len(names) > 4 else ""
-    return (", ".join(names[:4]) or "no tensor, only the file's header") + rest
+    return some(names, 4) or "no tensor, only the file's header"
