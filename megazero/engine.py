@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,12 @@ from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
-from megazero.zero.layout import NO_GROUP
+from megazero.zero.model_watch import ModelWatch
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
-from megazero.zero.parameter import asked_directly, refuse_loading
+from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.units import plan_buckets, select_units, shape_of
-
-logger = logging.getLogger(__name__)
 
 
 class EngineStateError(RuntimeError, AssertionError):
@@ -152,8 +149,7 @@ class Engine:
         self._checkpointed = TrainingState(
             model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
-        self._trained = self._requires_grad()
-        self._held = {id(p) for bucket in self.buckets for p in bucket.parameters.values()}
+        self._watch = ModelWatch(self.buckets)
         self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
         self._syncs = True
@@ -280,19 +276,11 @@ class Engine:
         Args:
             may_have_frozen: what does not train may have come into the model: nothing is wrong until it is to be saved.
         """
-        now = {id(parameter): name for name, parameter in self.module.named_parameters()}  # as the buckets were made
-        if now.keys() == self._held:
-            return
-        frozen = {id(p) for p in self.module.parameters() if not p.requires_grad} if may_have_frozen else set()
-        new = [name for key, name in now.items() if key not in self._held | frozen]
-        gone = [n for bucket in self.buckets for n, p in bucket.parameters.items() if id(p) not in now]
-        changes = [
-            f"{_some(names)} {verb}" for names, verb in ((new, "came into the model"), (gone, "left it")) if names
-        ]
+        changes = self._watch.came_and_left(self.module, may_have_frozen)
         if not changes:
             return
         raise EngineStateError(
-            f"{what}: {' and '.join(changes)} since the engine was made, which trains and saves those of that time. Add, "
+            f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, "
             "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
         )
 
@@ -569,30 +557,10 @@ class Engine:
         self.homes.close()
         self.channel.close()
 
-    def _requires_grad(self) -> tuple[bool, ...]:
-        with asked_directly():
-            return tuple(p.requires_grad for bucket in self.buckets for p in bucket.parameters.values())
-
-    def _warn_of_untrained(self, now: tuple[bool, ...]) -> None:
-        """Of parameters that have been unfrozen, and that no optimizer was given."""
-        places = [(bucket, parameter) for bucket in self.buckets for parameter in bucket.parameters.values()]
-        unfrozen = [place for place, new, old in zip(places, now, self._trained, strict=True) if new and not old]
-        segments = [bucket.segment_of(parameter) for bucket, parameter in unfrozen]
-        untrained = [segment.name for segment in segments if segment.group == NO_GROUP]
-        if untrained:
-            logger.warning(
-                "%s: requires a gradient now, but was in no parameter group when the engine was made, and is not trained. Give "
-                "the optimizer what is to be unfrozen later from the start.",
-                ", ".join(untrained),
-            )
-
     def _follow_requires_grad(self) -> None:
         """Trains what the user has unfrozen since, and no longer what is frozen now."""
-        now = self._requires_grad()
-        if now == self._trained:
+        if not self._watch.has_other_trained():
             return
-        self._warn_of_untrained(now)
-        self._trained = now
         self._optimizer.finish()
         for bucket in self.buckets:
             if bucket.trained_segments:
@@ -607,11 +575,6 @@ def _described(loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn"
-
-
-def _some(names: list[str]) -> str:
-    """The first three of them, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:
