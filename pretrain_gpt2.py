@@ -33,9 +33,8 @@ def get_batch(iterator: Iterator[dict[str, Tensor]] | None, job: Job) -> tuple[T
     if iterator is not None:
         with job.timers("data loader"):
             data = next(iterator)
-    text = mpu.broadcast_data(["text"], data, torch.int64, group=job.groups.model, device=job.device)[
-        "text"
-    ]  # [b, s + 1]
+    # [b, s + 1]
+    text = mpu.broadcast_data(["text"], data, torch.int64, group=job.groups.model, device=job.device)["text"]
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 

@@ -91,9 +91,8 @@ def sliding_window_perplexity(
     with _evaluating(model):
         for rows, is_real in _share(len(starts), batch_size, groups):
             window = stream[starts[rows, None] + place].to(device)  # [b, length + 1]
-            scored = (
-                place[:length] >= length - (counts[rows] * is_real)[:, None]
-            )  # [b, length]: the last counts[i] places
+            # [b, length]: the last counts[i] places
+            scored = place[:length] >= length - (counts[rows] * is_real)[:, None]
             loss = model(window[:, :-1].contiguous(), targets=window[:, 1:].contiguous())
             nats += (loss.double() * scored.to(device)).sum()
     total = comm.all_reduced(nats, groups.data).item()

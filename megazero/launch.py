@@ -32,9 +32,8 @@ def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """The rank that failed first and how; of several in the same second the killed one, which the others have missed."""
     rank, first = error.get_first_failure()
     for other, failure in error.failures.items():
-        if (
-            failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp
-        ):  # torchrun itself kills 30 s later
+        # torchrun itself kills 30 s later
+        if failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp:
             return other, failure
     return rank, first
 
@@ -69,9 +68,8 @@ def run_ranks(args: Namespace) -> int:
 def main() -> None:
     """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(
-            logging.CRITICAL
-        )  # what they say is repeated here; the second has its own level
+        # What they say is repeated here; the second has its own level.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     args = run.parse_args(sys.argv[1:])
     share_cores(run.determine_local_world_size(args.nproc_per_node))
     sys.exit(run_ranks(args))

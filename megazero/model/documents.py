@@ -23,9 +23,8 @@ def document_positions(tokens: Tensor, eod: int) -> tuple[Tensor, Tensor]:
     index = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
     begins = torch.ones_like(is_eod)
     begins[:, 1:] = is_eod[:, :-1]
-    first = (
-        torch.where(begins, index, 0).cummax(dim=1).values
-    )  # index of the first token of the document that we are in
+    # Index of the first token of the document that we are in.
+    first = torch.where(begins, index, 0).cummax(dim=1).values
     return index - first, document_ids
 
 

@@ -28,9 +28,8 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 0.0) -> Tensor:
     if 0.0 < top_p < 1.0:
         ordered, order = logits.sort(descending=True)
         probability = ordered.softmax(dim=-1)
-        before = (
-            probability.cumsum(dim=-1) - probability
-        )  # mass of all likelier tokens; 0 for the first, which always stays
+        # Mass of all likelier tokens; 0 for the first, which always stays.
+        before = probability.cumsum(dim=-1) - probability
         drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(drop, -math.inf)
     return logits
@@ -84,10 +83,8 @@ def generate(
     device = model.word_embeddings.weight.device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = int(lengths.max())
-    # Padding stands to the right: no token reads it, and the cache slots that it takes are overwritten.
-    tokens = torch.tensor(
-        [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device
-    )  # [b, longest]
+    # [b, longest]. Padding stands to the right: no token reads it, and the cache slots that it takes are overwritten.
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     cache = KeyValueCache(
         model.config,
         len(prompts),

@@ -55,9 +55,8 @@ def clip_grad_norm(
 def _split(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[Tensor], set[int]]:
     """All parameters, and the ids of the sharded ones."""
     if isinstance(parameters, nn.Module):
-        by_name = dict(
-            parameters.named_parameters(remove_duplicate=False)
-        )  # a tied one may be sharded by one name only
+        # A tied one may be sharded by one name only.
+        by_name = dict(parameters.named_parameters(remove_duplicate=False))
         return list(parameters.parameters()), {id(by_name[name]) for name in partitions(parameters)}
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return tensors, {id(p) for p in tensors if getattr(p, "model_parallel", False)}

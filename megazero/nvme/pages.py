@@ -63,9 +63,8 @@ class PagePool:
             return aligned_empty(nbytes)
         spare = self._spare.setdefault(nbytes, [])
         pages = spare.pop() if spare else _map(nbytes, pin=True)
-        lent = (ctypes.c_char * nbytes).from_buffer(
-            pages
-        )  # an object that ends with the tensor, where the pages do not
+        # An object that ends with the tensor, where the pages do not.
+        lent = (ctypes.c_char * nbytes).from_buffer(pages)
         weakref.finalize(lent, spare.append, pages).atexit = False
         return torch.frombuffer(lent, dtype=torch.uint8)
 

@@ -176,9 +176,8 @@ class SwapFile:
         """
         if region.nbytes:
             self._check_in_use(region)
-            self._freed.append(
-                (region, self._used.pop(region))
-            )  # no lock: a finalizer may run while this thread has it
+            # No lock: a finalizer may run while this thread has it.
+            self._freed.append((region, self._used.pop(region)))
 
     def read(self, region: Region, buffer: Tensor, offset: int = 0, *, after: Transfer | None = None) -> Transfer:
         """Starts to fill `buffer` with the bytes of `region` from its byte `offset` on.

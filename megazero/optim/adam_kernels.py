@@ -24,9 +24,8 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
-CACHED_NUMEL = (
-    1 << 18
-)  # elements that torch casts at a time, per thread: a quarter or four times as many take 1.4 times as long
+# Elements that torch casts at a time, per thread: a quarter or four times as many take 1.4 times as long.
+CACHED_NUMEL = 1 << 18
 VECTOR_NUMEL = 16  # torch's fused kernel rounds the numbers after the last whole vector in another way
 NUMBA_NUMEL = 1 << 16  # fewer elements are not worth to load the compiled kernel, whose bits are the same
 THREAD_NUMEL = 1 << 18  # fewer elements are not worth a thread

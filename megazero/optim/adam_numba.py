@@ -63,9 +63,8 @@ def _narrow(_: Any, number: Any, target: Any) -> Any:
             return builder.bitcast(builder.fptrunc(args[0], _HALF), _I16)
         bits = builder.bitcast(args[0], _I32)
         high = builder.lshr(bits, _I32(16))
-        half = builder.add(
-            _I32(0x7FFF), builder.and_(high, _I32(1))
-        )  # just below one half of the last place, or that half
+        # Just below one half of the last place, or that half.
+        half = builder.add(_I32(0x7FFF), builder.and_(high, _I32(1)))
         rounded = builder.lshr(builder.add(bits, half), _I32(16))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
         return builder.trunc(builder.select(is_nan, builder.or_(high, _I32(0x40)), rounded), _I16)

@@ -169,9 +169,8 @@ def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: boo
         columns = min(model.vocab_chunk_size or vocabulary, vocabulary)
         tokens = min(model.sequence_chunk_size or shape.seq_length, shape.seq_length) * shape.batch_size
         total = columns * model.hidden_size * (FP32_BYTES + e) if tokens < n and e < FP32_BYTES else 0
-        working = (
-            tokens * columns * (e if e == FP32_BYTES else 2 * FP32_BYTES + e) + total
-        )  # fp32 logits change in place
+        # fp32 logits change in place
+        working = tokens * columns * (e if e == FP32_BYTES else 2 * FP32_BYTES + e) + total
         return working + n * model.hidden_size * FP32_BYTES + hidden + head_gradient
     most = CHUNK_NUMEL_DEVICE if shape.device_type == "cuda" else CHUNK_NUMEL_CPU
     step = min(n, max(most // vocabulary, 1))  # tokens of a chunk

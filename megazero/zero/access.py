@@ -20,9 +20,8 @@ from megazero.zero.storage import view_of
 
 _UNTRAINED = "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
 
-_optimizer_of: WeakKeyDictionary[Bucket, ref[BucketOptimizer]] = (
-    WeakKeyDictionary()
-)  # an optimizer refers to its buckets
+# An optimizer refers to its buckets.
+_optimizer_of: WeakKeyDictionary[Bucket, ref[BucketOptimizer]] = WeakKeyDictionary()
 
 
 def register_optimizer(optimizer: BucketOptimizer) -> None:

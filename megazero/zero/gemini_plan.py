@@ -36,9 +36,8 @@ class Stay:
     drop: int  # just behind the last use
 
 
-Key = Callable[
-    [int, int], float
-]  # (bucket, moment): of the resident buckets, the one with the largest is dropped first
+# Of (bucket, moment): the resident bucket with the largest is dropped first.
+Key = Callable[[int, int], float]
 
 
 def simulate(trace: Trace, budget: int, key: Key) -> list[Stay]:

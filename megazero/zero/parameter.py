@@ -30,9 +30,8 @@ class ZeroParamStatus(Enum):
 # Where each parameter lies, without keeping anything alive. Nothing else is hung on parameters, which are the user's objects:
 # a bucket that no engine keeps must go with its parameters, and a table to it would keep these, because it refers to them.
 _KEPT = "_bucket_without_engine"
-_bucket_of: WeakTensorKeyDictionary = (
-    WeakTensorKeyDictionary()
-)  # to a weak reference: a bucket refers to its parameters
+# To a weak reference: a bucket refers to its parameters.
+_bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def bucket_of(parameter: nn.Parameter) -> Bucket | None:

@@ -109,9 +109,8 @@ class Schedule:
             if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
                 self._watched.add(segment.name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_grad(bucket, segment)))
-                if (
-                    bucket.sharding.parameters
-                ):  # a gradient that comes after the release needs its parameter whole again
+                # A gradient that comes after the release needs its parameter whole again.
+                if bucket.sharding.parameters:
                     self._handles.append(parameter.register_hook(self._before_grad(bucket)))
 
     def close(self) -> None:
@@ -281,9 +280,8 @@ class Schedule:
         """Makes buckets whole; what comes next is asked for before this one is waited for."""
         for bucket in buckets:
             bucket.weights.gather()
-            if (
-                bucket.is_trainable and not self._waiting[bucket] and _in_backward()
-            ):  # it ran twice: gradients come again
+            # It ran twice: gradients come again.
+            if bucket.is_trainable and not self._waiting[bucket] and _in_backward():
                 self._waiting[bucket] = {s.name for s in bucket.trained_segments}
         prefetch()
         for bucket in buckets:
