@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from megazero.checkpoint.compare import compare, report
 from megazero.checkpoint.export import export_huggingface
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
@@ -22,9 +20,9 @@ from megazero.checkpoint.listing import describe, describe_directory, locate, op
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape
 from megazero.checkpoint.verify import verify
+from megazero.zero.build import DTYPES
 from megazero.zero.memory import size
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"
 
 
@@ -85,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_source(sub)
     sub.add_argument("out", metavar="OUT", help="directory to make")
     sub.add_argument("--to", required=True, choices=("huggingface",))
-    sub.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="of the written weights (default: fp32)")
+    sub.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the written weights (default: fp32)")
     files = "the tokenizer's files (default: those of the training job)"
     sub.add_argument("--tokenizer-files", nargs="+", type=Path, metavar="FILE", help=files)
     sub = command("import", _import, "write what another framework has saved as a checkpoint")
@@ -140,7 +138,7 @@ def _reshape(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     reader = open_checkpoint(arguments.path, arguments.tag)
-    export_huggingface(reader, arguments.out, _DTYPES[arguments.dtype], arguments.tokenizer_files)
+    export_huggingface(reader, arguments.out, DTYPES[arguments.dtype], arguments.tokenizer_files)
     _show([f"wrote {arguments.out}"])
     return 0
 
