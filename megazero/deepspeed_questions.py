@@ -7,8 +7,7 @@ import torch
 from megazero import comm
 from megazero.json_config import JsonConfig
 from megazero.mpu.groups import ParallelGroups
-from megazero.zero.bucket import Sharding
-from megazero.zero.config import ZeroConfig
+from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.optimizer import BucketOptimizer
 
 

@@ -20,7 +20,6 @@ from megazero.mpu.partition import partitions
 from megazero.optim.adam import OptimizerFactory
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import access
-from megazero.zero.bucket import Sharding
 from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
@@ -101,7 +100,7 @@ class Engine:
         self.module = model
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
-        self.sharding = Sharding.of_stage(self.zero.stage)
+        self.sharding = self.zero.sharding
         cuts = partitions(model)
         units = select_units(model, zero_units)
         plans = plan_buckets(

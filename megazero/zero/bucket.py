@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm import Channel
+from megazero.zero.config import Sharding
 from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 MASTER = "master"  # the fp32 weights' name among the states of O
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Which states are cut over the data-parallel group (ZeRO, arXiv:1910.02054, sec. 5): P => G => O."""
-
-    optimizer: bool
-    gradients: bool
-    parameters: bool
-
-    @classmethod
-    def of_stage(cls, stage: int) -> Sharding:
-        """0 nothing, 1 O, 2 O and G, 3 O, G and P."""
-        return cls(stage >= 1, stage >= 2, stage >= 3)
 
 
 class Bucket:

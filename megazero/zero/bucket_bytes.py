@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from megazero.zero.bucket import Sharding
 from megazero.zero.build import dtype_of
-from megazero.zero.config import ZeroConfig
+from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import kept_on_device, tile_numel
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
@@ -65,7 +64,7 @@ class StateSettings:
     @property
     def sharding(self) -> Sharding:
         """Which states are cut over the data-parallel group."""
-        return Sharding.of_stage(self.zero.stage)
+        return self.zero.sharding
 
     @property
     def optimizer_home(self) -> str:

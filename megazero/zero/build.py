@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero import comm
 from megazero.comm import Channel
-from megazero.zero.bucket import Bucket, Sharding
+from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import Homes
 from megazero.zero.parameter import bucket_of, forget, keep
@@ -33,7 +33,7 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
     Raises:
         ValueError: on every rank, where ranks hold different values; or a parameter belongs to another engine.
     """
-    sharding, buckets, sums = Sharding.of_stage(config.stage), [], []
+    sharding, buckets, sums = config.sharding, [], []
     for index, plan in enumerate(plans):
         sources = _gathered_sources(plan.parameters.values())
         compute = plan.dtype

@@ -17,6 +17,20 @@ PLACEMENTS = ("static", "auto")
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """Which states are cut over the data-parallel group (ZeRO, arXiv:1910.02054, sec. 5): P => G => O."""
+
+    optimizer: bool
+    gradients: bool
+    parameters: bool
+
+    @classmethod
+    def of_stage(cls, stage: int) -> Sharding:
+        """0 nothing, 1 O, 2 O and G, 3 O, G and P."""
+        return cls(stage >= 1, stage >= 2, stage >= 3)
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """Which model states are sharded over the data-parallel group (ZeRO, arXiv:1910.02054) and how gradients are reduced."""
 
@@ -77,9 +91,14 @@ class ZeroConfig:
     model_persistence_threshold: int | None = None  # elements of these at most
 
     @property
+    def sharding(self) -> Sharding:
+        """Which states the stage shards."""
+        return Sharding.of_stage(self.stage)
+
+    @property
     def whole_below(self) -> int:
         """Parameters of fewer elements stay whole; 0 where none is sharded."""
-        return self.param_persistence_threshold if self.stage == 3 else 0
+        return self.param_persistence_threshold if self.sharding.parameters else 0
 
     @property
     def delays_update(self) -> bool:

@@ -17,7 +17,8 @@ from megazero import comm
 from megazero.json_source import read_source
 from megazero.mpu.groups import get_groups, model_parallel_is_initialized
 from megazero.nvme import SwapFile
-from megazero.zero.bucket import Bucket, Sharding
+from megazero.zero.bucket import Bucket
+from megazero.zero.config import Sharding
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
