@@ -1,7 +1,7 @@
-"""The link between host memory and the device that computes: each way a queue of its own, so that copies go beside computing.
+"""The link between host memory and the device that computes: each way a stream of its own, so that copies go beside computing.
 
-PyTorch's allocators expect that memory is used in one order, that of the queue that computes. So a crossing keeps what it
-reads and writes until the computing queue was told to wait for it (`join`: device memory may go back), or the host has waited
+PyTorch's allocators expect that memory is used in one order, that of the stream that computes. So a crossing keeps what it
+reads and writes until the computing stream was told to wait for it (`join`: device memory may go back), or the host has waited
 (`wait`: host memory as well). `Tensor.record_stream` is not used: it gives memory back whenever the host happens to ask, and
 then what a step needs could not be planned. Few crossings are under way at a time instead, and the host waits for the oldest.
 """
@@ -26,68 +26,68 @@ MOST_TO_DEVICE = 3  # what comes ahead has its memory already
 OUTBOX_BUFFERS = 2  # one is filled while the other is sent
 
 
-class Mark(Protocol):
-    """A place in a lane."""
+class Event(Protocol):
+    """A place in a stream."""
 
     def synchronize(self) -> None:
         """Returns when everything before it is done."""
 
 
-class Lane(Protocol):
-    """A queue of a device's work, beside the one that computes; a test brings its own."""
+class CopyStream(Protocol):
+    """A queue of a device's work, beside the stream that computes; a test brings its own."""
 
-    def start(self, work: Callable[[], object]) -> Mark:
-        """Queues what `work` issues, behind all that the computing queue has been given so far; returns the place after it."""
+    def start(self, work: Callable[[], object]) -> Event:
+        """Queues what `work` issues, behind all that the computing stream has been given so far; returns the place after it."""
         ...
 
-    def hold_back(self, mark: Mark) -> None:
-        """Has whatever the computing queue is given from now on wait for `mark`."""
+    def hold_back(self, event: Event) -> None:
+        """Has whatever the computing stream is given from now on wait for `event`."""
         ...
 
 
 @dataclass(frozen=True)
-class CudaMark:
+class CudaEvent:
     """An event on a CUDA stream."""
 
-    event: torch.cuda.Event
+    recorded: torch.cuda.Event
     device: torch.device
 
     def synchronize(self) -> None:
-        """As `Mark.synchronize`, in any thread: a new one is on the first device, and would start CUDA there."""
+        """As `Event.synchronize`, in any thread: a new one is on the first device, and would start CUDA there."""
         with torch.cuda.device(self.device):
-            self.event.synchronize()
+            self.recorded.synchronize()
 
 
-class CudaLane:
+class CudaCopyStream:
     """A CUDA stream. The one that computes is the current stream of whoever calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, work: Callable[[], object]) -> CudaMark:
-        """As `Lane.start`."""
+    def start(self, work: Callable[[], object]) -> CudaEvent:
+        """As `CopyStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             work()
         event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are Adam's
         self._stream.record_event(event)
-        return CudaMark(event, self._stream.device)
+        return CudaEvent(event, self._stream.device)
 
-    def hold_back(self, mark: Mark) -> None:
-        """As `Lane.hold_back`."""
-        assert isinstance(mark, CudaMark)
-        torch.cuda.current_stream(self._stream.device).wait_event(mark.event)
+    def hold_back(self, event: Event) -> None:
+        """As `CopyStream.hold_back`."""
+        assert isinstance(event, CudaEvent)
+        torch.cuda.current_stream(self._stream.device).wait_event(event.recorded)
 
 
-class DirectLane:
-    """For devices without queues: what is started is done. PyTorch's meta device has memory to plan and nothing to wait for."""
+class DirectStream:
+    """For devices without streams: what is started is done. PyTorch's meta device has memory to plan and nothing to wait for."""
 
-    def start(self, work: Callable[[], object]) -> Mark:
+    def start(self, work: Callable[[], object]) -> Event:
         """Does it."""
         work()
         return self
 
-    def hold_back(self, mark: Mark) -> None:
+    def hold_back(self, event: Event) -> None:
         """Nothing to wait for."""
 
     def synchronize(self) -> None:
@@ -100,32 +100,32 @@ class Crossing:
     Args:
         on_device, on_host: the memory that it reads and writes.
         then: called when it is known to be over.
-        earlier: the one before it in its lane, which is done when this one is.
+        earlier: the one before it in its stream, which is done when this one is.
     """
 
     def __init__(
         self,
-        lane: Lane,
-        mark: Mark,
+        stream: CopyStream,
+        event: Event,
         on_device: Sequence[Tensor],
         on_host: Sequence[Tensor],
         then: Callable[[], None],
         earlier: Crossing | None,
     ) -> None:
-        self._lane, self._mark, self._then, self._earlier = lane, mark, then, earlier
+        self._stream, self._event, self._then, self._earlier = stream, event, then, earlier
         self._on_device, self._on_host = tuple(on_device), tuple(on_host)
         self.is_over = False
 
     def join(self) -> None:
         """Has what the device computes next find it done. The host goes on."""
         if not self.is_over:
-            self._lane.hold_back(self._mark)
+            self._stream.hold_back(self._event)
             self._let_go()
 
     def wait(self) -> None:
         """Returns when it is done."""
         if not self.is_over:
-            self._mark.synchronize()
+            self._event.synchronize()
             self.is_over = True
             self._let_go()
             self._on_host = ()
@@ -145,8 +145,8 @@ class Way:
         most: crossings under way at a time; one more has the host wait for the oldest.
     """
 
-    def __init__(self, lane: Lane, most: int) -> None:
-        self._lane, self._most = lane, most
+    def __init__(self, stream: CopyStream, most: int) -> None:
+        self._stream, self._most = stream, most
         self._under_way: deque[Crossing] = deque()
 
     def start(
@@ -160,7 +160,7 @@ class Way:
         """Starts `work`, which issues copies between these tensors, behind what the device was given to compute so far."""
         self.make_room()
         earlier = self._under_way[-1] if self._under_way else None
-        crossing = Crossing(self._lane, self._lane.start(work), on_device, on_host, then, earlier)
+        crossing = Crossing(self._stream, self._stream.start(work), on_device, on_host, then, earlier)
         self._under_way.append(crossing)
         return crossing
 
@@ -233,10 +233,10 @@ class Link:
     outbox: Outbox
 
     @classmethod
-    def over(cls, device: torch.device, lanes: tuple[Lane, Lane], pin: bool = False) -> Link:
-        """The link to `device` over two lanes: to it, and from it."""
-        to_device = Way(lanes[0], MOST_TO_DEVICE)
-        return cls(device, to_device, Way(lanes[1], MOST_TO_HOST), Outbox(to_device, pin))
+    def over(cls, device: torch.device, streams: tuple[CopyStream, CopyStream], pin: bool = False) -> Link:
+        """The link to `device` over two streams: to it, and from it."""
+        to_device = Way(streams[0], MOST_TO_DEVICE)
+        return cls(device, to_device, Way(streams[1], MOST_TO_HOST), Outbox(to_device, pin))
 
     @classmethod
     def to(cls, device: torch.device, pin: bool = False) -> Link | None:
@@ -248,8 +248,8 @@ class Link:
         if device.type == "cpu":
             return None
         if device.type == "cuda":
-            return cls.over(device, (CudaLane(device), CudaLane(device)), pin)
-        return cls.over(device, (DirectLane(), DirectLane()), pin)
+            return cls.over(device, (CudaCopyStream(device), CudaCopyStream(device)), pin)
+        return cls.over(device, (DirectStream(), DirectStream()), pin)
 
     def close(self) -> None:
         """Returns when nothing is under way, so that memory may go."""

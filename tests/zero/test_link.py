@@ -12,11 +12,11 @@ import torch
 from megazero import comm, mpu
 from megazero.zero.home import MemoryHome
 from megazero.zero.homes import TILE_MULTIPLE
-from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS, CudaLane, DirectLane, Link, Outbox, Way
+from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS, CudaCopyStream, DirectStream, Link, Outbox, Way
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.lanes import DeviceLane, SlowLane, slow_link
 from tests.zero.models import make_engine, run, token_batches, train
+from tests.zero.streams import DeviceStream, SlowStream, slow_link
 from tests.zero.test_offload import Wide, homes
 from tests.zero.test_stages import compare
 
@@ -103,17 +103,17 @@ def test_shards_are_on_their_way_to_the_device_two_units_ahead():
     assert starts == [1 + 2 + 3, 1 + 3 + 3, 1 + 4 + 3, 1 + 4 + 3]
 
 
-def of(lane: str, what: str, log: list) -> list[int]:
+def of(stream: str, what: str, log: list) -> list[int]:
     """The places of such events."""
-    return [event[2] for event in log if event[:2] == (lane, what)]
+    return [event[2] for event in log if event[:2] == (stream, what)]
 
 
-def lags(lane: str, log: list) -> set[int]:
+def lags(stream: str, log: list) -> set[int]:
     """How many works have been started since the one that the host waits for, itself included; at each wait."""
     last, found = 0, set()
     for event in log:
-        last = event[2] if event[:2] == (lane, "starts") else last
-        if event[:2] == (lane, "waits") and last:
+        last = event[2] if event[:2] == (stream, "starts") else last
+        if event[:2] == (stream, "waits") and last:
             found.add(last - event[2] + 1)
     return found
 
@@ -142,7 +142,7 @@ def test_new_weights_go_to_the_device_while_the_next_tile_is_updated():
 
 def test_device_memory_is_kept_until_the_device_waits_and_host_memory_until_the_host_does():
     log: list = []
-    way = Way(SlowLane("to host", log), most=2)
+    way = Way(SlowStream("to host", log), most=2)
     device, host = torch.ones(3), torch.zeros(3)
     there, here = weakref.ref(device), weakref.ref(host)
     crossing = way.start(lambda: None, on_device=[device], on_host=[host])
@@ -157,7 +157,7 @@ def test_device_memory_is_kept_until_the_device_waits_and_host_memory_until_the_
 
 def test_no_more_than_so_many_crossings_are_under_way():
     log: list = []
-    way, done = Way(SlowLane("to host", log), most=2), []
+    way, done = Way(SlowStream("to host", log), most=2), []
     for index in range(5):
         way.start(lambda: None, then=lambda index=index: done.append(index))
     assert done == [0, 1, 2]
@@ -166,7 +166,7 @@ def test_no_more_than_so_many_crossings_are_under_way():
 
 
 def test_what_is_held_may_be_written_to_if_a_copy_was_asked_for():
-    home = MemoryHome(CPU, link=Link.over(CPU, (SlowLane("to device", []), SlowLane("to host", []))))
+    home = MemoryHome(CPU, link=Link.over(CPU, (SlowStream("to device", []), SlowStream("to host", []))))
     values = torch.arange(5.0)
     vector = home.hold(values, copy=True)
     values.zero_()
@@ -176,7 +176,7 @@ def test_what_is_held_may_be_written_to_if_a_copy_was_asked_for():
 
 
 def test_the_outbox_has_two_buffers_of_what_was_asked_and_waits_before_it_fills_one_again():
-    way = Way(DeviceLane("to device", []), most=3)
+    way = Way(DeviceStream("to device", []), most=3)
     box = Outbox(way, pin=False)
     target, want = torch.zeros(4, 6, dtype=torch.bfloat16), torch.arange(24.0).view(4, 6).bfloat16()
     for row, values in zip(target, want, strict=True):
@@ -246,15 +246,15 @@ class PretendedEvent:
         assert blocking, "the host must not spin"
 
 
-def test_a_cuda_lane_runs_behind_what_was_computed_and_holds_back_what_is_computed_next(monkeypatch):
+def test_a_cuda_stream_runs_behind_what_was_computed_and_holds_back_what_is_computed_next(monkeypatch):
     cuda = PretendedCuda()
     monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
     monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: cuda.current)
-    lane = CudaLane("side")
-    mark = lane.start(lambda: cuda.log.append(("copies on", cuda.current.name)))
-    lane.hold_back(mark)
+    stream = CudaCopyStream("side")
+    event = stream.start(lambda: cuda.log.append(("copies on", cuda.current.name)))
+    stream.hold_back(event)
     assert cuda.log == [
         ("side", "waits for the stream", "compute"),
         ("copies on", "side"),
@@ -266,4 +266,4 @@ def test_a_cuda_lane_runs_behind_what_was_computed_and_holds_back_what_is_comput
 def test_there_is_no_link_to_the_host_itself_and_a_direct_one_to_a_device_without_queues():
     assert Link.to(CPU) is None
     link = Link.to(torch.device("meta"))
-    assert link is not None and isinstance(link.to_host._lane, DirectLane)
+    assert link is not None and isinstance(link.to_host._stream, DirectStream)
