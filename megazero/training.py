@@ -24,11 +24,10 @@ from megazero.job import (
     batches,
     build_job,
     eval_batch_size,
-    load,
-    save,
     setup_distributed,
     with_vocabulary,
 )
+from megazero.job_checkpoints import load, save
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.plan import refuse_what_cannot_fit
 from megazero.reporting import (

@@ -27,7 +27,7 @@ LEVELS = [
         "deepspeed_mpu",
     },
     {"arguments", "job", "inference", "deepspeed_checkpoints"},
-    {"reporting", "plan", "deepspeed_engine"},
+    {"job_checkpoints", "reporting", "plan", "deepspeed_engine"},
     {"training", "deepspeed_api"},
     {"compat"},
 ]

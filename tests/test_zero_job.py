@@ -13,7 +13,8 @@ from torch import nn
 from megazero import comm, mpu
 from megazero.arguments import load_config
 from megazero.data.build import build_datasets, build_tokenizer_from
-from megazero.job import Job, batches, build_job, load, save, setup_distributed, with_vocabulary
+from megazero.job import Job, batches, build_job, setup_distributed, with_vocabulary
+from megazero.job_checkpoints import load, save
 from megazero.training import train_step
 from megazero.zero import ReleasedParameter
 from pretrain_gpt2 import forward_step, make_model

@@ -25,7 +25,8 @@ from torch import nn
 
 from megazero.arguments import load_config
 from megazero.data.build import build_tokenizer_from
-from megazero.job import build_job, save, setup_distributed, with_vocabulary
+from megazero.job import build_job, setup_distributed, with_vocabulary
+from megazero.job_checkpoints import save
 from megazero.zero.config import ZeroConfig
 from pretrain_gpt2 import check, forward_step, main, make_model
 from tests.ranks import run_ranks

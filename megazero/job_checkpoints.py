@@ -1,0 +1,189 @@
+"""How a training run continues from a checkpoint, and saves one: what it takes from a directory, refuses, and warns of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero import comm
+from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.loading import client_state
+from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.store import list_tags
+from megazero.data.build import TOKENIZER_FLAGS
+from megazero.job import Job, seed_dropout
+
+logger = logging.getLogger(__name__)
+
+# Parts of the configuration that say which samples come, and in which order.
+SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
+
+# What no shape of a parameter shows, and makes the same weights another model.
+UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
+
+
+def load(job: Job) -> None:
+    """Continues from --load, where there is a checkpoint.
+
+    Raises:
+        ValueError: it is damaged, of a model of another shape, or trained with another vocabulary.
+    """
+    flags, directory = job.config.checkpoint, job.config.checkpoint.load
+    if not directory:
+        return
+    tags = comm.all_gathered_objects(comm.together(lambda: _newest_tag(directory, flags.load_fallback)))
+    if len(set(tags)) > 1:
+        raise ValueError(
+            f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
+            "Every node must see the same directory."
+        )
+    if tags[0] is None:
+        is_usual = flags.save is not None and Path(directory).resolve() == Path(flags.save).resolve()
+        _refuse_wrong_directory(directory, may_hold_a_log=is_usual)
+        if flags.finetune:
+            raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
+        level = logging.INFO if is_usual or torch.distributed.get_rank() != 0 else logging.WARNING
+        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory)
+        return
+    path, client = job.engine.load_checkpoint(
+        directory,
+        tags[0],
+        load_optimizer_states=not flags.no_load_optim,
+        load_rng=not flags.no_load_rng,
+        load_module_only=flags.finetune,
+        fallback=flags.load_fallback,
+        prepare=lambda reader: _prepare_to_continue(job, reader),
+    )
+    if not flags.finetune and torch.distributed.get_rank() == 0:  # all ranks read the same
+        _warn_of_other_samples(job, client)
+    logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+
+
+def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
+    """Says that the data do not go on where the checkpoint's run left them."""
+    if client["train_samples"] != job.train_samples:
+        logger.warning(
+            "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
+            "and some samples come again",
+            job.train_samples,
+            client["train_samples"],
+        )
+    saved, now = client["config"], asdict(job.config)
+    others = [f"--{name.replace('_', '-')}" for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
+    if others:
+        logger.warning(
+            "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
+            "again and others never",
+            ", ".join(others),
+        )
+
+
+def _refuse_wrong_directory(directory: str, may_hold_a_log: bool) -> None:
+    """Nothing is found where --load points to: a new run, or a mistake that would cost hours."""
+    path = Path(directory)
+    if path.is_file():
+        raise ValueError(f"--load {directory} is a file: name the directory that a job saves in.")
+    if (path / "index.json").is_file():
+        raise ValueError(f"--load {directory} is one checkpoint: name the directory above it, {path.parent}.")
+    if tags := list_tags(path):
+        raise ValueError(
+            f"--load {directory} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
+            "it, or take the newest by --load-fallback."
+        )
+    if not may_hold_a_log and path.is_dir() and any(path.iterdir()):
+        raise ValueError(
+            f"--load {directory} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
+            "`python -m megazero.checkpoint import` makes one of another system's checkpoint."
+        )
+
+
+def _newest_tag(directory: str, fallback: bool) -> str | None:
+    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there."""
+    try:
+        tag = latest_tag(directory)
+    except CheckpointError:
+        if not fallback:
+            raise
+        tag = None
+    tags = list_tags(directory) if fallback else []
+    return tag or (tags[-1] if tags else None)
+
+
+def _prepare_to_continue(job: Job, reader: Reader) -> None:
+    """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
+    client, finetune = client_state(reader), job.config.checkpoint.finetune
+    if "tokenizer_sha256" not in client:  # of another framework
+        level = logging.WARNING if torch.distributed.get_rank() == 0 else logging.INFO
+        logger.log(
+            level, "%s does not say which vocabulary it was trained with: make sure that it is yours", reader.path
+        )
+    elif client["tokenizer_sha256"] != job.tokenizer.sha256:
+        raise ValueError(
+            f"The checkpoint {reader.path} was trained with another vocabulary (sha256 "
+            f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
+            "--merge-file, or the --tokenizer-path, that it was trained with."
+        )
+    _refuse_other_model(job, reader.path, client)
+    if finetune:
+        return
+    if "iteration" not in client:
+        raise ValueError(
+            f"{reader.path} was not saved by this job, so it does not say where in the data to continue. Start from its "
+            "weights by --finetune."
+        )
+    schedule: Any = job.engine.lr_scheduler
+    if reader.index["lr_scheduler"].keys() != schedule.state_dict().keys():
+        raise ValueError(
+            f"The checkpoint {reader.path} was trained under another kind of learning-rate schedule: that of the "
+            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune."
+        )
+    job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
+    job.first_loss = client["first_loss"]
+    seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
+
+
+def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
+    saved = client.get("model")
+    if not isinstance(saved, dict):  # a script of one's own may mean something else by it
+        return
+    for name in UNSEEN_IN_SHAPES:
+        was, now = saved.get(name), getattr(job.config.model, name)
+        if was is not None and was != now:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"The checkpoint {path} was trained with {flag} {was}, now {now}: its weights would be another model, which no "
+                f"shape shows. Give {flag} {was}."
+            )
+
+
+def save(job: Job) -> None:
+    """Saves a checkpoint from which the job continues exactly."""
+    flags = job.config.checkpoint
+    assert flags.save is not None
+    start = time.perf_counter()
+    client = {
+        "iteration": job.iteration,
+        "consumed_samples": job.consumed_samples,
+        "train_samples": job.train_samples,
+        "first_loss": job.first_loss,
+        "tokenizer_sha256": job.tokenizer.sha256,
+        "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
+        "config": asdict(job.config),
+        "model": asdict(job.config.model),
+        "seq_length": job.config.data.seq_length,
+    }
+    path = job.engine.save_checkpoint(
+        flags.save,
+        client_state=client,
+        save_optimizer=not flags.no_save_optim,
+        save_rng=not flags.no_save_rng,
+        keep_last=flags.keep_last,
+        in_background=flags.async_save,
+    )
+    done = "is being written; training waited" if flags.async_save else "saved in"
+    logger.info("%s %s %.1f s", path, done, time.perf_counter() - start)
