@@ -25,13 +25,13 @@ def load(
     directory: str | Path,
     tag: str | None,
     *,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_rng: bool = True,
-    load_module_only: bool = False,
-    strict: bool = True,
-    fallback: bool = False,
-    prepare: Callable[[Reader], None] | None = None,
+    load_optimizer_states: bool,
+    load_lr_scheduler_states: bool,
+    load_rng: bool,
+    load_module_only: bool,
+    strict: bool,
+    fallback: bool,
+    prepare: Callable[[Reader], None] | None,
 ) -> Reader:
     """Reads a checkpoint into the parts, and returns its reader. Collective over the world.
 

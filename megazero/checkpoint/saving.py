@@ -31,12 +31,12 @@ def save(
     tag: str | None,
     client_state: dict[str, Any],
     *,
-    save_optimizer: bool = True,
-    save_rng: bool = True,
-    save_latest: bool = True,
-    exclude_frozen: bool = False,
-    keep_last: int = 0,
-    in_background: bool = False,
+    save_optimizer: bool,
+    save_rng: bool,
+    save_latest: bool,
+    exclude_frozen: bool,
+    keep_last: int,
+    in_background: bool,
 ) -> Path:
     """Writes one checkpoint and returns its directory. Collective over the world.
 
