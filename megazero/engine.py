@@ -143,8 +143,9 @@ class Engine:
         self._handles = refuse_loading(model) if self.sharding.parameters else []
         self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:
-            where = (meter, self.homes.optimizer, groups.data)
-            self.placement = Placement(self.schedule, self._optimizer, self.zero, *where)
+            self.placement = Placement(
+                self.schedule, self._optimizer, self.zero, meter, self.homes.optimizer, groups.data
+            )
         self._checkpointed = TrainingState(
             model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )

@@ -135,17 +135,14 @@ class BucketOptimizer(SlicedOptimizer):
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             (self._start_update if later else self._update)(clip / self.cur_scale)
         where = self._first_not_finite() if self.overflow else ""
-        for bucket in self.buckets:
-            if bucket.gradient is not None:
-                bucket.gradient.zero()
+        self.zero_grad()
         self.loss_scaler.update(self.overflow, where)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients accumulated since the last update. `set_to_none` is torch's, and changes nothing here."""
-        for bucket in self.buckets:
-            if bucket.gradient is not None:
-                bucket.gradient.zero()
+        for bucket in self._trained:
+            gradient_of(bucket).zero()
 
     def refuse_torn(self) -> None:
         """Raises where an update has failed in the middle, so that a part of the weights is new and a part old."""
@@ -206,13 +203,10 @@ class BucketOptimizer(SlicedOptimizer):
         every stage. Parameters that tensor-parallel ranks hold in common count once.
         """
         device, squares = self.buckets[0].weights.flat.device, []
-        for bucket in self.buckets:
-            if bucket.is_trainable:
-                gradient = gradient_of(bucket)
-                counted = [
-                    square for span, square in gradient.squares() if self.counts_replicated or not span.is_replicated
-                ]
-                squares += [square.to(device) * gradient.to_mean**2 for square in counted]
+        for gradient in map(gradient_of, self._trained):
+            for span, square in gradient.squares():
+                if self.counts_replicated or not span.is_replicated:
+                    squares.append(square.to(device) * gradient.to_mean**2)
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         total = comm.all_reduced(total, self.norm_group)
         return float(total.sqrt()) / self.cur_scale
@@ -220,9 +214,9 @@ class BucketOptimizer(SlicedOptimizer):
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""
         mine = None
-        for bucket in self.buckets:
-            if bucket.gradient is not None and mine is None:
-                with bucket.gradient.at_hand() as owned:
+        for bucket in self._trained:
+            if mine is None:
+                with gradient_of(bucket).at_hand() as owned:
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
                 mine = name and f"{name} (rank {torch.distributed.get_rank()})"
