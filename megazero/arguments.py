@@ -27,7 +27,7 @@ ALWAYS_SO = {
     "--loose-json": "the kind of a data file is seen from its name",
     "--shuffle": "samples are always shuffled, by --seed",
     "--resume-dataloader": "data order always continues exactly",
-    "--fp32-allreduce": "gradients are accumulated and reduced in fp32",
+    "--fp32-allreduce": "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise",
     "--fp32-layernorm": "normalisation accumulates in fp32",
     "--deepspeed-activation-checkpointing": "there is one activation checkpointing: --checkpoint-activations",
     "--zero-contigious-gradients": "the gradients of a unit lie in one buffer",

@@ -17,7 +17,7 @@ MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtype of parameters and activations; master weights, gradients and Adam's moments are always fp32."""
+    """Dtype of parameters and activations; master weights and Adam's moments are always fp32, gradients by default."""
 
     fp16: bool = option(False, "compute in fp16 with a loss scale")
     bf16: bool = option(False, "compute in bf16 (no loss scale needed)")
