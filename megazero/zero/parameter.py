@@ -17,6 +17,7 @@ from megazero.zero.storage import storage_id
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
     from megazero.zero.layout import Segment
+    from megazero.zero.schedule import Schedule
 
 
 class ZeroParamStatus(Enum):
@@ -197,16 +198,19 @@ def _writes(func: Callable, first: Any, target: nn.Parameter) -> bool:
     return is_written_through or _is_in_place(func, first, target) or func.__name__ in ("__set__", "__setitem__")
 
 
+def _driver_of(parameter: nn.Parameter) -> Schedule | None:
+    bucket = bucket_of(parameter)
+    return None if bucket is None else bucket.driver
+
+
 def _is_in_forward(parameter: nn.Parameter) -> bool:
-    record = _record(parameter)
-    driver = None if record is None else record[0].driver
+    driver = _driver_of(parameter)
     return driver is not None and driver.forward_under_way is not None
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
     """Whether a forward is under way that may read the parameter, which then is whole."""
-    record = _record(parameter)
-    driver = None if record is None else record[0].driver
+    driver = _driver_of(parameter)
     return driver is not None and driver.gather_external(parameter)
 
 
@@ -246,20 +250,14 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
 
 
 _T = torch.Tensor
+_SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_FACTS = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta"),
+    *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version"),
+)
 _QUESTIONS = {
-    *(
-        getattr(_T, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta")
-    ),
-    *(
-        getattr(_T, name).__get__
-        for name in ("is_sparse", "is_quantized", "is_nested", "requires_grad", "grad", "grad_fn")
-    ),
-    *(getattr(_T, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
-    *(
-        getattr(_T, name).__set__
-        for name in ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-    ),
+    *(getattr(_T, name).__get__ for name in (*_FACTS, *_SETTABLE)),
+    *(getattr(_T, name).__set__ for name in _SETTABLE),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
     *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook, _T.untyped_storage),
     torch._has_compatible_shallow_copy_type,  # asked by nn.Module.to of everything
