@@ -57,3 +57,16 @@ def test_clipped_spans_partition_every_shard(items, world_size):
         low, high = layout.shard_range(rank)
         parts = [span.clip(low, high) for span in layout.spans]
         assert sum(part.stop - part.start for part in parts) == layout.shard_numel
+
+
+@given(entries, st.integers(1, 7))
+def test_the_parts_of_a_segment_in_all_shards_are_the_segment(items, world_size):
+    layout = build(items, world_size)
+    for segment in layout.segments:
+        position = segment.start
+        for start, stop in map(layout.shard_range, range(world_size)):
+            low, high = segment.clip(start, stop)
+            if low < high:
+                assert low == position and start <= low and high <= stop
+                position = high
+        assert position == segment.stop
