@@ -108,10 +108,10 @@ class Engine:
             units,
             groups.data_parallel_size,
             group_of,
-            set(group_of) - set(cuts),
-            dtype,
-            self.zero.whole_below,
-            self.zero.model_persistence_threshold,
+            replicated=set(group_of) - set(cuts),
+            dtype=dtype,
+            persistence=self.zero.whole_below,
+            most_persistent=self.zero.model_persistence_threshold,
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
@@ -126,11 +126,11 @@ class Engine:
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
-                _norm_group(groups),
-                groups.model_parallel_rank == 0,
-                loss_scaler or LossScaler(),
-                clip_grad,
-                allow_untested_optimizer,
+                norm_group=_norm_group(groups),
+                counts_replicated=groups.model_parallel_rank == 0,
+                loss_scaler=loss_scaler or LossScaler(),
+                clip_grad=clip_grad,
+                allow_untested=allow_untested_optimizer,
             )
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         except BaseException:  # of the caller's optimizer or schedule

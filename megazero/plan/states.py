@@ -41,9 +41,8 @@ def gpt2_buckets(
     group = cast(ProcessGroup, _Ranks(model_parallel_size))
     with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
-    plans = plan_buckets(
-        one, find_units(one), data_parallel_size, weight_decay_groups(one, 0.0)[0], (), None, persistence
-    )
+    group_of, _ = weight_decay_groups(one, 0.0)
+    plans = plan_buckets(one, find_units(one), data_parallel_size, group_of, replicated=(), persistence=persistence)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     return [

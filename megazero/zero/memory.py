@@ -139,8 +139,16 @@ def plan_memory(
     )
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0) if group_of is None else dict(group_of)
     units = select_units(model, zero_units)
-    whole = zero.whole_below, zero.model_persistence_threshold
-    plans = plan_buckets(model, units, data_parallel_size, groups, (), dtype, *whole)
+    plans = plan_buckets(
+        model,
+        units,
+        data_parallel_size,
+        groups,
+        replicated=(),
+        dtype=dtype,
+        persistence=zero.whole_below,
+        most_persistent=zero.model_persistence_threshold,
+    )
     return memory_of_buckets(plans, settings)
 
 
