@@ -74,8 +74,8 @@ REFUSED = {
     "--top_k": "it is a flag of generate_samples.py",
     "--out-seq-length": "it is a flag of generate_samples.py",
     "--cloze-eval": "use evaluate_gpt2.py --task lambada",
-    "--eval-hf": "import the weights first: megazero.model.huggingface",
-    "--load-openai": "import the weights first: megazero.model.huggingface",
+    "--eval-hf": "import the weights first: python -m megazero.checkpoint import --from huggingface",
+    "--load-openai": "import the weights first: python -m megazero.checkpoint import --from huggingface",
 }
 
 

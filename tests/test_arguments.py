@@ -98,6 +98,12 @@ def test_every_flag_of_the_v0_trainer_works_or_is_refused_with_the_reason(flag):
     assert f"--{flag}" in accepted | REFUSED.keys()
 
 
+@pytest.mark.parametrize("flag", ["--eval-hf", "--load-openai"])
+def test_flags_that_read_foreign_weights_name_the_command_that_imports_them(flag):
+    with pytest.raises(ValueError, match="python -m megazero.checkpoint import --from huggingface"):
+        load_config([flag])
+
+
 def test_the_flags_of_the_zero3_example_are_understood(caplog):
     caplog.set_level(logging.INFO, logger="megazero")
     flags = """--zero-stage 3.0 --zero-contigious-gradients --zero-reduce-scatter --zero-reduce-bucket-size 50000000
