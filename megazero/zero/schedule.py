@@ -80,25 +80,29 @@ class Schedule:
             bucket.driver = self
         for bucket in self._order:
             self.watch_gradients(bucket)
-        if any(bucket.sharding.parameters for bucket in buckets):
-            self._handles += self._forwards.watch(model)
-            self._handles.append(model.register_forward_pre_hook(Hook(self._before_model), prepend=True))
-            self._handles.append(model.register_forward_hook(Hook(self._after_model)))
-            root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
-            for module in model.modules():  # a part of the model may be called alone
-                if module is not model and root.intersection(module.parameters(recurse=False)):
-                    self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
-            for index, unit in enumerate(units):
-                self._handles += self._forwards.watch(unit)
-                self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
-            for module in model.modules():
-                for parameter in external_parameters(module):
-                    self.add_external(module, parameter)
-            register_schedule(self)
+        if self._sharded:
+            self._watch_forwards(model, units)
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
                 self._watch_inputs(index, unit)
         self.restart()
+
+    def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Gathers sharded parameters for whatever reads them: the model, its units, and modules that do not own them."""
+        self._handles += self._forwards.watch(model)
+        self._handles.append(model.register_forward_pre_hook(Hook(self._before_model), prepend=True))
+        self._handles.append(model.register_forward_hook(Hook(self._after_model)))
+        root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
+        for module in model.modules():  # a part of the model may be called alone
+            if module is not model and root.intersection(module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
+        for index, unit in enumerate(units):
+            self._handles += self._forwards.watch(unit)
+            self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
+        for module in model.modules():
+            for parameter in external_parameters(module):
+                self.add_external(module, parameter)
+        register_schedule(self)
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes the gradients of the bucket's parameters as they come."""
@@ -130,6 +134,7 @@ class Schedule:
 
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
+        # Names of the parameters whose gradient has not come in this backward.
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
         self._has_frozen = {self._unit_of[bucket] for bucket in partly}  # units
