@@ -157,10 +157,11 @@ def make_parser(components: Sequence[type], description: str) -> argparse.Argume
     for flag in NO_EFFECT:
         kind: dict[str, Any] = {} if flag in _WITH_VALUE else {"action": "store_true"}
         parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS, **kind)
-    for flag, meaning in CPU_OPTIMIZER.items() if ZeroConfig in components else ():
-        parser.add_argument(
-            flag, action="store_const", const=flag, default=argparse.SUPPRESS, dest="cpu_optimizer", help=meaning
-        )
+    if ZeroConfig in components:
+        for flag, meaning in CPU_OPTIMIZER.items():
+            parser.add_argument(
+                flag, action="store_const", const=flag, default=argparse.SUPPRESS, dest="cpu_optimizer", help=meaning
+            )
     return parser
 
 

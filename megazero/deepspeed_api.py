@@ -184,7 +184,9 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
     """Gives parameters and buffers the values of the first data-parallel rank: scripts for DeepSpeed need not set a seed."""
-    for tensor in (*model.parameters(), *model.buffers()) if groups.data_parallel_size > 1 else ():
+    if groups.data_parallel_size == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, ReleasedParameter):  # zero.Init has done so
             continue
         values = tensor.detach().contiguous()

@@ -48,6 +48,7 @@ def load_json_config(
     config = JsonConfig(
         **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
     )
-    for warning in reader.warnings if os.environ.get("RANK", "0") == "0" else ():  # all ranks read the same
-        logger.warning("configuration: %s", warning)
+    if os.environ.get("RANK", "0") == "0":  # all ranks read the same
+        for warning in reader.warnings:
+            logger.warning("configuration: %s", warning)
     return config

@@ -273,9 +273,10 @@ class Bucket:
 
     def publish_master(self) -> None:
         """Writes all master weights into P, here and on the other ranks: after they were set. Collective."""
-        for start, stop in self.tiles if self.is_trainable and not self.master_is_p else ():
-            with self.states[MASTER].at_hand(start, stop) as master:
-                self.write_back(start, stop, master)
+        if self.is_trainable and not self.master_is_p:
+            for start, stop in self.tiles:
+                with self.states[MASTER].at_hand(start, stop) as master:
+                    self.write_back(start, stop, master)
         self.publish()
         self.weights.wait_gathered()
 

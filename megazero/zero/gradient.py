@@ -135,7 +135,8 @@ class Gradient:
         if self.is_sharded:
             self.whole = None  # a further gradient of this step starts anew
         owns_all = self.owned_range.stop - self.owned_range.start == self.layout.numel
-        self._work = (self.channel.all_reduce_ if owns_all else self.channel.reduce_scatter_)(self._wire, self.name)
+        reduce = self.channel.all_reduce_ if owns_all else self.channel.reduce_scatter_
+        self._work = reduce(self._wire, self.name)
 
     def wait(self) -> None:
         """Finishes `reduce`: `owned` is the sum over the group. Does nothing a second time."""

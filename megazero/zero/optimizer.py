@@ -133,7 +133,8 @@ class BucketOptimizer(SlicedOptimizer):
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
-            (self._start_update if later else self._update)(clip / self.cur_scale)
+            start = self._start_update if later else self._update
+            start(clip / self.cur_scale)
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
         self.loss_scaler.update(self.overflow, where)

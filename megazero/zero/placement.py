@@ -102,14 +102,18 @@ class Placement:
         for bucket in self._trained[unit]:
             if bucket.is_offloaded == is_coming:
                 bucket.move_states(None if is_coming else self._host)
-                bucket.tile_numel = bucket.tile_numel if is_coming else self._tiles[bucket]
+                if not is_coming:
+                    bucket.tile_numel = self._tiles[bucket]
 
     def _move_shards(self, unit: int, is_coming: bool) -> None:
         home = self._device if is_coming else self._host
         for bucket in self._sharded[unit]:
             if (bucket in self._shards_here) != is_coming:
                 bucket.weights.move(home)
-                (self._shards_here.add if is_coming else self._shards_here.remove)(bucket)
+                if is_coming:
+                    self._shards_here.add(bucket)
+                else:
+                    self._shards_here.remove(bucket)
 
 
 def _state_bytes(bucket: Bucket) -> int:

@@ -264,8 +264,8 @@ class Schedule:
             # In a backward activation checkpointing runs it again, and its backward follows at once; a tile's only after those
             # of all later tiles, unless the backward of this very one has asked for the recomputation.
             is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
-            for bucket in buckets if is_over else ():
-                if self._unit_of[bucket] != ROOT and not self._forwards.read(bucket):
+            for bucket in buckets:
+                if is_over and self._unit_of[bucket] != ROOT and not self._forwards.read(bucket):
                     bucket.weights.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
             made_before = {id(tensor): maker for tensor, maker in inputs}

@@ -116,8 +116,8 @@ class SlicedOptimizer:
             counters: of the parameters that have state. Those that have made different numbers of steps stay apart.
         """
         slices: list[Slice] = []
-        for bucket in self.buckets:
-            for is_trained in (True, False) if bucket.is_trainable else ():
+        for bucket in [bucket for bucket in self.buckets if bucket.is_trainable]:
+            for is_trained in (True, False):
 
                 def key(segment: Segment, is_trained: bool = is_trained) -> tuple | None:
                     mine = counters.get(segment.name)
@@ -169,8 +169,8 @@ class SlicedOptimizer:
         """Gives the torch optimizer the new slices, with the state that it makes at its construction only."""
         for index, group in enumerate(self.param_groups):
             group["params"] = self._masters(index)
-        for piece in self.slices if self._flat_at_birth else ():
-            if piece.master not in self.state:
+        for piece in self.slices:
+            if self._flat_at_birth and piece.master not in self.state:
                 for key, value in self._flat_at_birth.items():
                     with self._vector(piece.bucket, key).at_hand(piece.start, piece.stop, writes=True) as part:
                         part.fill_(value)
@@ -181,8 +181,8 @@ class SlicedOptimizer:
         state, bucket = self.state[piece.master], piece.bucket
         for key in [key for key in keys if key in bucket.states]:
             state[key] = _part_in_memory(bucket, key, piece)
-        for key, value in counters.items() if not self._counts_in_group else ():
-            if key not in bucket.states:
+        for key, value in counters.items():
+            if not self._counts_in_group and key not in bucket.states:
                 state[key] = torch.full((), value, dtype=torch.float32, device=self._device_of(key, piece))
 
     def _device_of(self, key: str, piece: Slice) -> torch.device:
@@ -242,8 +242,8 @@ class SlicedOptimizer:
         Args:
             states: what `state_at_hand` gave for the bucket.
         """
-        for piece in self.slices_of(bucket) if key in states else ():
-            if key in self.state.get(piece.master, {}):
+        for piece in self.slices_of(bucket):
+            if key in states and key in self.state.get(piece.master, {}):
                 low, high = segment.clip(piece.span.start, piece.span.stop)
                 if low < high:
                     origin = bucket.owned_range.start
@@ -292,8 +292,9 @@ class SlicedOptimizer:
                     self._vector(piece.bucket, key)
                 self._fill_state(piece, mine, keys)
         self._hand_over()
-        for group in self.param_groups if self._counts_in_group and counters else ():
-            group.update({key: int(value) for key, value in next(iter(counters.values())).items()})
+        if self._counts_in_group and counters:
+            for group in self.param_groups:
+                group.update({key: int(value) for key, value in next(iter(counters.values())).items()})
 
 
 def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:

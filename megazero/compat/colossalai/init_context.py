@@ -85,8 +85,8 @@ class ZeroInitContext:
     def _finish(self, modules: list[nn.Module]) -> None:
         parameters = {parameter: None for module in modules for parameter in module.parameters(recurse=False)}
         self.model_numel_tensor += sum(math.prod(shape_of(parameter)) for parameter in parameters)
-        for parameter in parameters if not self.shard_param else ():
-            if parameter.is_floating_point():
+        for parameter in parameters:
+            if not self.shard_param and parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.target_device, self.dtype)
 
 
