@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +293,12 @@ class Engine:
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
 
+        Args:
+            lr_kwargs: what the schedule's `step` is given at an update, as `{"metrics": loss}` for torch's ReduceLROnPlateau: the
+                same on every rank, or they train with different rates.
+
         Raises:
+            TypeError: the schedule's `step` takes something else; nothing has been updated.
             EngineStateError: there was no backward before it, it is called inside of no_sync, there is no optimizer, or the
                 model has other parameters than the engine was made for.
         """
@@ -306,6 +312,7 @@ class Engine:
             self._since_update += 1
             return
         self._refuse_changed_model("engine.step()", may_have_frozen=True)
+        self._refuse_lr_kwargs(lr_kwargs or {})
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
             bucket.refuse_untaken_gradients()
@@ -327,6 +334,19 @@ class Engine:
             self._checkpointed.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
+        """Raises where the schedule does not take these, before the weights are updated."""
+        if self.lr_scheduler is None:
+            return
+        try:
+            signature(self.lr_scheduler.step).bind(**lr_kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"engine.step(lr_kwargs={lr_kwargs}): {error}, for {type(self.lr_scheduler).__name__}.step. Give what it takes, "
+                'as engine.step(lr_kwargs={"metrics": loss}), the same on every rank; or keep the schedule out of initialize, '
+                "and step it yourself."
+            ) from None
 
     def _update(self) -> float:
         try:

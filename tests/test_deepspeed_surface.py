@@ -304,6 +304,22 @@ def test_a_schedule_of_the_file_sets_the_rate_of_each_update_and_rests_in_a_skip
     assert found == pytest.approx(rates)
 
 
+def test_a_schedule_that_needs_metrics_says_so_before_anything_is_updated(one_rank):
+    engine, *_ = deepspeed.initialize(
+        model=make_model(),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+        config={"train_batch_size": 2, "optimizer": ADAM},
+    )
+    before = engine.module_state_dict()
+    with pytest.raises(TypeError, match=r"missing a required argument: 'metrics', for ReduceLROnPlateau\.step"):
+        one_step(engine, x_of(0))
+    assert engine.global_steps == 0 and all(torch.equal(v, before[k]) for k, v in engine.module_state_dict().items())
+    engine.step(lr_kwargs={"metrics": 1.0})  # the gradients are still there
+    engine.backward(engine(x_of(0)).square().mean())
+    engine.step(lr_kwargs={"metrics": 1.0})
+    assert engine.global_steps == 2 and engine.get_lr() == [5e-3]
+
+
 def test_the_optimizers_zero_grad_forgets_a_micro_batch_as_the_engines_does(one_rank):
     changes = []
     for forget in (lambda e: e.optimizer.zero_grad(), lambda e: e.zero_grad(), lambda e: None):
