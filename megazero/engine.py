@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,22 @@ class Engine:
         if name == "module":  # not set yet: __init__ has failed before
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    def __reduce__(self) -> NoReturn:
+        """Refused, as `copy.copy`, `copy.deepcopy` and pickle ask for it.
+
+        Raises:
+            TypeError: always.
+        """
+        gathered = " inside of megazero.zero.GatheredParameters(list(engine.module.parameters()))"
+        raise TypeError(
+            "An engine cannot be copied or pickled: it is bound to its process's groups, hooks and shards. Copy engine.module"
+            f"{gathered if self.sharding.parameters else ''}, which gives a plain module; or engine.save_checkpoint(directory)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused as by `__reduce__`: a `__deepcopy__` of the module's would answer for the engine else."""
+        self.__reduce__()
 
     forward = __call__
 

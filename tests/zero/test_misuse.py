@@ -81,6 +81,9 @@ def copy_case() -> None:
     mpu.initialize_model_parallel(1)
     for stage in STAGES:
         engines = [fresh(stage, optimizer="sgd", decay=0.0) for _ in range(2)]
+        for whole in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="An engine cannot be copied or pickled.* Copy engine.module"):
+                whole(engines[0])
         if stage == 3:
             with pytest.raises(RuntimeError, match=r"sharded over .* not gathered now.*GatheredParameters"):
                 copy.deepcopy(engines[0].module)
