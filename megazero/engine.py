@@ -133,6 +133,7 @@ class Engine:
                 clip_grad=clip_grad,
                 allow_untested=allow_untested_optimizer,
             )
+            self._optimizer.refuse_unfit(later=self.zero.delays_update)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         except BaseException:  # of the caller's optimizer or schedule
             self.schedule.close()

@@ -120,8 +120,9 @@ class BucketOptimizer(SlicedOptimizer):
 
         Raises:
             RuntimeError: gradients are not reduced.
-            ValueError: `later`, and the optimizer is not Adam on the host.
+            ValueError: as of `refuse_unfit`, where hooks or settings have changed since.
         """
+        self.refuse_unfit(later)
         self.finish()
         self.refuse_torn()
         if not all(gradient_of(bucket).is_reduced for bucket in self._trained):
@@ -153,6 +154,21 @@ class BucketOptimizer(SlicedOptimizer):
                 "checkpoint before training goes on, or anything is saved."
             )
 
+    def refuse_unfit(self, later: bool) -> None:
+        """Raises where the torch optimizer cannot update states that rest in a file, or (`later`) go on in the background."""
+        kind = type(self.torch_optimizer).__name__
+        if not self._steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
+            raise ValueError(
+                f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
+                "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
+            )
+        settings = (AdamSettings.of_optimizer(self.torch_optimizer, group) for group in self.param_groups)
+        if later and not (self._steps_apart and all(settings)):
+            raise ValueError(
+                f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "
+                "the background, beside a schedule that changes learning rates."
+            )
+
     def finish(self) -> None:
         """Makes the weights of an update in the background the model's. Collective; does nothing where there is none."""
         if self._pending is not None:
@@ -167,11 +183,6 @@ class BucketOptimizer(SlicedOptimizer):
 
     def _update(self, factor: float) -> None:
         gradients = {bucket: gradient_of(bucket).owned for bucket in self._trained}
-        if not self._steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
-            raise ValueError(
-                f"{type(self.torch_optimizer).__name__} with states on NVMe would need all of them in memory at a time: its "
-                "step() cannot be called for a part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
-            )
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in self._trained:
@@ -179,12 +190,6 @@ class BucketOptimizer(SlicedOptimizer):
         self.is_torn = False
 
     def _start_update(self, factor: float) -> None:
-        groups = self.param_groups
-        if not self._steps_apart or not all(AdamSettings.of_optimizer(self.torch_optimizer, group) for group in groups):
-            raise ValueError(
-                f"--delayed-param-update needs Adam or AdamW (fused) on the host, got {type(self.torch_optimizer).__name__}: the "
-                "update runs in the background, beside a schedule that changes learning rates."
-            )
         gradients = {bucket: gradient_of(bucket).take() for bucket in self._trained}
         staged = {bucket: bucket.staging() for bucket in self._trained}
         update = Update(self, gradients, factor, scales_itself=False, steps_apart=True, staged=staged)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megazero import mpu, zero
+from megazero.engine import Engine, weight_decay_groups
 from megazero.utils import safe_get_full_fp32_param
 from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
@@ -116,19 +117,33 @@ def test_a_save_waits_for_the_update_and_a_resumed_run_is_the_same_bit_for_bit(t
     run_ranks(1, resume_case, str(tmp_path))
 
 
-def refused_case() -> None:
+def hooked_adamw(groups) -> torch.optim.Optimizer:
+    adamw = torch.optim.AdamW(groups, fused=True)
+    adamw.register_step_post_hook(lambda *_: None)
+    return adamw
+
+
+def refused_case(path: str) -> None:
     mpu.initialize_model_parallel(1)
-    engine = make_engine(Wide(), 2, optimizer="sgd", zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
-    ids = token_batches(2, 1, 1)
+    model, ids = Wide(), token_batches(2, 1, 1)
+    cpu, nvme = ({"offload_optimizer": home, "nvme_path": path} for home in ("cpu", "nvme"))
+    with pytest.raises(ValueError, match="--delayed-param-update needs Adam or AdamW .* got SGD"):
+        make_engine(model, 2, optimizer="sgd", zero={**cpu, "delayed_param_update": 1})
+    with pytest.raises(ValueError, match="AdamW with states on NVMe would need all of them in memory"):
+        Engine(
+            model, mpu.get_groups(), hooked_adamw, *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=2, **nvme)
+        )
+    engine = make_engine(model, 2, zero={**cpu, "delayed_param_update": 1})  # the model can be given to another one
     engine.backward(engine(ids[0, 0, 0]))
     engine.step()
+    engine.optimizer.torch_optimizer.register_step_post_hook(lambda *_: None)
     engine.backward(engine(ids[1, 0, 0]))
-    with pytest.raises(ValueError, match="--delayed-param-update needs Adam or AdamW .* got SGD"):
+    with pytest.raises(ValueError, match="--delayed-param-update needs .* without hooks"):
         engine.step()
 
 
-def test_other_optimizers_are_refused():
-    run_ranks(1, refused_case)
+def test_other_optimizers_are_refused(tmp_path):
+    run_ranks(1, refused_case, str(tmp_path))
     with pytest.raises(ValueError, match="needs --offload-optimizer cpu or nvme"):
         ZeroConfig(stage=2, delayed_param_update=5)
     for partly in ({"placement": "auto"}, {"offload_optimizer_ratio": 0.5}):
