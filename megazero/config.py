@@ -36,7 +36,9 @@ class ParallelConfig:
         aliases=("--local-rank",),
     )
     partition_activations: bool = option(
-        False, "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation"
+        False,
+        "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation",
+        aliases=("--distribute-checkpointed-activations", "--distribute-saved-activations"),
     )
 
     def __post_init__(self) -> None:

@@ -77,6 +77,30 @@ def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
         load_config([flag])
 
 
+def test_all_flags_that_cannot_apply_are_named_at_once():
+    with pytest.raises(ValueError, match="^--lr-warmup-iters does not .* use --warmup.* --DDP-impl does not"):
+        load_config(["--lr-warmup-iters", "10", "--DDP-impl=local", "--num-layers", "2"])
+
+
+@pytest.mark.parametrize(
+    "spelling, ours",
+    [
+        ("--data-path 0.3 a 0.7 b", "--train-data 0.3 a 0.7 b"),
+        ("--ffn-hidden-size 72", "--intermediate-size 72"),
+        ("--norm-epsilon 1e-6", "--layernorm-epsilon 1e-6"),
+        ("--tensor-model-parallel-size 2", "--model-parallel-size 2"),
+        (
+            "--checkpoint-activations --distribute-checkpointed-activations",
+            "--checkpoint-activations --partition-activations",
+        ),
+        ("--recompute full --distribute-saved-activations", "--recompute full --partition-activations"),
+        ("--eod-mask-loss --override-opt_param-scheduler --use-cpu-initialization --no-bias-gelu-fusion", ""),
+    ],
+)
+def test_spellings_of_later_megatrons_mean_the_same(spelling, ours):
+    assert load_config(spelling.split()) == load_config(ours.split())
+
+
 # All flags of the v0 trainer's arguments.py.
 V0_FLAGS = """pretrained-bert attention-dropout num-attention-heads hidden-size intermediate-size num-layers layernorm-epsilon
 hidden-dropout max-position-embeddings vocab-size deep-init make-vocab-size-divisible-by cpu-optimizer cpu_torch_adam fp16

@@ -32,6 +32,7 @@ class DataConfig:
         None,
         "prefixes of .bin/.idx files, JSON lines (.json, .jsonl, also .gz, .xz, .zst), or the names webtext and wikipedia "
         "(in data/); several are mixed by size, or by weights in front of them: 0.3 data/a 0.7 data/b",
+        aliases=("--data-path",),
     )
     valid_data: list[str] | None = option(None, "validation data of its own, instead of a part of --train-data")
     test_data: list[str] | None = option(None, "test data of its own, instead of a part of --train-data")

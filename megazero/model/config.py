@@ -33,7 +33,9 @@ class GPT2Config:
     num_layers: int = option(24, "transformer blocks")
     hidden_size: int = option(1024, "width of the residual stream")
     num_attention_heads: int = option(16, "attention heads; must divide the hidden size")
-    intermediate_size: int | None = option(None, "width of the MLP; 4 x hidden size when not given")
+    intermediate_size: int | None = option(
+        None, "width of the MLP; 4 x hidden size when not given", aliases=("--ffn-hidden-size",)
+    )
     max_position_embeddings: int = option(512, "learned positions: the longest sequence the model can read")
     vocab_size: int | None = option(
         None, "tokens in the vocabulary, before padding; taken from the tokenizer if not given"
@@ -55,7 +57,7 @@ class GPT2Config:
     hidden_dropout: float = option(
         0.1, "dropout probability of embeddings and of what each sub-block adds to the residual"
     )
-    layernorm_epsilon: float = option(1e-5, "added to the variance in layer norm")
+    layernorm_epsilon: float = option(1e-5, "added to the variance in layer norm", aliases=("--norm-epsilon",))
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass instead of storing them")
     checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations")
