@@ -48,7 +48,8 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: the leading shapes of `logits` and `targets` differ, there are fewer columns than `vocab_size`, or a target
             is outside of the vocabulary. The last is checked on the CPU only, as a check would make a CUDA device wait: whoever
-            reads the data checks it there. A target outside that goes unnoticed gives a wrong, finite loss.
+            reads the data checks it there. A target outside that goes unnoticed gives a wrong, finite loss. There is no
+            `ignore_index`: give such places any id, and multiply their loss by 0.
     """
     group = group_or_default(group)
     if logits.shape[:-1] != targets.shape:

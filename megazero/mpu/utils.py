@@ -58,9 +58,14 @@ def check_token_ids(ids: Tensor, vocab_size: int) -> None:
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= vocab_size:
+    if low < 0:  # most often BERT's -1 or torch's ignore_index
         raise ValueError(
-            f"token id {low if low < 0 else high} is outside of the vocabulary: {vocab_size} ids, 0 to {vocab_size - 1}. "
+            f"token id {low} is outside of the vocabulary: {vocab_size} ids, 0 to {vocab_size - 1}. Places that do not count "
+            "need an id too: give them any (ids.clamp(min=0)), and multiply their loss by 0."
+        )
+    if high >= vocab_size:
+        raise ValueError(
+            f"token id {high} is outside of the vocabulary: {vocab_size} ids, 0 to {vocab_size - 1}. "
             "The data were probably tokenized with another vocabulary than the model has."
         )
 
