@@ -442,6 +442,14 @@ def test_subsystems_that_do_not_exist_are_refused_unless_disabled(name):
     refused(f"{name} asks for something that does not exist here: ", **{name: {"enabled": True}})
 
 
+def test_subsystems_that_only_the_gpt2_job_has_are_refused_with_what_a_script_can_do():
+    metrics = ("log the loss, engine.get_lr()", ("tensorboard", "csv_monitor", "wandb", "comet"))
+    data = ("give a loader that orders the data", ("curriculum_learning", "data_efficiency"))
+    for message, names in (metrics, data, ("FlopCounterMode counts", ("flops_profiler",))):
+        for name in names:
+            refused(message, **{name: {"enabled": True}})
+
+
 def test_settings_that_cannot_be_are_refused_unless_off():
     load(zero_optimization={"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, sparse_gradients=False)
     refused("zero_quantized_weights true is not possible here", zero_optimization={"zero_quantized_weights": True})

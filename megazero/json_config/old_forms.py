@@ -8,8 +8,13 @@ from typing import Any
 from megazero.json_schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 
-_MONITOR = "metrics go to DIR/metrics.jsonl and TensorBoard under --save DIR or --tensorboard-dir"
-_DATA = "the training data are shuffled samples of equal length"
+_MONITOR = (
+    "the engine writes no metrics; log the loss, engine.get_lr() and engine.get_global_grad_norm() in the script. The GPT-2 job "
+    "writes DIR/metrics.jsonl and TensorBoard under --save DIR or --tensorboard-dir"
+)
+_DATA = (
+    "there is no curriculum; give a loader that orders the data. The GPT-2 job's are shuffled samples of equal length"
+)
 DISABLED_ONLY = {
     "amp": "apex amp is not used; use fp16 or bf16",
     "autotuning": "there is no tuner",
@@ -24,7 +29,7 @@ DISABLED_ONLY = {
     "eigenvalue": "it belongs to quantization, which is not built",
     "elasticity": "batch sizes are fixed; a checkpoint loads under any number of ranks",
     "expert_parallel": "mixtures of experts are not built",
-    "flops_profiler": "TFLOP/s and MFU are in every log line",
+    "flops_profiler": "torch.utils.flop_counter.FlopCounterMode counts a step's; the GPT-2 job logs TFLOP/s and MFU",
     "hybrid_engine": "inference is not part of training",
     "nebula": "checkpoints are written by their own store",
     "pipeline": "pipeline parallelism is not built",
