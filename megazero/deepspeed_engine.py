@@ -139,7 +139,8 @@ class DeepSpeedEngine(Questions, CheckpointingEngine):
 
         Args:
             batch_size: by default the micro-batch size.
-            route: "train" is shuffled, anything else comes in order.
+            route: "train" is shuffled, every epoch alike unless `loader.sampler.set_epoch(epoch)` is called before it; anything
+                else comes in order.
             data_sampler: which samples this rank gets; by default every data-parallel rank an equal share.
         """
         groups, sampler = self.groups, data_sampler

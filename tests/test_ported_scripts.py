@@ -199,3 +199,47 @@ def test_a_loss_that_is_nan_is_told_from_gradients_that_overflow(one_rank, caplo
         engine.step()
         assert not engine.was_step_applied()
         assert ("rank 0: the loss itself was not finite (nan)" in caplog.text) == is_told
+
+
+def hugging_face_case(folder) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def built():
+        with megazero.zero.Init():
+            return GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=12, n_layer=1, n_head=2))
+
+    def engine_of_it(model: nn.Module):
+        return megazero.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
+
+    def train_once(engine) -> None:
+        ids = torch.arange(16).view(2, 8) % 11
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+    model = built()
+    with (
+        pytest.raises(
+            RuntimeError, match=r"got data of another shape.*Resize \(as resize_token_embeddings does\) before"
+        ),
+        megazero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+    ):
+        model.resize_token_embeddings(13)
+    engine = engine_of_it(built())
+    train_once(engine)
+    state = engine.module_state_dict()
+    if dist.get_rank() == 0:
+        engine.module.save_pretrained(folder, state_dict=dict(state))  # which it takes tied names out of
+    dist.barrier()
+    with megazero.zero.Init():
+        loaded = engine_of_it(GPT2LMHeadModel.from_pretrained(folder))
+    assert all(torch.equal(value, state[name]) for name, value in loaded.module_state_dict().items())
+    engine.destroy()
+    engine.module.resize_token_embeddings(13)
+    engine = engine_of_it(engine.module)
+    train_once(engine)
+    assert engine.module_state_dict()["lm_head.weight"].shape == (13, 12)
+
+
+def test_a_hugging_face_model_is_saved_and_resized_as_the_documents_say(tmp_path):
+    pytest.importorskip("transformers")
+    run_ranks(2, hugging_face_case, tmp_path)

@@ -110,7 +110,8 @@ class GatheredParameters:
         if reshaped and kind is None:
             raise RuntimeError(
                 f"GatheredParameters: {', '.join(reshaped)} got data of another shape inside the context; it was not taken. "
-                "Assign a new nn.Parameter to the module instead, before initialize."
+                "Resize (as resize_token_embeddings does) before zero.Init or initialize shards the model, or after "
+                "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
 
     def _refuse(self, changed: list[str]) -> None:
