@@ -175,7 +175,7 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
         logger.warning(
             "the lr_scheduler given to initialize is used, not the configuration's %s", config.scheduler.type
         )
-    if not hasattr(given, "step"):
+    if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
         return given(optimizer.torch_optimizer)
     if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:
         if len(given.optimizer.param_groups) != len(optimizer.param_groups):

@@ -304,6 +304,25 @@ def test_a_schedule_of_the_file_sets_the_rate_of_each_update_and_rests_in_a_skip
     assert found == pytest.approx(rates)
 
 
+class Halving:
+    """A schedule of a script's own, made from an optimizer alone."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_a_class_of_schedules_is_a_callable_that_makes_one(one_rank):
+    engine, *_ = deepspeed.initialize(
+        model=make_model(), lr_scheduler=Halving, config={"train_batch_size": 2, "optimizer": ADAM}
+    )
+    one_step(engine, x_of(0))
+    assert isinstance(engine.lr_scheduler, Halving) and engine.get_lr() == [5e-3]
+
+
 def test_a_schedule_that_needs_metrics_says_so_before_anything_is_updated(one_rank):
     engine, *_ = deepspeed.initialize(
         model=make_model(),
