@@ -63,16 +63,17 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
     """
     if groups.model_parallel_size == 1:
         return
-    guessed = []
+    guessed, cuts = [], partitions(model)
     for prefix, module in model.named_modules():
         declared = getattr(module, "partitions", None)
         declared = declared if isinstance(declared, dict) else {}
+        full_names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
         parameters = module.named_parameters(recurse=False)
-        own = {name: p for name, p in parameters if _is_marked(p) and name not in declared}
+        own = {name: p for name, p in parameters if _is_marked(p) and full_names[name] not in cuts}
         if not own:
             continue
         module.partitions = declared | {name: _cut(module, p, groups.model_parallel_size) for name, p in own.items()}
-        guessed += [f"{prefix}.{name}".lstrip(".") for name, p in own.items() if not _says_where(module, p)]
+        guessed += [full_names[name] for name, p in own.items() if not _says_where(module, p)]
     if guessed:
         logger.warning(
             "these parameters are marked as parts of larger ones, but not along which dimension they are cut: %s. Rows are "

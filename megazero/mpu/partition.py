@@ -93,11 +93,13 @@ def partitions(module: nn.Module) -> dict[str, Partition]:
     """The cut of every sharded parameter of `module`, by its full name; a parameter that is absent is replicated.
 
     A layer declares its own as an attribute `partitions: dict[str, Partition]` over its local parameter names. A tied
-    parameter is listed under each of its names whose layer declares it.
+    parameter is listed under each of its names, also those of layers that declare nothing.
     """
-    found: dict[str, Partition] = {}
+    declared: dict[str, Partition] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):
-        declared = getattr(submodule, "partitions", None)
-        if isinstance(declared, dict):
-            found.update({f"{prefix}.{name}" if prefix else name: cut for name, cut in declared.items()})
-    return found
+        own = getattr(submodule, "partitions", None)
+        if isinstance(own, dict):
+            declared.update({f"{prefix}.{name}" if prefix else name: cut for name, cut in own.items()})
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    cut_of = {id(parameter): declared[name] for name, parameter in parameters.items() if name in declared}
+    return {name: cut_of[id(parameter)] for name, parameter in parameters.items() if id(parameter) in cut_of}

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megazero import mpu
+from megazero.deepspeed_mpu import declare_cuts
+from megazero.engine import Engine
 from megazero.mpu.partition import Partition, partitions
+from tests.ranks import run_ranks
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,3 +103,34 @@ def test_partitions_lists_sharded_parameters_by_full_name_and_survives_deepcopy(
     assert clone[1].group is column.group and clone[1].weight is not column.weight and clone[1] is clone.again
     x = torch.randn(3, 2)
     assert torch.equal(clone[1](x), column(x))
+
+
+def tied(head_first: bool) -> nn.ModuleDict:
+    embedding, head = (
+        mpu.VocabParallelEmbedding(4, 3),
+        nn.Linear(3, 4 // mpu.get_model_parallel_world_size(), bias=False),
+    )
+    head.weight = embedding.weight
+    return nn.ModuleDict({"a": head, "b": embedding} if head_first else {"a": embedding, "b": head})
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_tied_parameter_is_listed_under_the_names_of_layers_that_declare_nothing(head_first, one_rank):
+    assert partitions(tied(head_first)) == dict.fromkeys(["a.weight", "b.weight"], Partition(0, full_size=4))
+
+
+def norm_case(head_first: bool) -> tuple[float, bool]:
+    groups = mpu.initialize_model_parallel(2)
+    model = tied(head_first)
+    before = partitions(model)
+    declare_cuts(model, groups)
+    engine = Engine(model, groups, lambda params: torch.optim.SGD(params, lr=0.1), {"a.weight": 0}, [{}])
+    engine.backward((model["b"].weight * (1.0 + groups.model.rank())).sum())
+    engine.step()
+    return engine.get_global_grad_norm(), partitions(model) == before
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_the_norm_is_of_all_parts_of_a_tied_parameter_whichever_name_comes_first(head_first):
+    norm = (6 * 1.0**2 + 6 * 2.0**2) ** 0.5
+    assert run_ranks(2, norm_case, head_first) == [(pytest.approx(norm), True)] * 2
