@@ -80,10 +80,10 @@ def _end(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None
         thread.join(_PATIENCE_S)
 
 
+@torch.inference_mode()  # writes into tensors of a caller in that mode as well, and leaves others what they are
 def _serve(jobs: queue.SimpleQueue[_Job | None], transport: Transport, is_ready: threading.Event) -> None:
     """The thread of a lane. After a failure the ranks are no longer in step, so whatever follows fails too."""
     torch.set_num_threads(1)  # the cores belong to the thread that computes
-    torch.set_grad_enabled(False)
     is_ready.set()
     failure: str | None = None
     while (job := jobs.get()) is not None:

@@ -135,6 +135,24 @@ def subset_case(way):
     channel.close()
 
 
+def inference_case(way):
+    """A lane's thread has its own mode; what it keeps from one caller's mode must serve the other's."""
+    channel = open_channel(way)
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with mode():
+            x = torch.arange(4.0)
+            for work in (channel.reduce_scatter_, channel.all_gather_, channel.all_reduce_):
+                work(x).wait()
+        assert x.tolist() == [0.0, 4.0, 8.0, 12.0] and x.is_inference() == (mode is torch.inference_mode)
+    x += 1
+    channel.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_that_were_made_in_inference_mode(way):
+    run_ranks(2, inference_case, way)
+
+
 def worlds_of_scripts_case(path, backend):
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # the other one may still connect
