@@ -88,9 +88,8 @@ def build_index(
         raise ValueError(f"documents {start} to {stop} hold no tokens")
     epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
     samples = (epochs * tokens_per_epoch - 1) // seq_length
-    before_last = (
-        (epochs - 1) * tokens_per_epoch - 1
-    ) // seq_length  # samples that end before the last epoch does begin
+    # Samples that end before the last epoch does begin.
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
     per_epoch = (tokens_per_epoch - 1) // seq_length
     is_last_apart = epochs > 1 and num_samples - before_last < int(_WHOLE_EPOCH_SHARE * per_epoch)
 
