@@ -118,6 +118,14 @@ class ZeroConfig:
             raise ValueError(
                 f"gradient_predivide_factor must be a positive number, got {self.gradient_predivide_factor}."
             )
+        self._check_homes()
+        self._check_delayed_update()
+        self._check_placement()
+        for name, least in (("sub_group_size", 0), ("optimizer_buffer_count", 1), ("param_buffer_count", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"zero.{name} must be at least {least}, got {getattr(self, name)}.")
+
+    def _check_homes(self) -> None:
         for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
             home, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if home not in HOMES:
@@ -136,6 +144,8 @@ class ZeroConfig:
                 f"--offload-optimizer-ratio {self.offload_optimizer_ratio} is the share that --offload-optimizer cpu or nvme "
                 "offloads, which is not given; or --placement auto decides it. Drop the ratio."
             )
+
+    def _check_delayed_update(self) -> None:
         if self.delayed_param_update < 0 or (self.delayed_param_update and self.offload_optimizer == "none"):
             raise ValueError(
                 f"--delayed-param-update {self.delayed_param_update} must be 0 or more, and needs --offload-optimizer cpu or "
@@ -146,6 +156,8 @@ class ZeroConfig:
                 f"--delayed-param-update {self.delayed_param_update} needs all of the update on the host, and "
                 "--offload-optimizer-ratio below 1 or --placement auto leaves a part on the device. Drop one of them."
             )
+
+    def _check_placement(self) -> None:
         if self.placement not in PLACEMENTS:
             raise ValueError(f"--placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}.")
         if self.placement == "auto" and (self.stage < 3 or not self.overlap_comm):
@@ -159,6 +171,3 @@ class ZeroConfig:
             )
         if not 0 <= self.gpu_margin_mem_ratio <= 1:
             raise ValueError(f"--gpu-margin-mem-ratio must lie in [0, 1], got {self.gpu_margin_mem_ratio}.")
-        for name, least in (("sub_group_size", 0), ("optimizer_buffer_count", 1), ("param_buffer_count", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"zero.{name} must be at least {least}, got {getattr(self, name)}.")
