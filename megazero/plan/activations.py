@@ -20,8 +20,8 @@ import torch
 from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model.config import GPT2Config
 from megazero.mpu.cross_entropy import CHUNK_NUMEL_CPU, CHUNK_NUMEL_DEVICE
+from megazero.zero.homes import FP32_BYTES
 
-FP32_BYTES = 4
 ID_BYTES = 8
 
 

@@ -11,13 +11,11 @@ import torch
 from megazero.zero.build import dtype_of
 from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.home import SUM_NUMEL
-from megazero.zero.homes import kept_on_device, tile_numel
+from megazero.zero.homes import FP32_BYTES, kept_on_device, tile_numel
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
 from megazero.zero.units import ROOT, BucketPlan
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
