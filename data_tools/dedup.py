@@ -57,7 +57,7 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Removes copies, and returns the statistics."""
-    options, inputs = run_options(args), list_inputs(args.input)
+    options, inputs = run_options(args), list_inputs(args.input, output=args.output)
     search = CopySearch(args, inputs, options)
     shards = plan_shards(inputs, args.output, args.format)
 

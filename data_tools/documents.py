@@ -32,23 +32,33 @@ _SIDECAR_ENDS = (".dropped.jsonl", ".done.json", "manifest.json", JOURNAL)
 
 
 def list_inputs(
-    values: Sequence[str | Path], formats: Sequence[str] = OUTPUT_FORMATS, flag: str = "--input"
+    values: Sequence[str | Path],
+    formats: Sequence[str] = OUTPUT_FORMATS,
+    flag: str = "--input",
+    output: str | Path | None = None,
 ) -> list[Path]:
     """The files that a flag names: files as they are, folders as the files of documents in them, sorted by path.
 
     Args:
         formats: `OUTPUT_FORMATS` for documents, `URL_FORMATS` for lists of URLs.
         flag: where they come from, for messages.
+        output: what --output names, which may not lie in a folder of them.
 
     Raises:
         FileNotFoundError: a file or folder is missing. PermissionError: a folder cannot be read.
-        ValueError: a folder holds no such files, or not yet all of them; or a file is of another kind or named twice.
+        ValueError: a folder holds no such files, or not yet all of them, or the output; or a file is of another kind or named
+            twice.
     """
     suffixes = _DOCUMENT_SUFFIXES if formats == OUTPUT_FORMATS else (f".{formats[0]}",)
     kinds = f"{', '.join(suffixes)} (also with .gz, .xz or .zst)"
     paths: list[Path] = []
     for value in map(Path, values):
         if value.is_dir():
+            if output is not None and Path(output).resolve().is_relative_to(value.resolve()):
+                raise ValueError(
+                    f"--output {output} lies in the folder {flag} {value}: the next run would read it as an input. Choose an "
+                    f"--output outside of that folder, or name the files for {flag}."
+                )
             files = _files_in(value)
             _check_finished(value, files, suffixes, flag)
             found = [path for path in files if _is_known(path, suffixes)]

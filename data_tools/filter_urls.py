@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options = run_options(args)
     domains = _read_list(args.domains) if args.domains else DOMAINS
     extensions = _read_list(args.extensions) if args.extensions else EXTENSIONS
-    inputs = list_inputs(args.input, URL_FORMATS)
+    inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
     shards = plan_shards(inputs, args.output, args.format, URL_FORMATS)
     settings = {
         "domains": sorted(domains),

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
-    options, inputs, output = run_options(args), list_inputs(args.input), Path(args.output)
+    options, inputs, output = run_options(args), list_inputs(args.input, output=args.output), Path(args.output)
     check_list_name(output, "--output")
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
     key = search.settings["all_inputs"]

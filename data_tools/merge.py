@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Merges, and returns the statistics."""
     options = run_options(args)
-    inputs = list_inputs(args.input)
+    inputs = list_inputs(args.input, output=args.output)
     shards = plan_shards(inputs, args.output, args.format)
     settings = {
         "key": args.json_key,

@@ -52,7 +52,7 @@ def run_documents(
     options: RunOptions | None = None,
 ) -> dict[str, Any]:
     """`run_lines` with a function of a document, on what `add_input_output` and `add_run_options` have read."""
-    shards = plan_shards(list_inputs(args.input), args.output, args.format)
+    shards = plan_shards(list_inputs(args.input, output=args.output), args.output, args.format)
     lines = DocumentLines(function, args.json_key)
     return run_lines(step, shards, lines, {"key": args.json_key, **settings}, options or run_options(args))
 

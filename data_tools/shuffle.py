@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Shuffles, and returns the statistics."""
     options = run_options(args)
-    inputs = list_inputs(args.input)
+    inputs = list_inputs(args.input, output=args.output)
     shard = _plan(inputs, args)
     settings = {"key": args.json_key, "seed": args.seed, "outputs": [path.name for path in shard.outputs]}
     description = describe("shuffle", settings, contents_of(inputs, options), options)

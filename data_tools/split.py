@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Splits, and returns the statistics."""
     parts = parse_parts(args.parts)
-    inputs = list_inputs(args.input)
+    inputs = list_inputs(args.input, output=args.output)
     if names_file(args.output):
         raise ValueError(
             f"--output {args.output}: each part is a file of its own. Name a folder, and their kind by --format."

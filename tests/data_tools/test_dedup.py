@@ -200,7 +200,7 @@ def test_bad_lines_are_reported_once_with_their_place(tmp_path, caplog):
 def test_a_file_without_documents_is_no_error(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"")
     write_lines(tmp_path / "bad.jsonl", BAD)
-    statistics = deduplicate([tmp_path], tmp_path / "out")
+    statistics = deduplicate([tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"], tmp_path / "out")
     assert statistics["documents"] == 0 and statistics["empty_files"] == 1
     assert (tmp_path / "out" / "empty.jsonl").read_bytes() == b""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools.__main__ import main
 from data_tools.documents import dump, list_inputs
 from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
@@ -212,6 +213,20 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one(tmp_path, format, 
     statistics = run(inputs, tmp_path / "killed", workers=1, format=format)
     assert statistics["shards_skipped"] == 1 and f"part1.{format}: continuing after" in caplog.text
     assert hashes(tmp_path / "killed", markers=True) == hashes(tmp_path / "whole", markers=True)
+
+
+def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
+    make_files(tmp_path / "in")
+    for output in ("in/all.jsonl", "in/clean"):
+        with pytest.raises(
+            ValueError, match=f"--output .*{output} lies in the folder --input .*in: the next run would"
+        ):
+            list_inputs([tmp_path / "in"], output=tmp_path / output)
+    assert len(list_inputs([tmp_path / "in"], output=tmp_path / "input.jsonl")) == 3
+    merge = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "in" / "all.jsonl")]
+    with pytest.raises(SystemExit, match="lies in the folder"):
+        main(["merge", *merge])
+    assert not (tmp_path / "in" / "all.jsonl").exists()
 
 
 def test_a_fault_that_was_found_before_a_stop_is_fatal_with_strict_afterwards(tmp_path):
