@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.format import REMEDY, CheckpointError, latest_tag
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states, tensors_of
@@ -61,7 +61,7 @@ def load(
         client_state(reader)  # here already, where damage that only some rank meets is told to the others
         reader.close()
 
-    reader = _first_intact(directory, _of_first_rank(lambda: _candidates(directory, tag, fallback)), read)
+    reader = _first_intact(directory, _of_first_rank(lambda: _candidates(directory, tag, fallback)), read, fallback)
     for bucket in state.buckets:
         bucket.adopt_parts()
     return reader
@@ -107,7 +107,9 @@ def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[
     return [newest, *(other for other in older if other != newest)]
 
 
-def _first_intact(directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], None]) -> Reader:
+def _first_intact(
+    directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], None], fallback: bool
+) -> Reader:
     """The first checkpoint that `read` can read on every rank. Collective."""
     remaining = list(tags)
     while True:
@@ -122,11 +124,17 @@ def _first_intact(directory: str | Path, tags: Sequence[str | None], read: Calla
         if not found:
             return reader
         rank, is_damaged, message = found[0]
+        if is_damaged and fallback:
+            message = message.removesuffix(REMEDY)  # which advises just that
+            if not remaining:
+                raise CheckpointError(
+                    f"{message.rstrip()} No other checkpoint in {directory} is whole either: copy one of them again."
+                ) from error
         if not is_damaged or not remaining:
             kind = CheckpointError if is_damaged else comm.OtherRankError
             raise error or kind(f"rank {rank} cannot load: {message}")
         if torch.distributed.get_rank() == 0:  # every rank has the same message
-            logger.warning("%s Going back to the checkpoint before it.", message)
+            logger.warning("%s Going back to the checkpoint before it.", message.rstrip())
 
 
 def _open(directory: str | Path, tag: str | None) -> Reader:

@@ -529,6 +529,7 @@ def test_damage_that_one_rank_meets_makes_all_ranks_go_back_to_the_same_checkpoi
                 assert (kind, text) == ("loaded", intact[wanted[name]]), name
             else:
                 assert kind == "CheckpointError" and "global_step1/rank_00001.safetensors is damaged" in text
+                assert "No other checkpoint" in text and "--load-fallback" not in text, "which was given already"
 
 
 def test_damage_that_one_rank_meets_raises_on_all_ranks(outcomes):
