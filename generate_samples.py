@@ -12,7 +12,7 @@ from megazero.arguments import load_components
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.inference import InferenceConfig, load_model, open_checkpoint, read_text
+from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint, read_text
 from megazero.model.generation import check_sampling, generate
 from megazero.option import option
 
@@ -58,31 +58,52 @@ class SampleConfig:
         return [text for text in texts for _ in range(self.num_samples)]
 
 
-def check(world_size: int) -> tuple[InferenceConfig, SampleConfig, Reader, Tokenizer]:
-    """The configuration, the checkpoint and its tokenizer, after all checks that need no communication."""
+@dataclass(frozen=True)
+class Request:
+    """What is to be done, checked."""
+
+    config: InferenceConfig
+    sampling: SampleConfig
+    reader: Reader
+    tokenizer: Tokenizer
+    texts: list[str]  # the prompts
+    prompts: list[list[int]]  # their tokens
+    new_tokens: int  # of each continuation, at most
+
+
+def check(world_size: int) -> Request:
+    """The configuration, the checkpoint, its tokenizer and the prompts, after all checks that need no communication."""
     config, sampling = load_components((InferenceConfig, SampleConfig), "Generate text from a checkpoint.")
     config.check_world(world_size)
-    return config, sampling, *open_checkpoint(config)
-
-
-def main(checked: tuple[InferenceConfig, SampleConfig, Reader, Tokenizer]) -> None:
-    """Prints each prompt with its continuation."""
-    config, sampling, reader, tokenizer = checked
+    reader, tokenizer = open_checkpoint(config)
     texts = sampling.prompts()
-    model, _ = load_model(config, reader)
     prompts = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
-    room = model.config.max_position_embeddings - max(len(prompt) for prompt in prompts)
+    positions = model_config(reader).max_position_embeddings
+    for text, prompt in zip(texts, prompts, strict=True):
+        if len(prompt) >= positions:
+            raise ValueError(
+                f"The prompt {text[:40]!r}... has {len(prompt)} tokens, and the model {positions} positions "
+                f"(--max-position-embeddings of the training job). Shorten it to {positions - 1}, so that one more fits."
+            )
+    new_tokens = min(sampling.out_seq_length, positions - max(map(len, prompts)))
+    return Request(config, sampling, reader, tokenizer, texts, prompts, new_tokens)
+
+
+def main(request: Request) -> None:
+    """Prints each prompt with its continuation."""
+    sampling, tokenizer = request.sampling, request.tokenizer
+    model, _ = load_model(request.config, request.reader)
     outputs = generate(
         model,
-        prompts,
-        max(1, min(sampling.out_seq_length, room)),
+        request.prompts,
+        request.new_tokens,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         eod=tokenizer.eod,
         seed=sampling.seed,
     )
-    for text, output in zip(texts, outputs, strict=True):
+    for text, output in zip(request.texts, outputs, strict=True):
         logger.info("%s", "-" * 80)
         logger.info("%s", text + tokenizer.decode(output))
     torch.distributed.destroy_process_group()

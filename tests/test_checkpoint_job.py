@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import generate_samples
 from megazero.checkpoint.store import CheckpointFolder
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.tiny import TINY_MODEL, make_corpus, run_job
@@ -88,6 +89,21 @@ def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, 
     ):
         done = run_job([*FLAGS, *corpus, "--load", str(wrong)], 1)
         assert done.returncode != 0 and words in done.stdout and "Traceback" not in done.stdout, done.stdout
+
+
+def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded(whole, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "short", "far too long " * 99]
+    )
+    with pytest.raises(
+        ValueError, match=r"'far too long .*\.\.\. has \d+ tokens, and the model 32 positions .* to 31,"
+    ):
+        generate_samples.check(1)
+    monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "short"])
+    request = generate_samples.check(1)
+    assert len(request.prompts[0]) + request.new_tokens == 32, (
+        "what is asked for by default is cut to the room there is"
+    )
 
 
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):
