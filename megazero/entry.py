@@ -20,12 +20,13 @@ T = TypeVar("T")
 # What wrong input, a full disk or a run that diverged raise; anything else is a fault of ours and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, FloatingPointError, OtherRankError)
 
-# What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL.
+# What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL; or torchrun: in its store.
 LOST_RANK = (
     "has ended, or closed its channel",
     "Connection closed by peer",
     "Connection reset by peer",
     "remote process exited",
+    "Did the remote server shutdown or crash?",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -38,15 +39,26 @@ ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that the loop finishes its step and saves before it ends."""
+    """Remembers SIGTERM or SIGINT, so that the loop finishes its step and saves before it ends; knows whether torchrun lives."""
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
         self.received = signal.Signals(number).name
+
+    def check_launcher(self) -> None:
+        """Raises OtherRankError where the torchrun that started this rank has ended, as only SIGKILL makes it do.
+
+        It holds the store where ranks meet for a save, so all steps from here on would be lost.
+        """
+        if self._launcher is not None and os.getppid() != self._launcher:
+            raise comm.OtherRankError(
+                f"torchrun (process {self._launcher}) was killed, and without it no rank can save. The last checkpoint is good."
+            )
 
 
 @dataclass

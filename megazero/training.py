@@ -138,7 +138,9 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
 
     Raises:
         FloatingPointError: the loss of some rank is not finite; on every rank, naming that one and its samples.
+        OtherRankError: torchrun was killed.
     """
+    job.stop.check_launcher()
     engine, timers = job.engine, job.timers
     steps = engine.gradient_accumulation_steps()
     total = torch.zeros((), device=job.device)

@@ -146,6 +146,15 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path)
     assert "Traceback" not in output and "error" not in output
 
 
+def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
+    process = start_job(flags(corpus, tmp_path, 100_000), 2)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    (launcher,) = children(process.pid)
+    os.kill(launcher, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
+    assert f"error: torchrun (process {launcher}) was killed" in output and "Traceback" not in output, output
+
+
 def children(pid: int) -> list[int]:
     found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, text=True)
     return [int(line) for line in found.stdout.split()]
