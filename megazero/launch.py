@@ -11,9 +11,18 @@ import signal
 import sys
 from argparse import Namespace
 
-from torch.distributed import DistNetworkError, DistStoreError, run
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+# While a meeting point does not answer, torch would print a stack of C++ frames at every try. It reads this variable once, when
+# it is imported; the ranks are not to inherit it.
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_is_set = _LOG_LEVEL in os.environ
+os.environ.setdefault(_LOG_LEVEL, "ERROR")
+
+from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E402
+from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
+
+if not _is_set:
+    del os.environ[_LOG_LEVEL]
 
 
 def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
@@ -46,6 +55,9 @@ def share_cores(ranks: int) -> None:
 
 def run_ranks(args: Namespace) -> int:
     """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
+    meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    if not args.standalone:
+        print(f"the ranks meet at {meeting_point}", file=sys.stderr)
     try:
         run.run(args)
     except ChildFailedError as error:
@@ -57,7 +69,6 @@ def run_ranks(args: Namespace) -> int:
         print(f"torchrun was ended by {error.sigval.name}, and with it all ranks of this node.", file=sys.stderr)
         return 128 + error.sigval
     except (DistNetworkError, DistStoreError) as error:
-        meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
         reason = str(error).splitlines()[0]
         hint = "Is the port free, and the address right?"
         print(f"error: the nodes cannot meet at {meeting_point}: {reason} {hint}", file=sys.stderr)

@@ -503,6 +503,20 @@ def test_slurm_allocation_is_seen_and_used(folder, monkeypatch):
     assert "error: SLURM_JOB_NUM_NODES=two is no number" in finish(start(folder, SHOW), status=2)[1]
 
 
+def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):
+    with socket.socket() as other:  # something else answers there
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        options = ["--no_ssh", "--num_nodes=2", "--node_rank=1", "--master_addr=127.0.0.1"]
+        process = start(folder, SHOW, *options, f"--master_port={where.partition(':')[2]}")
+        for _ in range(3):
+            other.accept()[0].close()
+        process.terminate()
+        _, messages = process.communicate(timeout=60)
+    assert f"the ranks meet at {where}" in messages and "frame #" not in messages, messages
+
+
 def test_port_that_is_taken_is_one_clear_line(folder):
     with socket.socket() as taken:
         taken.bind(("", 0))
