@@ -65,11 +65,12 @@ launch() {
   $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --nproc-per-node "$NPROC" "$@" &
   local torchrun=$! status=0
   trap 'pkill -TERM -P '"$torchrun"' || kill -TERM '"$torchrun" TERM INT HUP  # no ranks yet: torchrun itself
+  trap 'kill -TERM '"$torchrun" QUIT  # Ctrl-\, for ranks that do not end so: torchrun gives them 30 seconds
   while :; do
     wait "$torchrun" && status=0 || status=$?
     kill -0 "$torchrun" 2>/dev/null || break  # a signal ends `wait`, not torchrun
   done
-  trap - TERM INT HUP
+  trap - TERM INT HUP QUIT
   return "$status"
 }
 

@@ -458,11 +458,16 @@ while True:
     assert output == "saved\n" * 2 and not pid_file.exists()
 
 
-def test_ranks_on_other_nodes_end_when_the_launcher_is_killed(folder):
+@pytest.mark.parametrize(
+    "many, number",
+    [(True, signal.SIGKILL), (True, signal.SIGQUIT), (False, signal.SIGQUIT)],
+    ids=["SIGKILL on two nodes", "SIGQUIT on two nodes", "SIGQUIT here"],
+)
+def test_ranks_end_when_the_launcher_is_killed(folder, many, number):
     script = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)"
-    process = start(folder, script, *two_hosts(folder))
+    process = start(folder, script, *(two_hosts(folder) if many else []))
     ranks = [int(process.stdout.readline()) for _ in range(2)]
-    process.kill()
+    process.send_signal(number)
     assert all(ends_within(30, pid) for pid in ranks)
     process.communicate()
 

@@ -155,6 +155,14 @@ def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_pat
     assert f"error: torchrun (process {launcher}) was killed" in output and "Traceback" not in output, output
 
 
+def test_sigquit_ends_all_ranks_with_the_script(corpus, tmp_path):
+    process = start_job(flags(corpus, tmp_path, 100_000), 2)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    process.send_signal(signal.SIGQUIT)
+    output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
+    assert process.returncode == 128 + signal.SIGTERM and "torchrun was ended by SIGTERM" in output, output
+
+
 def children(pid: int) -> list[int]:
     found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, text=True)
     return [int(line) for line in found.stdout.split()]

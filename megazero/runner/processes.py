@@ -2,7 +2,8 @@
 
 Signals. torchrun answers SIGTERM by killing its ranks after 30 seconds, which would cut a save short. So it runs in a session
 of its own, where neither Ctrl-C nor a batch system finds it, and the ranks get SIGTERM from `Node.stop`: they finish and save if
-they know how to, and end if they do not. `Node.end` is for a job that has failed elsewhere: it ends torchrun, and so the ranks.
+they know how to, and end if they do not. `Node.end` is for a job that has failed elsewhere, and for SIGQUIT (Ctrl-\\): it ends
+torchrun, and so the ranks.
 
 Several machines. Each one has an agent (megazero.runner.agent) that runs torchrun there and reads its standard input: one byte
 means stop, the end of the input means end. That input is a pipe from here, through ssh where the machine is another one. So the
@@ -49,7 +50,7 @@ class Node:
 
     def wait(self) -> int:
         """The exit status: torchrun's, or 128 + the number of the signal that ended it."""
-        with stop_signals(self.stop):
+        with stop_signals(self.stop, self.end):
             status = self.process.wait()
         return status if status >= 0 else 128 - status
 
@@ -68,9 +69,10 @@ def children(pid: int) -> list[int]:
 
 
 @contextmanager
-def stop_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`."""
-    before = {number: signal.signal(number, lambda *_: stop()) for number in STOP_SIGNALS}
+def stop_signals(stop: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`, and SIGQUIT `end()`."""
+    actions: dict[int, Callable[[], object]] = {**dict.fromkeys(STOP_SIGNALS, stop), signal.SIGQUIT: end}
+    before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
     try:
         yield
     finally:
@@ -94,7 +96,11 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
             with suppress(OSError, ValueError):  # it has ended, or its pipe is closed
                 os.write(agent.stdin.fileno(), b".")  # type: ignore[union-attr]
 
-    with stop_signals(stop):
+    def end() -> None:
+        for agent in agents.values():
+            agent.stdin.close()  # type: ignore[union-attr]
+
+    with stop_signals(stop, end):
         failed = _watch(agents)
     if not failed:
         return 0
