@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
@@ -112,36 +114,49 @@ class Change:
 
 def changes(setup: Setup) -> Iterator[Change]:
     """Each single change that lowers what a device holds, the cheapest in time first."""
-    states, model = setup.states, setup.model
+    states, model, is_cuda = setup.states, setup.model, setup.states.device_type == "cuda"
     if setup.data_parallel_size > 1:
         for stage in range(states.zero.stage + 1, 4):
-            yield Change(f"--zero-stage {stage}", setup.with_zero(stage=stage))
+            yield _of_zero(setup, zero_stage=stage)
     if model.recompute_mode != "full":
         all_of_it = replace(model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)
         flag = "--checkpoint-activations" if model.recompute is None else "--recompute full"
         yield Change(flag, replace(setup, model=all_of_it), False)
-    if states.zero.stage and states.optimizer_home == "accelerator" and states.device_type == "cuda":
-        yield Change("--offload-optimizer cpu", setup.with_zero(offload_optimizer="cpu"))
+    if states.optimizer_home == "accelerator" and is_cuda:
+        if states.zero.stage:
+            yield _of_zero(setup, offload_optimizer="cpu")
+        elif setup.data_parallel_size == 1:  # where a stage by itself saves nothing
+            yield _of_zero(setup, zero_stage=2, offload_optimizer="cpu")
     if states.zero.offload_optimizer_ratio < 1:
-        yield Change("--offload-optimizer-ratio 1", setup.with_zero(offload_optimizer_ratio=1.0))
-    if states.zero.stage == 3 and states.param_home == "accelerator" and states.device_type == "cuda":
-        yield Change("--offload-param cpu", setup.with_zero(offload_param="cpu"))
+        yield _of_zero(setup, offload_optimizer_ratio=1)
+    if states.zero.stage == 3 and states.param_home == "accelerator" and is_cuda:
+        yield _of_zero(setup, offload_param="cpu")
     if setup.shape.batch_size > 1:
         half = replace(setup.shape, batch_size=setup.shape.batch_size // 2)
         yield Change(f"--batch-size {half.batch_size}", replace(setup, shape=half), False)
 
 
 def _last_resorts(setup: Setup) -> Iterator[Change]:
-    """What more a job can do where none of `changes` is enough: stage 3 even without more ranks, nvme, smaller pieces of it."""
-    states, path = setup.states, setup.states.zero.nvme_path or "DIR"  # any name will do for a plan
+    """What more a job can do where none of `changes` is enough: all states elsewhere even of one rank, nvme, smaller pieces."""
+    states = setup.states
     if states.zero.stage < 3 and setup.data_parallel_size == 1:
-        yield Change("--zero-stage 3", setup.with_zero(stage=3))
+        home = "cpu" if states.device_type == "cuda" else "nvme"
+        optimizer = states.optimizer_home if states.optimizer_home != "accelerator" else home
+        yield _of_zero(setup, zero_stage=3, offload_optimizer=optimizer, offload_param=home)
     if states.zero.stage and states.optimizer_home != "nvme":
-        yield Change("--offload-optimizer nvme", setup.with_zero(offload_optimizer="nvme", nvme_path=path))
+        yield _of_zero(setup, offload_optimizer="nvme")
     if states.zero.stage == 3 and states.param_home != "nvme":
-        yield Change("--offload-param nvme", setup.with_zero(offload_param="nvme", nvme_path=path))
+        yield _of_zero(setup, offload_param="nvme")
     if states.optimizer_home == "nvme" and not 0 < states.zero.sub_group_size <= SMALL_TILE:
-        yield Change(f"--sub-group-size {SMALL_TILE}", setup.with_zero(sub_group_size=SMALL_TILE))
+        yield _of_zero(setup, sub_group_size=SMALL_TILE)
+
+
+def _of_zero(setup: Setup, **flags: Any) -> Change:
+    """The change that these flags make, by their names with underscores."""
+    path = setup.states.zero.nvme_path or "DIR"  # any name will do for a plan
+    fields = {("stage" if name == "zero_stage" else name): value for name, value in flags.items()}
+    text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    return Change(text, setup.with_zero(**fields, nvme_path=path))
 
 
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
@@ -165,9 +180,10 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
             return [Change(" ".join(flags), setup)]
 
 
-def _merged(flags: list[str], flag: str) -> list[str]:
-    """The flags with one more, which takes the place of the same flag with another value."""
-    return [*(f for f in flags if f.split()[0] != flag.split()[0]), flag]
+def _merged(flags: list[str], more: str) -> list[str]:
+    """The flags with more of them, which take the place of the same flags with other values."""
+    new = re.split(r" (?=--)", more)
+    return [*(f for f in flags if f.split()[0] not in {each.split()[0] for each in new}), *new]
 
 
 def _excess(setup: Setup, limits: Limits) -> int:

@@ -199,6 +199,15 @@ def test_where_no_single_change_is_enough_several_are_combined():
     assert not check_fits(plan_job(change.setup), limits)
 
 
+@pytest.mark.parametrize(("stage", "device", "host"), [(0, 16, 1500), (2, 4, 16)])
+def test_one_rank_for_which_no_stage_by_itself_saves_anything_is_led_to_offload(stage, device, host):
+    limits = Limits(device=device * GB, host=host * GB, disk=1000 * GB)
+    (change,) = what_to_change(setup(TUTORIAL, stage, batch=32), limits)
+    names = [part for part in change.flags.split() if part.startswith("--")]
+    assert "--zero-stage" in names and "--offload-optimizer" in names and len(names) == len(set(names))
+    assert not check_fits(plan_job(change.setup), limits)
+
+
 def test_a_host_that_is_too_small_for_the_buffers_of_nvme_gets_smaller_ones():
     job = setup(TEN_BILLION, 3, offload_optimizer="nvme", offload_param="nvme")
     assert plan_job(job).host < 12 * GB  # by itself
