@@ -33,7 +33,19 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
     Raises:
         ValueError: on every rank, where ranks hold different values; or a parameter belongs to another engine.
     """
-    sharding, buckets, sums = config.sharding, [], []
+    buckets: list[Bucket] = []
+    try:
+        _fill(buckets, plans, channel, config, homes)
+    except BaseException:  # a full disk, or ranks that differ: what has been laid out lives on, for another engine
+        leave(buckets)
+        raise
+    return buckets
+
+
+def _fill(
+    buckets: list[Bucket], plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes
+) -> None:
+    sharding, sums = config.sharding, []
     for index, plan in enumerate(plans):
         sources = _gathered_sources(plan.parameters.values())
         compute = plan.dtype
@@ -62,7 +74,6 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
     if homes.link is not None:
         homes.link.to_host.finish()  # what has gone to the host lets go of device memory
     _check_replicas(sums, channel)
-    return buckets
 
 
 def dissolve(buckets: Iterable[Bucket]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megazero import comm, mpu, zero
+from megazero.nvme import SwapFile
 from megazero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
@@ -274,6 +275,26 @@ def test_what_nvme_cannot_do_is_refused_with_the_reason(tmp_path):
 def test_homes_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ZeroConfig(**options)
+
+
+def test_a_model_whose_states_a_disk_held_in_part_keeps_its_weights_for_another_engine(one_rank, tmp_path, monkeypatch):
+    model, allocate, left = (
+        Wide(),
+        SwapFile.allocate,
+        iter(range(7)),
+    )  # places: of three units, and a part of the fourth
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def allocate_while_there_is_room(swap, nbytes):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "injected")
+        return allocate(swap, nbytes)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="injected"):
+        patch.setattr(SwapFile, "allocate", allocate_while_there_is_room)
+        make_engine(model, 3, zero={**ON_NVME, "nvme_path": str(tmp_path)})
+    got = make_engine(model, 3, zero={**ON_NVME, "nvme_path": str(tmp_path)}).module_state_dict()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 def test_an_update_has_at_least_eight_tiles_where_there_is_enough():
