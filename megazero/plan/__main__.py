@@ -76,6 +76,7 @@ def load(argv: Sequence[str]) -> tuple[Config, Machine]:
     """
     parts = list(typing.get_type_hints(Config).values())
     parser: argparse.ArgumentParser = make_parser([*parts, Machine], "Plan a GPT-2 job: does it fit, and what fits?")
+    parser.prog = "python -m megazero.plan"
     given = parse(parser, argv)
     (machine,) = build([Machine], given)
     return config_of(given, machine.gpus), machine

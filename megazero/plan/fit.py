@@ -155,6 +155,8 @@ def _of_zero(setup: Setup, **flags: Any) -> Change:
     """The change that these flags make, by their names with underscores."""
     path = setup.states.zero.nvme_path or "DIR"  # any name will do for a plan
     fields = {("stage" if name == "zero_stage" else name): value for name, value in flags.items()}
+    if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
+        flags["nvme_path"] = path
     text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
     return Change(text, setup.with_zero(**fields, nvme_path=path))
 

@@ -57,7 +57,7 @@ def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
     """Writes the plot, in the format of the path's ending.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or cannot write there.
     """
     try:
         from matplotlib.figure import Figure
@@ -84,4 +84,7 @@ def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
     axes.set_xlabel("GB on each rank's device")
     axes.margins(x=0.15)
     figure.legend(loc="outside lower center", ncols=6, fontsize="small")
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except (ValueError, OSError) as error:  # of a format that it does not know, or a folder that is not there
+        raise ValueError(f"--plot {path}: {error}") from error

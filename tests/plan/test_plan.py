@@ -324,7 +324,7 @@ def test_a_placement_by_plan_has_bars_and_ways_out_as_well(device):
     assert plan.states.optimizer_home == ("cpu" if device == "cuda" else "accelerator")
     assert len(bars(plan)) >= 4
     flags = [change.flags for change in what_to_change(plan.setup, Limits(host=20 * GB, disk=4000 * GB))]
-    assert any("nvme" in flag for flag in flags)
+    assert any("nvme --nvme-path DIR" in flag for flag in flags)
 
 
 def test_a_plot_is_written(tmp_path, capsys):
@@ -337,6 +337,8 @@ def test_a_plot_is_written(tmp_path, capsys):
         path = tmp_path / f"plan{len(homes)}.png"
         main([*FLAGS, "--zero-stage", "2", "--gpu-memory", "32GB", "--plot", str(path), *homes])
         assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"--plot .*plan\.xyz: .*xyz"):
+        main([*FLAGS, "--plot", str(tmp_path / "plan.xyz")])
 
 
 def test_a_deepspeed_file_is_read_as_the_job_reads_it(tmp_path, capsys):
