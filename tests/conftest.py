@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The gate tries the same examples every time; `pytest --hypothesis-profile=default` looks for new ones.
-settings.register_profile("same examples", derandomize=True)
-settings.load_profile("same examples")
+# The gate tries the same examples every time; `pytest --hypothesis-profile=new-examples` looks for others. Neither times them.
+settings.register_profile("same-examples", derandomize=True, deadline=None)
+settings.register_profile("new-examples", deadline=None)
+settings.load_profile("same-examples")
 # Set before the first rank is forked: many small processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

@@ -92,7 +92,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(states)
 def test_every_plain_state_comes_back_as_it_was(state):
     assert_same(round_trip(state), state)

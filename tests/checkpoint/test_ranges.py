@@ -46,7 +46,7 @@ def shards(full: torch.Tensor, partition: Partition | None, size: int, cut: Cut 
     return [partition.slice(full, rank, size, cut.padded).reshape(-1) for rank in range(size)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cuts())
 def test_a_shard_maps_to_where_partition_takes_it_from(case):
     shape, partition, sizes = case
@@ -60,7 +60,7 @@ def test_a_shard_maps_to_where_partition_takes_it_from(case):
             assert torch.equal(found, shard)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cuts(), st.data())
 def test_any_range_of_any_shard_comes_from_any_pieces_of_other_shards(case, data):
     shape, partition, ((saved_size, saved_cut), (size, cut)) = case

@@ -30,7 +30,7 @@ def literal_blend(weights, num_samples):
     return order
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(weights=WEIGHTS, num_samples=st.integers(0, 200))
 @example(weights=[60.0, 25.453, 71.621, 100.0], num_samples=19)  # 4.5 / 60 = 7.5 / 100: an exact tie
 def test_order_equals_the_literal_rule(weights, num_samples):
@@ -39,7 +39,7 @@ def test_order_equals_the_literal_rule(weights, num_samples):
     assert list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == literal_blend(weights, num_samples)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(weights=WEIGHTS, num_samples=st.integers(1, 500))
 def test_proportions_hold_at_every_moment(weights, num_samples):
     dataset_index, sample_index = blend_indices(weights, num_samples)

@@ -31,7 +31,7 @@ def stream_of(dataset):
     return np.concatenate([dataset.indexed.get(d) for d in dataset.index.doc_idx.tolist()])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(sum),
     seq_length=st.integers(1, 12),

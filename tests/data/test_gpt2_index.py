@@ -58,7 +58,7 @@ def literal_index(sizes, documents, num_samples, seq_length, seed):
 CORPORA = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     sizes=CORPORA,
     seq_length=st.integers(1, 9),
@@ -81,7 +81,7 @@ def test_index_equals_the_literal_rules(sizes, seq_length, num_samples, seed, da
     assert len(shuffle_idx) >= num_samples
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes=CORPORA, seq_length=st.integers(1, 9), num_samples=st.integers(1, 60), seed=st.integers(0, 9))
 def test_every_token_of_the_epochs_is_covered_and_neighbours_share_one(sizes, seq_length, num_samples, seed):
     array = np.array(sizes, dtype=np.int32)
@@ -99,7 +99,7 @@ def test_every_token_of_the_epochs_is_covered_and_neighbours_share_one(sizes, se
     assert sum(sizes) * epochs - starts[-1] <= seq_length, "less than one sample is left over"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(tokens=st.integers(1, 500), seq_length=st.integers(1, 60), num_samples=st.integers(1, 200))
 def test_epochs_are_the_fewest_that_are_enough(tokens, seq_length, num_samples):
     epochs = num_epochs(tokens, seq_length, num_samples)
@@ -177,7 +177,7 @@ def test_split_boundaries(split, count, ranges):
     assert split_ranges(parse_split(split), count) == ranges
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     weights=st.tuples(*[st.floats(0, 1e6) for _ in range(3)]).filter(lambda w: sum(w) > 1e-3),
     count=st.integers(0, 10**7),

@@ -68,7 +68,7 @@ def test_reader_knows_all_integer_types(tmp_path, code, dtype):
     assert IndexedDataset(tmp_path / "g").get(0).tolist() == [3, 100, 5]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=3), max_size=6),
     dtype=st.sampled_from([np.int32, np.int64]),

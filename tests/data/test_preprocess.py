@@ -38,7 +38,7 @@ def documents(prefix):
     return [data.get(i).tolist() for i in range(len(data))]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     lines=st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=12),
     block_bytes=st.integers(1, 60),

@@ -24,7 +24,7 @@ def global_batches(total, consumed, micro, size, steps):
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     total=st.integers(12, 200), before=st.sampled_from(SHAPES), after=st.sampled_from(SHAPES), done=st.integers(0, 5)
 )

@@ -24,7 +24,7 @@ def any_tokenizer(request, gpt2_folder, spm_file):
     return build_tokenizer(request.param, model_file=spm_file if "Piece" in request.param else gpt2_folder)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.one_of(st.text(), st.lists(st.sampled_from(WORDS + AWKWARD)).map(" ".join)))
 def test_decode_gives_back_every_text(any_tokenizer, text):
     ids = any_tokenizer.encode(text)

@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_tools.clean import check_length
@@ -54,7 +54,6 @@ def test_every_rule(tmp_path, vocabulary):
     assert run_step("clean", *flags, "--min-tokens", 0, "--language", "de")["kept"] == 1
 
 
-@settings(deadline=None)  # the first example imports ftfy
 @given(
     st.lists(
         st.text(alphabet=st.sampled_from("ab<&;>\r\n \x1b[mâ€™Ã©ﬁ‘’“”–—…•\x00\ud800"), max_size=12) | st.text(),
@@ -68,7 +67,6 @@ def test_texts_are_repaired_as_ftfy_does(parts):
         assert TextFixer()(text) == ftfy.fix_text(text)
 
 
-@settings(deadline=None)  # the first example reads the vocabulary
 @given(
     st.lists(st.sampled_from(["the", "that", "of", " ", " ", "c", ".", "\n", "1", "é", "中"]), max_size=99).map(
         "".join

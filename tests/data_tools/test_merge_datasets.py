@@ -54,7 +54,7 @@ def test_bytes_written_by_hand(tmp_path):
     assert (result["documents"], result["sequences"], result["tokens"], result["inputs"]) == (5, 5, 7, 3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     corpora=st.lists(
         st.lists(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=3), max_size=4),

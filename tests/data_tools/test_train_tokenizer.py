@@ -30,7 +30,7 @@ def test_size_and_end_of_text(trained):
     assert trained.vocab_size == 430 and trained.eod == 1 and trained.decode([1]) == END_OF_TEXT
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text())
 def test_every_text_survives(trained, text):
     ids = trained.encode(text)

@@ -15,7 +15,7 @@ from megazero.mpu.partition import Partition, partitions
 from tests.ranks import run_ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 5),
     stride=st.integers(1, 4),

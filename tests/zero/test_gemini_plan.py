@@ -75,7 +75,7 @@ def _subsets(items: frozenset[int]) -> list[frozenset[int]]:
 
 
 @given(traces(), st.floats(0, 1), st.integers(0, 5), st.integers(0, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_budget_is_never_exceeded_and_what_is_used_is_there(case, ratio, optimizer, shard):
     trace, budget = case
     optimizers, shards = dict.fromkeys(trace.nbytes, optimizer), dict.fromkeys(trace.nbytes, shard)
@@ -91,7 +91,7 @@ def test_the_budget_is_never_exceeded_and_what_is_used_is_there(case, ratio, opt
 
 
 @given(traces())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_replayed_drops_and_fetches_make_what_the_plan_says(case):
     trace, budget = case
     plan = plan_placement(trace, budget)
@@ -106,14 +106,14 @@ def test_replayed_drops_and_fetches_make_what_the_plan_says(case):
 
 
 @given(traces(equal=True, most_moments=10, most_buckets=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_with_equal_sizes_the_plan_is_brute_forces_optimum(case):
     trace, budget = case
     assert plan_placement(trace, budget).fetched_bytes == optimum(trace, budget)
 
 
 @given(traces(equal=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_with_equal_sizes_furthest_next_use_fetches_no_more_often_than_lru_and_every_static_split(case):
     trace, budget = case
     fetches = plan_placement(trace, budget).fetches
@@ -124,7 +124,7 @@ def test_with_equal_sizes_furthest_next_use_fetches_no_more_often_than_lru_and_e
 
 
 @given(traces())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_with_unequal_sizes_no_more_bytes_are_fetched_than_by_lru_and_static_splits_of_the_first_units(case):
     trace, budget = case
     plan = plan_placement(trace, budget)
