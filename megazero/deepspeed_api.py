@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from megazero import comm
 from megazero.deepspeed_engine import DeepSpeedEngine
@@ -78,6 +78,7 @@ def initialize(
         raise DeepSpeedConfigError(
             "mesh_param asks for sequence parallelism by mesh, which does not exist here. Drop it."
         )
+    _check_training_data(training_data)
     source = _config_source(args, config if config is not None else config_params)
     groups = _join(args, mpu, distributed_port, dist_init_required)
     told = load_json_config(
@@ -105,6 +106,15 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_training_data(data: Any) -> None:
+    has_samples = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if data is not None and not has_samples and not isinstance(data, IterableDataset):
+        raise DeepSpeedConfigError(
+            f"training_data must be a dataset, with len(data) and data[i], or an IterableDataset; got {type(data).__name__}. "
+            "A loader of your own is not given to initialize: iterate over it."
+        )
 
 
 def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool | None) -> ParallelGroups:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import megazero as deepspeed
 from megazero import mpu
@@ -273,6 +274,7 @@ def test_configuration_sources(one_rank, tmp_path):
         ({"args": args, "config": CONFIG}, "given twice"),
         ({}, "requires --deepspeed_config"),
         ({"config": CONFIG, "model": None}, "needs a model"),
+        ({"config": CONFIG, "training_data": DataLoader([1])}, "training_data must be a dataset.*got DataLoader"),
         ({"config": "no/such/file"}, "no/such/file"),
         ({"config": CONFIG, "args": SimpleNamespace(local_rank=3)}, "local_rank is 3"),
         ({"config": {"train_batch_size": 2, "zero_optimization": {"stage": 2}}}, "needs an optimizer"),
