@@ -153,12 +153,10 @@ def _last_resorts(setup: Setup) -> Iterator[Change]:
 
 def _of_zero(setup: Setup, **flags: Any) -> Change:
     """The change that these flags make, by their names with underscores."""
-    path = setup.states.zero.nvme_path or "DIR"  # any name will do for a plan
-    fields = {("stage" if name == "zero_stage" else name): value for name, value in flags.items()}
     if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
-        flags["nvme_path"] = path
+        flags["nvme_path"] = "DIR"  # any name will do for a plan
     text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
-    return Change(text, setup.with_zero(**fields, nvme_path=path))
+    return Change(text, setup.with_zero(**{name.removeprefix("zero_"): value for name, value in flags.items()}))
 
 
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:

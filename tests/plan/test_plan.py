@@ -199,12 +199,13 @@ def test_where_no_single_change_is_enough_several_are_combined():
     assert not check_fits(plan_job(change.setup), limits)
 
 
-@pytest.mark.parametrize(("stage", "device", "host"), [(0, 16, 1500), (2, 4, 16)])
+@pytest.mark.parametrize(("stage", "device", "host"), [(0, 16, 1500), (0, 16, 16), (2, 4, 16)])
 def test_one_rank_for_which_no_stage_by_itself_saves_anything_is_led_to_offload(stage, device, host):
     limits = Limits(device=device * GB, host=host * GB, disk=1000 * GB)
-    (change,) = what_to_change(setup(TUTORIAL, stage, batch=32), limits)
+    (change,) = what_to_change(setup(TUTORIAL, stage, batch=32).with_zero(nvme_path=None), limits)
     names = [part for part in change.flags.split() if part.startswith("--")]
     assert "--zero-stage" in names and "--offload-optimizer" in names and len(names) == len(set(names))
+    assert ("--nvme-path DIR" in change.flags) == (" nvme" in change.flags)
     assert not check_fits(plan_job(change.setup), limits)
 
 
