@@ -21,15 +21,17 @@ from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
 
+_FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise"
+
 # Flags of Megatron-LM's first GPT-2 trainer, and of later ones, that ask for what always happens here: accepted, with the reason.
 ALWAYS_SO = {
     "--lazy-loader": "data is always memory-mapped",
     "--loose-json": "the kind of a data file is seen from its name",
     "--shuffle": "samples are always shuffled, by --seed",
     "--resume-dataloader": "data order always continues exactly",
-    "--fp32-allreduce": "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise",
+    "--fp32-allreduce": _FP32_GRADIENTS,
     "--fp32-layernorm": "normalisation accumulates in fp32",
-    "--accumulate-allreduce-grads-in-fp32": "gradients are accumulated and reduced in fp32",
+    "--accumulate-allreduce-grads-in-fp32": _FP32_GRADIENTS,
     "--attention-softmax-in-fp32": "softmax is in fp32",
     "--eod-mask-loss": "what follows an end-of-text token does not count in the loss",
     "--exit-signal-handler": "SIGTERM saves and exits",
@@ -48,6 +50,7 @@ NO_EFFECT = {
     "--zero-allgather-bucket-size": "buffers are sized by the model's units",
     "--scattered-embeddings": "--sequence-parallel keeps a part of every sequence on each rank, embeddings included",
     "--split-transformers": "--recompute selective keeps less of a block without a second checkpoint in it",
+    "--overlap-param-gather": "new weights are gathered beside the update; at stage 3 a unit's beside those that compute",
     **dict.fromkeys(
         (
             "--no-masked-softmax-fusion",
@@ -131,6 +134,8 @@ REFUSED = {
     "--activations-checkpoint-method": _RECOMPUTED_TOGETHER,
     "--activations-checkpoint-num-layers": _RECOMPUTED_TOGETHER,
     "--use-distributed-optimizer": "use --zero-stage 1, which shards the optimizer's states over the data-parallel ranks",
+    "--optimizer-cpu-offload": "use --offload-optimizer cpu",
+    "--grad-reduce-in-bf16": "use --grad-dtype compute",
     "--DDP-impl": _ONE_ENGINE,
     "--transformer-impl": _ONE_ENGINE,
     "--use-mcore-models": _ONE_ENGINE,

@@ -88,12 +88,14 @@ def test_all_flags_that_cannot_apply_are_named_at_once():
         ("--data-path 0.3 a 0.7 b", "--train-data 0.3 a 0.7 b"),
         ("--ffn-hidden-size 72", "--intermediate-size 72"),
         ("--norm-epsilon 1e-6", "--layernorm-epsilon 1e-6"),
+        ("--fp16 --min-loss-scale 8", "--fp16 --min-scale 8"),
         ("--tensor-model-parallel-size 2", "--model-parallel-size 2"),
         (
             "--checkpoint-activations --distribute-checkpointed-activations",
             "--checkpoint-activations --partition-activations",
         ),
         ("--recompute full --distribute-saved-activations", "--recompute full --partition-activations"),
+        ("--overlap-grad-reduce --overlap-param-gather --accumulate-allreduce-grads-in-fp32", ""),
         ("--eod-mask-loss --override-opt_param-scheduler --use-cpu-initialization --no-bias-gelu-fusion", ""),
     ],
 )

@@ -24,7 +24,7 @@ class PrecisionConfig:
     loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
     initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale")
     loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles")
-    min_scale: float = option(1.0, "the dynamic loss scale never goes below this")
+    min_scale: float = option(1.0, "the dynamic loss scale never goes below this", aliases=("--min-loss-scale",))
     hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves")
     consecutive_hysteresis: bool = option(
         False, "every clean step refills --hysteresis, not only one that doubles the scale"
