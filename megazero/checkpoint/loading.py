@@ -126,7 +126,7 @@ def _first_intact(
         rank, is_damaged, message = found[0]
         if is_damaged and fallback:
             message = message.removesuffix(REMEDY)  # which advises just that
-            if not remaining:
+            if not remaining and not isinstance(error, OSError):  # which says that nothing is there, or cannot be read
                 raise CheckpointError(
                     f"{message.rstrip()} No other checkpoint in {directory} is whole either: copy one of them again."
                 ) from error

@@ -670,12 +670,12 @@ def load_once_case(directory: str) -> tuple[list[str], list[str]]:
     engine.save_checkpoint(directory)
     engine.load_checkpoint(directory)
     comm.barrier()
-    for damage in ("rank_00001.safetensors", "index.json"):
+    for damage, fallback in (("rank_00001.safetensors", False), ("index.json", False), ("index.json", True)):
         if torch.distributed.get_rank() == 1:
-            (Path(directory) / "global_step1" / damage).unlink()
+            (Path(directory) / "global_step1" / damage).unlink(missing_ok=True)
         comm.barrier()
         with pytest.raises((CheckpointError, FileNotFoundError)) as caught:
-            engine.load_checkpoint(directory)
+            engine.load_checkpoint(directory, fallback=fallback)
         errors.append(f"{caught.type.__name__}: {caught.value}")
     return asked[:2], errors
 
@@ -686,6 +686,7 @@ def test_the_first_rank_reads_the_index_for_all_and_its_errors_reach_them(tmp_pa
     assert len(second) <= 2 and errors == first_errors
     assert errors[0].startswith("CheckpointError: ") and "has no bytes where the index says" in errors[0]
     assert errors[1].startswith("FileNotFoundError: No checkpoint at")
+    assert errors[2] == errors[1], "nothing is damaged where nothing is there"
 
 
 def alone_case(directory: str) -> None:
