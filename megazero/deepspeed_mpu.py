@@ -63,17 +63,20 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
     """
     if groups.model_parallel_size == 1:
         return
-    guessed, cuts = [], partitions(model)
+    cuts, marked = partitions(model), []
     for prefix, module in model.named_modules():
-        declared = getattr(module, "partitions", None)
-        declared = declared if isinstance(declared, dict) else {}
-        full_names = {name: f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)}
-        parameters = module.named_parameters(recurse=False)
-        own = {name: p for name, p in parameters if _is_marked(p) and full_names[name] not in cuts}
-        if not own:
-            continue
-        module.partitions = declared | {name: _cut(module, p, groups.model_parallel_size) for name, p in own.items()}
-        guessed += [full_names[name] for name, p in own.items() if not _says_where(module, p)]
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{prefix}.{name}".lstrip(".")
+            if _is_marked(parameter) and full_name not in cuts:
+                marked.append((full_name, module, name, parameter))
+    # A tied parameter is cut as the layer says that knows; `partitions` then has that for its other names too.
+    told = {id(parameter) for _, module, _, parameter in marked if _says_where(module, parameter)}
+    for _, module, name, parameter in marked:
+        if _says_where(module, parameter) or id(parameter) not in told:
+            declared = getattr(module, "partitions", None)
+            declared = declared if isinstance(declared, dict) else {}
+            module.partitions = declared | {name: _cut(module, parameter, groups.model_parallel_size)}
+    guessed = [full_name for full_name, _, _, parameter in marked if id(parameter) not in told]
     if guessed:
         logger.warning(
             "these parameters are marked as parts of larger ones, but not along which dimension they are cut: %s. Rows are "

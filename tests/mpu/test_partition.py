@@ -134,3 +134,27 @@ def norm_case(head_first: bool) -> tuple[float, bool]:
 def test_the_norm_is_of_all_parts_of_a_tied_parameter_whichever_name_comes_first(head_first):
     norm = (6 * 1.0**2 + 6 * 2.0**2) ** 0.5
     assert run_ranks(2, norm_case, head_first) == [(pytest.approx(norm), True)] * 2
+
+
+class Embedding2020(nn.Module):
+    """As of Megatron-LM of 2020, which says by an attribute of the layer alone that columns are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_dim_per_partition = 3
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.weight.model_parallel = True
+
+
+def foreign_case(head_first: bool) -> dict[str, Partition]:
+    embedding, head = Embedding2020(), nn.Linear(3, 4, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"a": head, "b": embedding} if head_first else {"a": embedding, "b": head})
+    declare_cuts(model, mpu.initialize_model_parallel(2))
+    return partitions(model)
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_a_tied_parameter_of_foreign_layers_is_cut_as_the_layer_says_that_knows(head_first):
+    want = dict.fromkeys(["a.weight", "b.weight"], Partition(1, full_size=6))
+    assert run_ranks(2, foreign_case, head_first) == [want] * 2
