@@ -1,4 +1,4 @@
-"""The examples in the README and the ZeRO tutorial are programs: they run as they stand, and train."""
+"""The examples in the README and the pages about ZeRO, offload and memory are programs: they run as they stand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from megazero import mpu
 
 README = Path(__file__).parent.parent / "README.md"
-ZERO = README.parent / "docs" / "zero.md"
+DOCS = README.parent / "docs"
+ZERO = DOCS / "zero.md"
 
 
 def test_the_library_example_runs_and_changes_the_weights():
@@ -40,6 +41,35 @@ def test_the_zero_tutorial_runs_from_top_to_bottom():
         assert names["grad"].shape == names["moment"].shape == (10, 32) and names["grad"].abs().max() > 0
         assert names["master"].count_nonzero() > 0, "the step has moved the weights away from zero"
         assert torch.equal(names["state"]["head.weight"], names["master"].cpu())
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def test_the_example_of_a_model_that_no_memory_holds_trains(tmp_path):
+    """After the ZeRO tutorial's `Net`, with another directory."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "offload.md").read_text(), re.DOTALL)
+    net = re.findall(r"```python\n(.*?)```", ZERO.read_text(), re.DOTALL)[0].split("torch.manual_seed")[0]
+    names: dict = {}
+    try:
+        exec(compile(net + code.replace("/local_nvme", str(tmp_path)), "docs/offload.md", "exec"), names)
+        engine = names["engine"]
+        engine.backward(engine(torch.ones(1, 32)).square().mean())
+        engine.step()
+        assert engine.global_steps == 1
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def test_the_plan_on_the_page_about_memory_gives_the_table_below_it():
+    page = (DOCS / "memory.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    try:
+        exec(compile(code, "docs/memory.md", "exec"), names)
+        for name, planned in names["rows"][1:]:
+            assert re.search(rf"^ +{re.escape(name)} +{re.escape(planned.split('  ')[0].strip())}\b", page, re.M), name
     finally:
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
