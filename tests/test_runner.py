@@ -380,7 +380,15 @@ def test_a_host_of_the_hostfile_that_is_this_machine_needs_no_ssh(folder):
 
 
 def test_each_rank_has_a_log_and_failure_names_it(folder):
-    script = "import os, sys; print('hello'); sys.exit(3 * int(os.environ['RANK']))"
+    script = """
+import os, sys, time
+print("hello", flush=True)
+if os.environ["RANK"] == "0":
+    open("said", "w").close()
+while not os.path.exists("said"):  # torchrun ends rank 0 as soon as rank 1 has failed
+    time.sleep(0.01)
+sys.exit(3 * int(os.environ["RANK"]))
+"""
     output, messages = finish(start(folder, script, "--enable_each_rank_log", "logs"), status=3)
     assert "rank 1 ended with exit status 3; its message is under logs" in messages and "hello" not in output
     assert [log.read_text() for log in sorted((folder / "logs").rglob("stdout.log"))] == ["hello\n"] * 2
