@@ -16,7 +16,7 @@ from megazero.deepspeed_engine import DeepSpeedEngine
 from megazero.deepspeed_mpu import declare_cuts, parallel_groups
 from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, given_back, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
-from megazero.logging import setup_logging
+from megazero.logging import ALIKE, setup_logging
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
@@ -134,7 +134,7 @@ def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool |
 def _config_source(args: Any, config: Any) -> Any:
     from_args = getattr(args, "deepspeed_config", None)
     if from_args is None and getattr(args, "deepscale_config", None) is not None:
-        logger.warning("--deepscale_config is an old spelling of --deepspeed_config")
+        logger.warning("--deepscale_config is an old spelling of --deepspeed_config", extra=ALIKE)
         from_args = args.deepscale_config
     if from_args is not None and config is not None:
         raise DeepSpeedConfigError(

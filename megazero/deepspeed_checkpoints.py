@@ -15,6 +15,7 @@ from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig
+from megazero.logging import ALIKE
 from megazero.mpu.partition import partitions
 from megazero.zero import access
 
@@ -70,7 +71,7 @@ class CheckpointingEngine(Engine):
             )
             if self.config.checkpoint.tag_validation == "FAIL":
                 raise AssertionError(message)
-            logger.warning("%s The first rank's counts.", message)
+            logger.warning("%s The first rank's counts.", message, extra=ALIKE)
         return tags[0]
 
     def load_checkpoint(  # type: ignore[override]
@@ -109,7 +110,9 @@ class CheckpointingEngine(Engine):
         self.channel.meet_world("load_checkpoint")
         self.wait_for_checkpoint()  # which may be the one to load
         if tag is None and comm.all_gathered_objects(comm.together(lambda: latest_tag(load_dir)))[0] is None:
-            logger.warning("nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir)
+            logger.warning(
+                "nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir, extra=ALIKE
+            )
             return None, None
         path, client = super().load_checkpoint(
             load_dir,
@@ -136,7 +139,8 @@ class CheckpointingEngine(Engine):
         """
         if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
             logger.warning(
-                "save_16bit_model wrote nothing: set stage3_gather_16bit_weights_on_model_save to gather the weights."
+                "save_16bit_model wrote nothing: set stage3_gather_16bit_weights_on_model_save to gather the weights.",
+                extra=ALIKE,
             )
             return False
         self.channel.meet("save_16bit_model")

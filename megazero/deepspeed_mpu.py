@@ -15,6 +15,7 @@ from torch import nn
 
 from megazero import comm
 from megazero.json_config import DeepSpeedConfigError
+from megazero.logging import ALIKE
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition, partitions
@@ -83,6 +84,7 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
             "assumed: checkpoints load at model-parallel size %d alone. Set parameter.partition_dim for others.",
             ", ".join(guessed),
             groups.model_parallel_size,
+            extra=ALIKE,
         )
     _check_replicated(model, groups)
 

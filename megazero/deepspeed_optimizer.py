@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
+from megazero.logging import ALIKE
 from megazero.optim.adam import OptimizerFactory
 from megazero.optim.by_name import optimizer_factory
 from megazero.optim.schedules import scheduler_by_name
@@ -48,7 +49,9 @@ def client_optimizer(
     else:
         groups = [{"params": _unnamed(parameters)}]
     if optimizer is not None and config.optimizer is not None:
-        logger.warning("the optimizer given to initialize is used, not the configuration's %s", config.optimizer.type)
+        logger.warning(
+            "the optimizer given to initialize is used, not the configuration's %s", config.optimizer.type, extra=ALIKE
+        )
     if optimizer is None:
         assert config.optimizer is not None, "else there is none at all"
         return optimizer_factory(config.optimizer), [
@@ -156,7 +159,10 @@ def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[s
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and name not in group_of]
     if groups and left_out:
         logger.warning(
-            "%d parameters require a gradient but are in no group, and are not trained: %s", len(left_out), left_out
+            "%d parameters require a gradient but are in no group, and are not trained: %s",
+            len(left_out),
+            left_out,
+            extra=ALIKE,
         )
     return group_of, [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -173,7 +179,9 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
         return scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
     if config.scheduler is not None:
         logger.warning(
-            "the lr_scheduler given to initialize is used, not the configuration's %s", config.scheduler.type
+            "the lr_scheduler given to initialize is used, not the configuration's %s",
+            config.scheduler.type,
+            extra=ALIKE,
         )
     if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
         return given(optimizer.torch_optimizer)

@@ -6,6 +6,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
+ALIKE = {"alike": True}  # logger.warning(..., extra=ALIKE): every rank says the same, and the first is enough
+
 
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first of the names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
@@ -13,7 +15,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 class _RankFilter(logging.Filter):
-    """Lets INFO through on rank 0 only; marks what other ranks say with their rank."""
+    """Lets INFO, and warnings that are ALIKE, through on rank 0 only; marks what other ranks say with their rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -23,7 +25,7 @@ class _RankFilter(logging.Filter):
         """Whether this rank prints the record."""
         if self.rank == 0:
             return True
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING or hasattr(record, "alike"):
             return record.levelno <= logging.DEBUG
         record.msg = f"[rank {self.rank}] {record.msg}"
         return True
@@ -39,7 +41,7 @@ class _Formatter(logging.Formatter):
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
-    """Sends the library's log to standard output: INFO from rank 0, warnings and errors from every rank."""
+    """Sends the library's log to standard output: INFO and ALIKE warnings from rank 0, other warnings and errors from all."""
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(_RankFilter(rank))
     handler.setFormatter(_Formatter("%(message)s"))

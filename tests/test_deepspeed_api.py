@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
+import io
 import json
 import logging
 from types import SimpleNamespace
@@ -390,3 +392,23 @@ def test_a_new_batch_size_counts_from_the_last_update(one_rank):
         engine.backward(loss_of(engine(x)))
         engine.step()
     assert boundaries == 2 * [False, False, False, True] and engine.global_steps == 5
+
+
+def said_case() -> None:
+    """What each rank's log prints of warnings that are the same on all of them, and of one that is not."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        config = {
+            **CONFIG,
+            "zero_optimization": {"stage": 3, "placement": "auto"},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 11}},
+        }
+        deepspeed.initialize(model=make_model(), config=config)
+        logging.getLogger("megazero.tests").warning("of this rank alone")
+    rank = torch.distributed.get_rank()
+    for shared in ("there is nothing to place", "total_num_steps 5 is less than"):
+        assert (shared in said.getvalue()) == (rank == 0), said.getvalue()
+    assert ("[rank 1] of this rank alone" in said.getvalue()) == (rank == 1)
+
+
+def test_a_warning_that_all_ranks_share_is_printed_by_the_first_alone():
+    run_ranks(2, said_case)

@@ -16,6 +16,7 @@ from megazero.checkpoint.format import is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import CONSTANT, RNG, SCHEDULE, TrainingState, set_rng_states
+from megazero.logging import ALIKE
 from megazero.zero.bucket import MASTER
 from megazero.zero.layout import Segment
 
@@ -104,7 +105,9 @@ def continue_run(
     with reader.well_formed("lr_scheduler"):
         schedule = decode(index["lr_scheduler"], tensors_of(reader, SCHEDULE)) if continue_schedule else None
     if not with_optimizer or index.get("optimizer") is None:
-        logger.warning("the optimizer starts with empty moments: its state was not loaded from %s", reader.path)
+        logger.warning(
+            "the optimizer starts with empty moments: its state was not loaded from %s", reader.path, extra=ALIKE
+        )
     elif schedule is not None or state.lr_scheduler is None:
         with reader.well_formed("optimizer"):  # before the schedule, which may set its own
             _load_settings(state, reader, _CYCLED if schedule is not None else _RATES)
@@ -135,6 +138,7 @@ def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) ->
         logger.warning(
             "learning rates stay as this run sets them for its %d parameter groups: %s holds %s",
             *(len(groups), reader.path, found),
+            extra=ALIKE,
         )
         return
     for group, settings in zip(groups, saved, strict=True):

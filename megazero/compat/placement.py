@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from megazero.logging import ALIKE
+
 logger = logging.getLogger(__name__)
 
 POLICIES = ("cuda", "cpu", "auto")
@@ -29,7 +31,7 @@ def offload_sections(policy: str, *, stage: int, margin_ratio: float = 0.0, what
     if not 0 <= margin_ratio <= 1:
         raise ValueError(f"gpu_margin_mem_ratio must lie between 0 and 1, got {margin_ratio}.")
     if margin_ratio and policy != "auto":
-        logger.warning('gpu_margin_mem_ratio %g has no effect: it is for %s "auto"', margin_ratio, what)
+        logger.warning('gpu_margin_mem_ratio %g has no effect: it is for %s "auto"', margin_ratio, what, extra=ALIKE)
     if policy == "cuda":
         return {}
     if stage < 3:

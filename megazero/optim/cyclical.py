@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from megazero.logging import ALIKE
 from megazero.optim.schedule_base import Schedule, count, flag, number, per_group
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ class OneCycle(Schedule):
         self.max_moms = per_group(optimizer, "cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = flag("cycle_momentum", cycle_momentum)
         if self.cycle_momentum and not all("betas" in group for group in optimizer.param_groups):
-            logger.warning("OneCycle leaves the momentum as it is: %s has no betas", type(optimizer).__name__)
+            logger.warning(
+                "OneCycle leaves the momentum as it is: %s has no betas", type(optimizer).__name__, extra=ALIKE
+            )
             self.cycle_momentum = False
         super().__init__(optimizer, last_batch_iteration)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megazero.logging import ALIKE
 from megazero.option import option
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,10 @@ class LossScaler:
         if self.overflows_in_a_row:
             place = f" (first in {where})" if where else ""
             logger.warning(
-                "the gradient norm is not finite%s: step skipped (%d in a row)", place, self.overflows_in_a_row
+                "the gradient norm is not finite%s: step skipped (%d in a row)",
+                place,
+                self.overflows_in_a_row,
+                extra=ALIKE,
             )
         if self.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
             raise FloatingPointError(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from megazero.logging import ALIKE
 from megazero.optim.by_name import did_you_mean
 from megazero.optim.cyclical import LRRangeTest, OneCycle
 from megazero.optim.schedule_base import Schedule, count, number, per_group
@@ -168,4 +169,6 @@ def _total(total_num_steps: Any, warmup_num_steps: Any) -> int:
 
 @functools.cache  # once, though a schedule is also made on trial
 def _warn_of_no_decay(total_num_steps: int, warmup_num_steps: int) -> None:
-    logger.warning("total_num_steps %s is less than warmup_num_steps %s", total_num_steps, warmup_num_steps)
+    logger.warning(
+        "total_num_steps %s is less than warmup_num_steps %s", total_num_steps, warmup_num_steps, extra=ALIKE
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megazero.logging import some
+from megazero.logging import ALIKE, some
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import NO_GROUP
 from megazero.zero.parameter import asked_directly
@@ -66,4 +66,5 @@ class ModelWatch:
                 "%s: requires a gradient now, but was in no parameter group when the engine was made, and is not trained. Give "
                 "the optimizer what is to be unfrozen later from the start.",
                 ", ".join(untrained),
+                extra=ALIKE,
             )

@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 
 from megazero import comm
+from megazero.logging import ALIKE
 from megazero.zero.bucket import Bucket, gradient_of
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
@@ -29,7 +30,8 @@ def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter |
     meter = meter or (CudaMeter(device) if device.type == "cuda" else None)
     if meter is None:
         logger.warning(
-            "--placement auto: there is no accelerator. All memory is the host's, and there is nothing to place."
+            "placement auto: there is no accelerator. All memory is the host's, and there is nothing to place.",
+            extra=ALIKE,
         )
         return config, None
     return replace(config, offload_optimizer="cpu", offload_param="cpu"), meter
