@@ -39,6 +39,6 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
     if certain:
         ways = what_to_change(plan.setup, limits)
         advice = f" It fits with {' or with '.join(change.flags for change in ways)}." if ways else ""
-        raise ValueError(" ".join(map(str, certain)) + advice)
+        raise ValueError(" Also, ".join(map(str, certain)) + advice)
     for problem in problems:
         logger.warning("%s", problem)

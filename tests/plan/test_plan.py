@@ -409,13 +409,14 @@ OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "cpu", "--offload-param
     [
         (Limits(device=GB), "device memory per rank, and 1.00 GB are there"),
         (Limits(host=GB), "host memory per node, and 1.00 GB are there. Use --offload-optimizer nvme"),
+        (Limits(host=GB, disk=GB), r"host memory per node, .*\. Also, the job needs .* of disk per node"),
         (Limits(disk=GB), "disk per node, and 1.00 GB are there. Name a larger disk by --nvme-path"),
         (
             Limits(memlock=2**16),
             "locked memory per rank, and 65.54 kB are there. Raise the limit .ulimit -l., or give --no-",
         ),
     ],
-    ids=["device", "host", "disk", "memlock"],
+    ids=["device", "host", "host and disk", "disk", "memlock"],
 )
 def test_the_job_refuses_whatever_is_too_small_and_says_what_to_change(limits, message):
     flags = OFFLOADED if limits.device is None else ["--zero-stage", "1"]
