@@ -67,6 +67,7 @@ class MetricsWriter:
     """
 
     def __init__(self, directory: str | None, tensorboard_dir: str | None, start_iteration: int) -> None:
+        self.start_iteration = start_iteration
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -192,8 +192,9 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         )
     if valid:
         rows.append(("validation perplexity", f"{valid[-1]['perplexity']:.2f} (loss {valid[-1]['loss']:.4f})"))
-    if train:
-        median = sorted(train, key=lambda line: line["tokens_per_s"])[len(train) // 2]
+    own = [line for line in train if line["iteration"] > metrics.start_iteration]  # those before may be of other ranks
+    if own:
+        median = sorted(own, key=lambda line: line["tokens_per_s"])[len(own) // 2]
         rows.append(("tokens/s", f"{median['tokens_per_s']:.0f} (median log line)"))
         share = f"{100 * median['mfu']:.1f}% of the device's peak, " if "mfu" in median else ""
         rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}in the same line)"))

@@ -12,11 +12,15 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.metrics import MetricsWriter
+from megazero.reporting import summary
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -335,3 +339,13 @@ def wait_for(condition, timeout_s: float = 90.0) -> None:
     while not condition():
         assert time.time() < end, "the job did not come so far in time"
         time.sleep(0.02)
+
+
+def test_the_speed_in_the_summary_is_that_of_the_run_and_not_of_those_that_it_continues(tmp_path):
+    for start, speeds in ((0, (500, 600, 700)), (3, (20, 30))):
+        metrics = MetricsWriter(str(tmp_path), None, start)
+        for iteration, speed in enumerate(speeds, start + 1):
+            metrics.write(iteration, {"loss": 8.0, "tokens_per_s": speed, "tflops": speed / 1e3}, "train")
+    job = SimpleNamespace(config=load_config(["--train-data", "x"], world_size=1), iteration=5, first_loss=9.0)
+    table = summary(job, metrics, [0])
+    assert "30 (median log line)" in table and "0.030 (in the same line)" in table and "9.0000 at the first" in table
