@@ -33,8 +33,7 @@ class Segment:
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
         """[low, high) of the parameter's elements in [start, stop) of the bucket; low == high where none is there."""
-        low = max(self.start, start)
-        return low, max(low, min(self.stop, stop))
+        return _overlap(self.start, self.stop, start, stop)
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ class Span:
 
     def clip(self, start: int, stop: int) -> Span:
         """The part of this span in [start, stop); empty parts have start == stop."""
-        low = max(self.start, start)
-        return Span(low, max(low, min(self.stop, stop)), self.group, self.is_replicated)
+        return Span(*_overlap(self.start, self.stop, start, stop), self.group, self.is_replicated)
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,12 @@ class BucketLayout:
                 spans.append(Span(segment.start, stop, segment.group, segment.is_replicated))
             last = now
         return tuple(spans)
+
+
+def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
+    """Where [start, stop) and [low, high) overlap; empty overlaps have equal ends."""
+    first = max(start, low)
+    return first, max(first, min(stop, high))
 
 
 def _round_up(value: int, multiple: int) -> int:
