@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -107,9 +106,14 @@ def _for_host(setup: Setup) -> str:
 class Change:
     """One step towards less memory per device, with the flags that make it."""
 
-    flags: str
+    values: Mapping[str, object]  # by flag; "" where a flag takes none
     setup: Setup
     is_of_states: bool = True  # else it lowers activations only
+
+    @property
+    def flags(self) -> str:
+        """As on a command line."""
+        return " ".join(f"{flag} {value}".rstrip() for flag, value in self.values.items())
 
 
 def changes(setup: Setup) -> Iterator[Change]:
@@ -120,8 +124,8 @@ def changes(setup: Setup) -> Iterator[Change]:
             yield _of_zero(setup, zero_stage=stage)
     if model.recompute_mode != "full":
         all_of_it = replace(model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)
-        flag = "--checkpoint-activations" if model.recompute is None else "--recompute full"
-        yield Change(flag, replace(setup, model=all_of_it), False)
+        values = {"--checkpoint-activations": ""} if model.recompute is None else {"--recompute": "full"}
+        yield Change(values, replace(setup, model=all_of_it), False)
     if states.optimizer_home == "accelerator" and is_cuda:
         if states.zero.stage:
             yield _of_zero(setup, offload_optimizer="cpu")
@@ -133,7 +137,7 @@ def changes(setup: Setup) -> Iterator[Change]:
         yield _of_zero(setup, offload_param="cpu")
     if setup.shape.batch_size > 1:
         half = replace(setup.shape, batch_size=setup.shape.batch_size // 2)
-        yield Change(f"--batch-size {half.batch_size}", replace(setup, shape=half), False)
+        yield Change({"--batch-size": half.batch_size}, replace(setup, shape=half), False)
 
 
 def _last_resorts(setup: Setup) -> Iterator[Change]:
@@ -155,8 +159,8 @@ def _of_zero(setup: Setup, **flags: Any) -> Change:
     """The change that these flags make, by their names with underscores."""
     if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
         flags["nvme_path"] = "DIR"  # any name will do for a plan
-    text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
-    return Change(text, setup.with_zero(**{name.removeprefix("zero_"): value for name, value in flags.items()}))
+    values = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    return Change(values, setup.with_zero(**{name.removeprefix("zero_"): value for name, value in flags.items()}))
 
 
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
@@ -169,21 +173,16 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
     for single in (changes(setup), _last_resorts(setup)):
         if ways := [change for change in single if _fits(change.setup, limits)]:
             return ways
-    flags: list[str] = []
+    values: dict[str, object] = {}
     while True:
         steps = (*changes(setup), *_last_resorts(setup))
         best = min(steps, key=lambda change: _excess(change.setup, limits), default=None)
         if best is None or _excess(best.setup, limits) >= _excess(setup, limits):
             return []
-        flags, setup = _merged(flags, best.flags), best.setup
+        values = {flag: value for flag, value in values.items() if flag not in best.values} | dict(best.values)
+        setup = best.setup
         if _fits(setup, limits):
-            return [Change(" ".join(flags), setup)]
-
-
-def _merged(flags: list[str], more: str) -> list[str]:
-    """The flags with more of them, which take the place of the same flags with other values."""
-    new = re.split(r" (?=--)", more)
-    return [*(f for f in flags if f.split()[0] not in {each.split()[0] for each in new}), *new]
+            return [Change(values, setup)]
 
 
 def _excess(setup: Setup, limits: Limits) -> int:
