@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megazero import comm
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.loading import client_state
@@ -17,6 +15,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
+from megazero.logging import ALIKE
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,8 @@ def load(job: Job) -> None:
         _refuse_wrong_directory(directory, may_hold_a_log=is_usual)
         if flags.finetune:
             raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
-        level = logging.INFO if is_usual or torch.distributed.get_rank() != 0 else logging.WARNING
-        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory)
+        level = logging.INFO if is_usual else logging.WARNING
+        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory, extra=ALIKE)
         return
     path, client = job.engine.load_checkpoint(
         directory,
@@ -59,7 +58,7 @@ def load(job: Job) -> None:
         fallback=flags.load_fallback,
         prepare=lambda reader: _prepare_to_continue(job, reader),
     )
-    if not flags.finetune and torch.distributed.get_rank() == 0:  # all ranks read the same
+    if not flags.finetune:
         _warn_of_other_samples(job, client)
     logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
 
@@ -72,6 +71,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             "and some samples come again",
             job.train_samples,
             client["train_samples"],
+            extra=ALIKE,
         )
     saved, now = client["config"], asdict(job.config)
     others = [f"--{name.replace('_', '-')}" for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
@@ -80,6 +80,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
             "again and others never",
             ", ".join(others),
+            extra=ALIKE,
         )
 
 
@@ -118,9 +119,10 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
     client, finetune = client_state(reader), job.config.checkpoint.finetune
     if "tokenizer_sha256" not in client:  # of another framework
-        level = logging.WARNING if torch.distributed.get_rank() == 0 else logging.INFO
-        logger.log(
-            level, "%s does not say which vocabulary it was trained with: make sure that it is yours", reader.path
+        logger.warning(
+            "%s does not say which vocabulary it was trained with: make sure that it is yours",
+            reader.path,
+            extra=ALIKE,
         )
     elif client["tokenizer_sha256"] != job.tokenizer.sha256:
         raise ValueError(
