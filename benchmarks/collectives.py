@@ -40,7 +40,7 @@ def ways() -> dict[str, Collective]:
     if links is None:
         raise RuntimeError("this system cannot share memory between ranks, so there is nothing to compare")
     lanes = {
-        "gloo": NativeLane(group, TIMEOUT_S),
+        "gloo": NativeLane(group),
         "point to point": ThreadLane(PeerTransport(group, 1, TIMEOUT_S), "a lane"),
         "shared memory": ThreadLane(HostTransport(links, group.rank()), "a lane"),
     }

@@ -180,6 +180,7 @@ class Config:
         self.model.check_parallel(mp)
         self.model.check_sequence(self.data.seq_length, mp)
         dp, micro = world_size // mp, self.training.batch_size
+        self.zero.num_shards(dp)
         total = self.training.global_batch_size or micro * dp
         if total % (micro * dp):
             raise ValueError(

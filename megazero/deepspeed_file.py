@@ -23,6 +23,7 @@ ZERO_FIELDS = {
     "communication_data_type": "reduce_dtype",
     "data_types.grad_accum_dtype": "grad_dtype",
     f"{ZERO}.stage": "stage",
+    f"{ZERO}.mics_shard_size": "shard_size",
     f"{ZERO}.overlap_comm": "overlap_comm",
     f"{ZERO}.placement": "placement",
     f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",

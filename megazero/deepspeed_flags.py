@@ -157,5 +157,5 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
         zero[name] = dict(section or {})
         for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
-    for key in ("stage", "placement"):
-        flags.put(zero, key, key, ZERO)
+    for key, field in (("stage", "stage"), ("placement", "placement"), ("mics_shard_size", "shard_size")):
+        flags.put(zero, key, field, ZERO)

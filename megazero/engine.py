@@ -102,12 +102,12 @@ class Engine:
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
         self.sharding = self.zero.sharding
-        cuts = partitions(model)
+        cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
         plans = plan_buckets(
             model,
             units,
-            groups.data_parallel_size,
+            num_shards,
             group_of,
             replicated=set(group_of) - set(cuts),
             dtype=dtype,
@@ -116,7 +116,7 @@ class Engine:
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
-        self.channel = comm.Channel(groups.data)
+        self.channel = comm.Channel(groups.data, shard_size=num_shards)
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
         self.schedule = Schedule(

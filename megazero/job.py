@@ -163,7 +163,12 @@ def _init_context(config: Config, groups: ParallelGroups) -> Init:
     return Init(
         data_parallel_group=groups.data,
         remote_device=home,
-        config={"zero_optimization": {"offload_param": {"device": home, "nvme_path": config.zero.nvme_path}}},
+        config={
+            "zero_optimization": {
+                "mics_shard_size": config.zero.shard_size,
+                "offload_param": {"device": home, "nvme_path": config.zero.nvme_path},
+            }
+        },
         dtype=config.precision.dtype,
         enabled=config.zero.stage == 3,
     )

@@ -57,12 +57,18 @@ def describe_start(job: Job) -> str:
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         (
             "ZeRO",
-            f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {dp} data-parallel ranks{_homes(zero)}",
+            f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}",
         ),
     ]
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
+
+
+def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:
+    shards = zero.num_shards(data_parallel_size)
+    sets = f", in {data_parallel_size // shards} sets that hold copies" if shards < data_parallel_size else ""
+    return f"{shards} data-parallel ranks{sets}"
 
 
 def _homes(zero: ZeroConfig) -> str:

@@ -316,6 +316,7 @@ def test_flags_win_over_the_file_and_the_log_names_flag_and_key(with_file):
 # Each flag of ZeroConfig that has a key: the flag, the file (with bf16, stage 3), what it wins over, the field and its value.
 ZERO_FLAGS = [
     ("--zero-stage 1", {}, "stage 3", "stage", 1),
+    ("--zero-shard-size 0", {"mics_shard_size": 2}, "mics_shard_size 2", "shard_size", 0),
     ("--placement static", {"placement": "auto"}, 'placement "auto"', "placement", "static"),
     (
         "--gpu-margin-mem-ratio 0.5",

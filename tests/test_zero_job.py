@@ -15,6 +15,7 @@ from megazero.arguments import load_config
 from megazero.data.build import build_datasets, build_tokenizer_from
 from megazero.job import Job, batches, build_job, setup_distributed, with_vocabulary
 from megazero.job_checkpoints import load, save
+from megazero.reporting import describe_start
 from megazero.training import train_step
 from megazero.zero import ReleasedParameter
 from pretrain_gpt2 import forward_step, make_model
@@ -96,6 +97,28 @@ RECOMPUTED = ["--checkpoint-activations", "--partition-activations"]
 def test_every_stage_starts_and_trains_alike_bit_for_bit(corpus, world_size, flags, recomputed):
     """And recomputing partitioned activations changes nothing either."""
     run_ranks(world_size, stages_case, [*corpus, *flags, *recomputed], [*corpus, *flags])
+
+
+def sets_case(flags: list[str], folder: str) -> None:
+    """Sets of 2 of 4 data-parallel ranks: what is built and resumed, and what the start table says."""
+    where = [*flags, "--train-iters", "4", "--save", folder, "--load", folder]
+    plain = start([*flags, "--train-iters", "4", "--zero-stage", "3"])
+    first, want = plain.engine.state_dict(), train(plain, 4)
+    end(plain)
+    cut = start([*where, "--zero-stage", "3", "--zero-shard-size", "2"])
+    check_equal(cut.engine.state_dict(), first, "starts with other values in sets")
+    assert "sharded over 2 data-parallel ranks, in 2 sets that hold copies" in describe_start(cut)
+    got = train(cut, 2)
+    save(cut)
+    end(cut)
+    on = start([*where, "--zero-stage", "2"])
+    got += train(on, 2)
+    end(on)
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+def test_sets_of_ranks_train_as_all_of_them_do_and_their_checkpoint_goes_on_without_sets(corpus, tmp_path):
+    run_ranks(4, sets_case, corpus, str(tmp_path))
 
 
 def resume_case(flags: list[str]) -> None:

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.host import HostTransport, area_bytes
-from megazero.comm.lane import Lane, ThreadLane
-from megazero.comm.links import link
+from megazero.comm.lane import Lane, ThreadLane, Transport
+from megazero.comm.links import Links, link
 from megazero.comm.meeting import Meeting
 from megazero.comm.native import NativeLane
 from megazero.comm.peers import PeerTransport
+from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.work import Finished, Work
-from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of
+from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, new_group_like
 
 
 @dataclass
@@ -37,36 +38,55 @@ class Channel:
     On gloo, sums are taken in ascending rank order, in fp32 for 16-bit buffers, so that an all-reduce equals a reduce-scatter and
     an all-gather bit for bit; data moves through shared memory where all ranks run on one host, else point to point. On NCCL
     they are NCCL's own collectives, on a communicator of the channel's own.
+
+    With `shard_size` the group falls into sets of so many neighbours, as those of a node (MiCS, arXiv:2205.00119, sec. 3).
+    Buffers are cut over a set, and gathered within it; sums are over the whole group, first within each set, then between
+    the ranks that have the same part, so that every set gets the same bits.
+
+    Attributes:
+        group, num_ranks: the whole group.
+        rank, size: of this rank's set.
+        set_rank, num_sets: which of the sets that is, of how many.
     """
 
-    def __init__(self, group: ProcessGroup, *, timeout_s: float | None = None) -> None:
+    def __init__(self, group: ProcessGroup, *, shard_size: int | None = None, timeout_s: float | None = None) -> None:
         """Collective over `group` on gloo: the other ranks of the world need not come.
 
         On NCCL collective over the world: all its ranks come at the same time, each with its own group (see `NativeLane`).
 
         Args:
             group: the ranks that take part, this one among them.
+            shard_size: ranks that a buffer is cut over, a divisor of the group's size and more than one; None all of them.
             timeout_s: seconds without progress after which a collective or `meet` fails; None takes the group's.
+
+        Raises:
+            ValueError: `shard_size` does not divide the group's size, or is 1.
         """
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group, self.num_ranks, self.size = group, group.size(), shard_size or group.size()
+        if self.num_ranks % self.size or shard_size == 1 < self.num_ranks:
+            raise ValueError(
+                f"shard_size={shard_size} does not divide a group of {self.num_ranks} ranks into sets of several."
+            )
+        self.num_sets = self.num_ranks // self.size
+        self.set_rank, self.rank = divmod(group.rank(), self.size)
         self.timeout_s = timeout_of(group) if timeout_s is None else timeout_s
         self.traffic: dict[str, Traffic] = {}
         self.reset_traffic()
         self.transport = "none"  # what moves the data
-        if self.size == 1:
+        if self.num_ranks == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
-        self._meeting = Meeting(store, ranks, self.rank, self.timeout_s)
-        self.transport, lanes = _open_lanes(group, name, self.timeout_s)
+        self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
+        self.transport, lanes = _open_lanes(group, self.size, name, self.timeout_s)
         self._reductions, self._gathers = lanes
 
     def all_reduce_(self, buffer: Tensor, name: str = "") -> Work:
         """Starts to replace `buffer` by its sum over the group, on every rank.
 
         Args:
-            buffer: [numel], contiguous, numel a multiple of the group's size; dtype and numel equal on every rank.
+            buffer: [numel], contiguous, numel a multiple of `size`; dtype and numel equal on every rank.
             name: what errors call it; on gloo ranks with another name are told so, instead of taking each other's data.
         """
         return self._issue("all_reduce", buffer, name)
@@ -95,7 +115,7 @@ class Channel:
         Raises:
             RuntimeError: some did not come within the timeout, or came with another `what`.
         """
-        if self.size > 1:
+        if self.num_ranks > 1:
             self._meeting.hold(what)
 
     def meet_world(self, what: str) -> None:
@@ -115,40 +135,55 @@ class Channel:
 
     def close(self) -> None:
         """Ends the channel after what has been issued, or after some seconds if that does not end."""
-        if self.size > 1:
+        if self.num_ranks > 1:
             self._reductions.close()
             self._gathers.close()
 
     def _issue(self, action: str, buffer: Tensor, name: str) -> Work:
         if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() % self.size:
             raise ValueError(
-                f"{action} needs a contiguous 1-D buffer of a multiple of {self.size} elements (the ranks of the group), got "
+                f"{action} needs a contiguous 1-D buffer of a multiple of {self.size} elements (the ranks that share it), got "
                 f"shape {tuple(buffer.shape)}, strides {buffer.stride()}. Flatten it and pad it to whole parts."
             )
-        if self.size == 1 or buffer.numel() == 0:
+        if self.num_ranks == 1 or buffer.numel() == 0:
             return Finished()
-        traffic = self.traffic[action]
+        traffic, part = self.traffic[action], buffer.numel() // self.size
         traffic.collectives += 1
-        traffic.elements += buffer.numel() // self.size * (self.size - 1) * (2 if action == "all_reduce" else 1)
+        traffic.elements += part * (self.size - 1) * (2 if action == "all_reduce" else 1)
+        if action != "all_gather":
+            traffic.elements += 2 * part * (self.num_sets - 1) // self.num_sets
         return (self._gathers if action == "all_gather" else self._reductions).issue(action, buffer, name)
 
 
-def _open_lanes(group: ProcessGroup, name: str, timeout_s: float) -> tuple[str, list[Lane]]:
+def _open_lanes(group: ProcessGroup, size: int, name: str, timeout_s: float) -> tuple[str, list[Lane]]:
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
+    ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
+    mine, across = ranks[first * size :][:size], ranks[rank::size]
     if backend_of(group) != "gloo":
-        return "native", [NativeLane(group, timeout_s)] * 2
-    ranks = dist.get_process_group_ranks(group)
+        levels = [new_group_like(group, members, timeout_s) for members in (mine, across) if len(members) > 1]
+        return "native", [NativeLane(*levels)] * 2
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"
-    reductions = link(group, area_bytes(group.size()), timeout_s)
-    gathers = link(group, area_bytes(group.size()), timeout_s) if reductions else None
-    if reductions and gathers:
-        return "shared memory", [
-            ThreadLane(HostTransport(links, group.rank()), where) for links in (reductions, gathers)
-        ]
-    if reductions:
-        reductions.close()
+    is_one_set = len(across) == 1
+    within = group if is_one_set else new_group_like(group, mine, timeout_s)
+    kind, transports = _open_transports(within, 2, name, timeout_s)
+    if not is_one_set:
+        between, (bridge,) = _open_transports(new_group_like(group, across, timeout_s), 1, name, timeout_s)
+        kind = f"{kind} in sets of {size}, {between} between them"
+        transports[0] = TwoLevelTransport(transports[0], bridge, rank=rank, size=size, num_sets=len(across))
+    return kind, [ThreadLane(transport, where) for transport in transports]
+
+
+def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: float) -> tuple[str, list[Transport]]:
+    """Shared memory where all ranks of `group` are on one host, else point to point; `count` that do not mix. Collective."""
+    opened: list[Links] = []
+    while len(opened) < count and (links := link(group, area_bytes(group.size()), timeout_s)):
+        opened.append(links)
+    if len(opened) == count:
+        return "shared memory", [HostTransport(links, group.rank()) for links in opened]
+    for links in opened:
+        links.close()
     tag = int(name[:7], 16) * 2  # one that no other messages of the group have
-    return "point to point", [ThreadLane(PeerTransport(group, tag + lane, timeout_s), where) for lane in range(2)]
+    return "point to point", [PeerTransport(group, tag + lane, timeout_s) for lane in range(count)]
 
 
 def timeout_of(group: ProcessGroup) -> float:

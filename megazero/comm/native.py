@@ -9,13 +9,12 @@ ranks that issue them in another order get a hang or each other's data.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.work import Work
-from megazero.comm.world import ProcessGroup, backend_of
+from megazero.comm.world import ProcessGroup
 
 # torch 2.13 renamed these, and warns at the old names.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -23,28 +22,42 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 
 class NativeLane:
-    """Collectives in place on a process group of their own: in NCCL's terms a communicator and its stream."""
+    """Collectives in place on process groups of its own: in NCCL's terms a communicator and its stream, or two."""
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
-        """Collective over the world where that is bound to devices, as `init_distributed` binds NCCL's.
+    def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
+        """Communicates nothing; nobody else uses the groups.
 
-        There torch splits the world's communicator, which all of its ranks must enter at the same time, each for its own group.
+        Args:
+            group: the ranks that a buffer is cut over.
+            across: the ranks that have the same part in other such groups, whose sums are added up; None where there are none.
         """
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend_of(group),
-            use_local_synchronization=True,
-        )
+        self._group, self._across = group, across
+        self._beside: torch.cuda.Stream | None = None  # on which a step waits for the one before it
 
     def issue(self, action: str, buffer: Tensor, name: str) -> Work:
         """Starts the collective; the `Work` is torch's, whose `wait` makes the current stream wait, not the host."""
-        part = buffer.view(self._group.size(), -1)[self._group.rank()]
+        if self._across is None or action == "all_gather":
+            return self._start(action, buffer)
+        if buffer.is_cuda:
+            self._beside = self._beside or torch.cuda.Stream(buffer.device)
+            self._beside.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._beside):
+            self._start("reduce_scatter", buffer).wait()
+            work = dist.all_reduce(self._part(buffer), group=self._across, async_op=True)
+            if action == "all_reduce":
+                work.wait()
+                work = self._start("all_gather", buffer)
+        return work
+
+    def _start(self, action: str, buffer: Tensor) -> Work:
         if action == "all_reduce":
             return dist.all_reduce(buffer, group=self._group, async_op=True)
         if action == "reduce_scatter":
-            return _reduce_scatter(part, buffer, group=self._group, async_op=True)
-        return _all_gather(buffer, part, group=self._group, async_op=True)
+            return _reduce_scatter(self._part(buffer), buffer, group=self._group, async_op=True)
+        return _all_gather(buffer, self._part(buffer), group=self._group, async_op=True)
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self._group.size(), -1)[self._group.rank()]
 
     def close(self) -> None:
-        """Leaves the group to `destroy_process_group`: torch names groups after how many exist, so none may go before."""
+        """Leaves the groups to `destroy_process_group`: torch names groups after how many exist, so none may go before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -177,6 +177,17 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def new_group_like(group: ProcessGroup, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
+    """A group of these ranks of the world, with the backend that `group` has. Collective over `ranks`.
+
+    Collective over the world where that is bound to devices, as `init_distributed` binds NCCL's: there torch splits the world's
+    communicator, which all of its ranks must enter at the same time, each for its own group.
+    """
+    return dist.new_group(
+        ranks, timeout=timedelta(seconds=timeout_s), backend=backend_of(group), use_local_synchronization=True
+    )
 
 
 def new_object_group() -> ProcessGroup:

@@ -151,6 +151,7 @@ class JsonConfig:
             )
         return ZeroConfig(
             stage=section.stage,
+            shard_size=max(0, section.mics_shard_size),
             grad_dtype=self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype) or "fp32",
             reduce_dtype=self._dtype("communication_data_type", self.communication_data_type) or "same",
             gradient_predivide_factor=self.gradient_predivide_factor,

@@ -144,12 +144,18 @@ class ZeroSection:
     pipeline_loading_checkpoint: bool = key(False, NO_EFFECT, "tensors are read one at a time")
     legacy_stage1: bool = key(False, NO_EFFECT, "there is one implementation")
 
-    zero_hpz_partition_size: int = key(1, REFUSED, "a second sharding inside of a node is not built")
+    mics_shard_size: int = key(
+        -1, OBEYED, "data-parallel ranks that share one copy of the states; -1 or 0: all of them", at_least=-1
+    )
+    mics_hierarchical_params_gather: bool = key(
+        False, NO_EFFECT, "the ranks that share a copy gather in one collective"
+    )
+    zero_hpz_partition_size: int = key(
+        1, REFUSED, "parameters are not sharded a second time inside of a node; mics_shard_size shards all states there"
+    )
     zero_quantized_weights: bool = key(False, REFUSED, _QUANTIZED)
     zero_quantized_nontrainable_weights: bool = key(False, REFUSED, _QUANTIZED)
     zero_quantized_gradients: bool = key(False, REFUSED, _QUANTIZED)
-    mics_shard_size: int = key(-1, REFUSED, "states are sharded over all data-parallel ranks")
-    mics_hierarchical_params_gather: bool = key(False, REFUSED, "states are sharded over all data-parallel ranks")
     save_muon_momentum_buffer_in_memory: bool = key(False, REFUSED, "Muon is not built")
     zenflow: dict[str, Any] | None = key(None, REFUSED, "ZenFlow is not built")
     leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
@@ -157,6 +163,11 @@ class ZeroSection:
     def __post_init__(self) -> None:
         for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
             self._check_offload(name, getattr(self, name), least)
+        if self.mics_shard_size == 1 or (self.mics_shard_size > 1 and self.stage == 0):
+            raise DeepSpeedConfigError(
+                f"zero_optimization.mics_shard_size {self.mics_shard_size} must be -1 (all data-parallel ranks) or at least "
+                f"2, and needs zero_optimization.stage 1 or more, got stage {self.stage}."
+            )
         offload = self.offload_optimizer
         if offload and not (offload.ratio == 1 or (offload.ratio < 1 and self.stage == 3)):
             raise DeepSpeedConfigError(

@@ -125,7 +125,7 @@ def plan_job(setup: Setup) -> JobPlan:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
     shape, settings = setup.shape, setup.states
-    ranks, whole = (shape.model_parallel_size, setup.data_parallel_size), settings.zero.whole_below
+    ranks, whole = (shape.model_parallel_size, settings.num_shards), settings.zero.whole_below
     buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, whole)
     needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, settings)

@@ -65,6 +65,7 @@ def _job(plan: JobPlan) -> str:
     ranks = (
         f"{setup.world_size} = {shape.model_parallel_size} tensor-parallel x {setup.data_parallel_size} data-parallel"
     )
+    shards = f" over {setup.states.num_shards} ranks each" if setup.states.zero.shard_size else ""
     batch = f"{shape.batch_size} sequences x {shape.seq_length} tokens, {setup.states.micro_batches} per step"
     rows = [
         ("parameters", f"{model.num_parameters():,} ({width})"),
@@ -72,7 +73,7 @@ def _job(plan: JobPlan) -> str:
         ("micro-batch", batch),
         (
             "ZeRO",
-            f"stage {setup.states.zero.stage}, {_precision(shape.dtype)}, gradients in {setup.states.zero.grad_dtype}",
+            f"stage {setup.states.zero.stage}{shards}, {_precision(shape.dtype)}, gradients in {setup.states.zero.grad_dtype}",
         ),
     ]
     return table("job", rows)

@@ -28,7 +28,7 @@ class _Ranks:
 
 
 def gpt2_buckets(
-    model: GPT2Config, model_parallel_size: int, data_parallel_size: int, dtype: torch.dtype, persistence: int = 0
+    model: GPT2Config, model_parallel_size: int, num_shards: int, dtype: torch.dtype, persistence: int = 0
 ) -> list[BucketPlan]:
     """The buckets that an engine would make of `model` on one tensor-parallel rank. Blocks are equal, so one is laid out.
 
@@ -42,7 +42,7 @@ def gpt2_buckets(
     with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
     group_of, _ = weight_decay_groups(one, 0.0)
-    plans = plan_buckets(one, find_units(one), data_parallel_size, group_of, replicated=(), persistence=persistence)
+    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), persistence=persistence)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     return [

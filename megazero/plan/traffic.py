@@ -40,11 +40,13 @@ def plan_traffic(
     settings: StateSettings,
 ) -> Traffic:
     """The traffic of a step: psi is the parameters of the trained buckets of `needs`, with their padding."""
-    n, m, stage = settings.data_parallel_size, settings.micro_batches, settings.zero.stage
+    n, m, stage = settings.num_shards, settings.micro_batches, settings.zero.stage
+    sets = settings.data_parallel_size // n  # between which a shard's sums are added up, by an all-reduce
     trained = [need for need in needs if need.owned]
     psi = sum(need.layout_numel for need in trained)
     root = sum(need.layout_numel for need in trained if need.unit == ROOT)
     reduced = psi * (m if stage >= 2 else 1)
+    across = 2 * reduced // n * (sets - 1) // sets
     gathered = 2 * m * psi - m * root if stage == 3 else psi  # the root is gathered once per micro-batch
     grad_dtype = dtype_of(settings.zero.grad_dtype, shape.dtype)
     wire = dtype_of(settings.zero.reduce_dtype, shape.dtype, grad_dtype).itemsize
@@ -64,8 +66,8 @@ def plan_traffic(
     staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
-        (reduced + gathered) * (n - 1) // n,
-        (reduced * wire + gathered * shape.dtype.itemsize) * (n - 1) // n,
+        (reduced + gathered) * (n - 1) // n + across,
+        (reduced * wire + gathered * shape.dtype.itemsize) * (n - 1) // n + across * wire,
         _model_parallel(model, shape) * m,
         # New weights cross the link where O and P do not rest on one side of it.
         to_host=(gradients + weights) * has_link,

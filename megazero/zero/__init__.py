@@ -7,9 +7,12 @@ from megazero.zero.init import Init
 from megazero.zero.parameter import ReleasedParameter, ZeroParamStatus
 from megazero.zero.tiling import TiledLinear, TiledLinearReturnBias
 
+MiCS_Init = Init  # DeepSpeed's, for a configuration with mics_shard_size
+
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "ReleasedParameter",
     "TiledLinear",
     "TiledLinearReturnBias",

@@ -397,8 +397,9 @@ class Bucket:
         self.adopt_parts()
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
-        """[start, stop) in the flattened parameter of what this rank saves: its shard's part, also where nothing is sharded."""
-        low, high = segment.clip(self.shard_range.start, self.shard_range.stop)
+        """[start, stop) in the flattened parameter of what this rank saves: of its shard, also where nothing is sharded."""
+        channel = self.channel
+        low, high = segment.clip(*self.layout.portion(channel.rank, channel.set_rank, channel.num_sets))
         return low - segment.start, high - segment.start
 
     @property

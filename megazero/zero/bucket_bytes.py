@@ -23,7 +23,7 @@ class StateSettings:
     """What decides how many bytes the states take, beside the parameters themselves.
 
     Attributes:
-        data_parallel_size: ranks that share out what the stage shards.
+        data_parallel_size: ranks that see different data, and share out what the stage shards, unless `zero.shard_size` is given.
         device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
         states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum.
         recomputed_together: units that activation checkpointing recomputes in one piece, which makes all of them whole.
@@ -49,6 +49,12 @@ class StateSettings:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        self.zero.num_shards(self.data_parallel_size)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share out what the stage shards."""
+        return self.zero.num_shards(self.data_parallel_size)
 
     @property
     def reductions_under_way(self) -> int:

@@ -60,7 +60,7 @@ def _fill(
             is_trainable=plan.is_trainable,
             grad_dtype=grad_dtype,
             reduce_dtype=dtype_of(config.reduce_dtype, compute, grad_dtype),
-            predivide=channel.size if config.prescale_gradients else config.gradient_predivide_factor,
+            predivide=channel.num_ranks if config.prescale_gradients else config.gradient_predivide_factor,
             param_home=homes.param,
             optimizer_home=homes.optimizer_of(index),
             tile_numel=homes.tile_of(index),
@@ -114,7 +114,7 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
 
 def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
     """Raises on every rank unless all data-parallel ranks start with equal weights."""
-    if channel.size == 1 or not sums:
+    if channel.num_ranks == 1 or not sums:
         return
     mine = torch.stack(sums)
     bits = mine.view(torch.int64)  # NaN is not equal to itself

@@ -46,6 +46,12 @@ class ZeroConfig:
     reduce_dtype: str = option(
         "same", "dtype of gradients on the wire; same: that of --grad-dtype", choices=REDUCE_DTYPES
     )
+    shard_size: int = option(
+        0,
+        "data-parallel ranks that share one copy of the states, such as those of a node, while other such sets hold copies "
+        "(hybrid sharding); 0: all of them",
+        flag="--zero-shard-size",
+    )
     gradient_predivide_factor: float = 1.0  # gradients are divided by it before they are summed, by the rest afterwards
     prescale_gradients: bool = False  # they are divided by the number of data-parallel ranks before they are summed
     overlap_comm: bool = True  # gradients travel while backward goes on
@@ -95,6 +101,19 @@ class ZeroConfig:
         """Which states the stage shards."""
         return Sharding.of_stage(self.stage)
 
+    def num_shards(self, data_parallel_size: int) -> int:
+        """Ranks that the states are cut over, of so many.
+
+        Raises:
+            ValueError: `shard_size` does not divide them.
+        """
+        if data_parallel_size % (self.shard_size or 1):
+            raise ValueError(
+                f"--zero-shard-size {self.shard_size} (mics_shard_size) does not divide the {data_parallel_size} data-parallel "
+                "ranks into equal sets. Use a divisor of their number, or drop it to shard over all of them."
+            )
+        return self.shard_size or data_parallel_size
+
     @property
     def whole_below(self) -> int:
         """Parameters of fewer elements stay whole; 0 where none is sharded."""
@@ -117,6 +136,11 @@ class ZeroConfig:
         if not 0 < self.gradient_predivide_factor < math.inf:
             raise ValueError(
                 f"gradient_predivide_factor must be a positive number, got {self.gradient_predivide_factor}."
+            )
+        if self.shard_size < 0 or self.shard_size == 1 or (self.shard_size and self.stage == 0):
+            raise ValueError(
+                f"--zero-shard-size {self.shard_size} (mics_shard_size) must be 0 (all data-parallel ranks) or at least 2, and "
+                f"needs --zero-stage 1 or more, got stage {self.stage}. To shard nothing, use stage 0 without it."
             )
         self._check_homes()
         self._check_delayed_update()

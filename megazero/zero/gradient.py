@@ -71,9 +71,9 @@ class Gradient:
         return self.owned.at_hand(writes=writes)
 
     def squares(self) -> list[tuple[Span, Tensor]]:
-        """(span, sum of squares, float64) of `owned`, clipped to this rank's shard; shards add up to the whole group's sum.
+        """(span, sum of squares, float64) of `owned`, clipped to this rank's portion; portions add up to the whole group's sum.
 
-        Where G is whole each rank sums its shard only too, so that the result is the same bit for bit in every stage.
+        Where G is whole each rank sums its portion only too, so that the result is the same bit for bit in every stage.
         """
         if self._squares is not None:
             return self._squares
@@ -93,7 +93,7 @@ class Gradient:
     @property
     def to_mean(self) -> float:
         """What `owned` is multiplied with to be the mean over the group instead of the sum."""
-        return self.predivide / self.channel.size
+        return self.predivide / self.channel.num_ranks
 
     @property
     def has_unreduced(self) -> bool:
@@ -188,7 +188,7 @@ class Gradient:
         self.whole = self._owned = self._squares = None
 
     def _squares_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
-        start, stop = self.layout.shard_range(self.channel.rank)
+        start, stop = self.layout.portion(self.channel.rank, self.channel.set_rank, self.channel.num_sets)
         parts = [span.clip(start, stop) for span in self.layout.spans]
         low = self.owned_range.start
         return [

@@ -18,7 +18,7 @@ from megazero.json_source import read_source
 from megazero.mpu.groups import get_groups, model_parallel_is_initialized
 from megazero.nvme import SwapFile
 from megazero.zero.bucket import Bucket
-from megazero.zero.config import Sharding
+from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
@@ -60,7 +60,8 @@ class Init:
             configuration's zero_optimization.offload_param says, else the accelerator.
         pin_memory: page-lock the host memory that it takes, for CUDA.
         config_dict_or_path, config, deepspeed_config: a configuration whose fp16 or bf16 section gives the dtype, and whose
-            zero_optimization.offload_param the device and the directory of the swap file.
+            zero_optimization.offload_param the device and the directory of the swap file; mics_shard_size is the number of ranks
+            to shard over.
         enabled: False makes the context do nothing.
         dtype: of the sharded parameters; by default the configuration's, else each parameter's own.
         mem_efficient_linear: accepted; there is nothing to choose.
@@ -101,7 +102,7 @@ class Init:
         source = next((c for c in (config_dict_or_path, config, deepspeed_config) if c is not None), None)
         sections = {} if source is None else read_source(source)
         self.dtype = dtype or _dtype_of(sections)
-        self.channel = comm.Channel(group)
+        self.channel = comm.Channel(group, shard_size=_num_shards(sections, group.size()))
         self._home = _home_of(remote_device, pin_memory, sections)
         if module is not None:
             self._shard_tree(module)
@@ -203,6 +204,12 @@ def _dtype_of(sections: Mapping[str, Any]) -> torch.dtype | None:
         if _section(sections, key).get("enabled") is True:
             return dtype
     return None
+
+
+def _num_shards(sections: Mapping[str, Any], num_ranks: int) -> int:
+    """The ranks that a configuration's zero_optimization.mics_shard_size shards over; all by default."""
+    size = _section(sections, "zero_optimization").get("mics_shard_size")
+    return ZeroConfig(stage=3, shard_size=max(0, size) if isinstance(size, int) else 0).num_shards(num_ranks)
 
 
 def _section(sections: Mapping[str, Any], *path: str) -> Mapping[str, Any]:

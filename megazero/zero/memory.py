@@ -142,7 +142,7 @@ def plan_memory(
     plans = plan_buckets(
         model,
         units,
-        data_parallel_size,
+        settings.num_shards,
         groups,
         replicated=(),
         dtype=dtype,

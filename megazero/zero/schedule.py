@@ -57,7 +57,7 @@ class Schedule:
         self.buckets = buckets
         self.overlap = overlap
         # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
-        self._overlaps_reductions = overlap and any(bucket.channel.size > 1 for bucket in buckets)
+        self._overlaps_reductions = overlap and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
         self.step = 0  # optimizer steps done, for messages
         self._unit_of = {bucket: plan.unit for plan, bucket in zip(plans, buckets, strict=True)}

@@ -280,6 +280,47 @@ def test_a_channel_leaves_the_thread_count_of_its_caller():
     assert run_ranks(2, threads_case) == [2, 2]
 
 
+def sets_case(way, shard_size):
+    channel, kind = open_channel(way, shard_size=shard_size), "native" if way == "native" else f"{way} in sets of 2"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    assert channel.transport.startswith(kind) and channel.num_ranks == world
+    assert (channel.set_rank, channel.rank) == divmod(rank, shard_size)
+    for n in (1, 7, 1001):  # less than there are sets, odd, several pieces
+        mine = torch.arange(shard_size * n) + 1000.0 * rank  # integers: every order of the sum gives the same bits
+        want, own = world * torch.arange(shard_size * n) + 1000.0 * sum(range(world)), slice(channel.rank * n, None)
+        reduced, scattered = mine.clone(), mine.clone()
+        works = [channel.reduce_scatter_(scattered, "scattered"), channel.all_reduce_(reduced, "reduced")]
+        works[0].wait()
+        assert torch.equal(scattered[own][:n], want[own][:n]), n
+        gather = channel.all_gather_(scattered, "gathered")
+        for work in (works[1], gather):
+            work.wait()
+        assert torch.equal(reduced, want) and torch.equal(scattered, want), n
+    channel.meet("the end")
+    channel.reset_traffic()
+    channel.reduce_scatter_(torch.ones(shard_size * 12)).wait()
+    channel.all_gather_(torch.ones(shard_size * 12)).wait()
+    sets, counts = world // shard_size, channel.traffic
+    assert counts["all_gather"].elements == 12 * (shard_size - 1)
+    assert counts["reduce_scatter"].elements == 12 * (shard_size - 1) + 2 * 12 * (sets - 1) // sets
+    channel.close()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "native"])
+@pytest.mark.parametrize("size", [4, 6])
+def test_sets_of_ranks_gather_within_and_sum_over_all(size, way):
+    run_ranks(size, sets_case, way, 2)
+
+
+def uneven_case():
+    with pytest.raises(ValueError, match="shard_size=2 does not divide a group of 3 ranks"):
+        comm.Channel(dist.group.WORLD, shard_size=2)
+
+
+def test_sets_of_unequal_size_are_refused():
+    run_ranks(3, uneven_case)
+
+
 def cuda_case():
     channel = comm.Channel(dist.group.WORLD)
     x = torch.full([1000], 1.0 + channel.rank, device="cuda")

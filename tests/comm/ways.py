@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megazero.comm import Channel, channel, native, peers
+from megazero.comm import Channel, channel, peers
 
 WAYS = [
     "shared memory",
@@ -21,7 +21,7 @@ def open_channel(way: str, group: dist.ProcessGroup | None = None, **options) ->
     if way == "point to point":
         channel.link = lambda *_: None
     if way == "native":
-        channel._open_lanes = lambda group, name, timeout_s: ("native", [native.NativeLane(group, timeout_s)] * 2)
+        channel.backend_of = lambda _: "native"
     opened = Channel(group, **options)
-    assert opened.transport == way or group.size() == 1
+    assert opened.transport.startswith(way) or group.size() == 1
     return opened

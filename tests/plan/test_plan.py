@@ -128,22 +128,24 @@ def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
     assert memory_of_buckets(buckets, StateSettings(ZeroConfig(3), 4)) == want
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_planned_traffic_is_what_the_engine_sends(stage, monkeypatch):
+@pytest.mark.parametrize("stage, shard_size", [(0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 2), (3, 2)])
+def test_planned_traffic_is_what_the_engine_sends(stage, shard_size, monkeypatch):
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mpu.initialize_model_parallel(1)
         mpu.model_parallel_cuda_manual_seed(1)
         config = replace(TUTORIAL, num_layers=3, hidden_size=32, vocab_size=100, max_position_embeddings=8)
-        engine = make_engine(GPT2Model(config), stage, gradient_accumulation_steps=2)
+        zero = {"shard_size": shard_size}
+        engine = make_engine(GPT2Model(config), stage, gradient_accumulation_steps=2, zero=zero)
         engine.channel.reset_traffic()
         ids = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):
             engine.backward(engine(ids, targets=ids).mean())
             engine.step()
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
-        assert sent == plan_job(setup(config, stage, 4, micro_batches=2)).traffic.data_parallel_elements
+        plan = plan_job(setup(config, stage, 4, micro_batches=2).with_zero(**zero))
+        assert sent == plan.traffic.data_parallel_elements
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
@@ -189,6 +191,13 @@ def test_every_change_that_is_proposed_makes_the_job_fit_and_each_alone_lowers_w
     assert ways and all(not check_fits(plan_job(change.setup), limits) for change in ways)
     assert what_to_change(job, Limits(device=1000 * GB)) == []
     assert what_to_change(job, Limits(device=GB // 1000)) == []
+
+
+def test_sets_hold_what_a_job_of_their_ranks_holds_and_more_ranks_to_share_are_proposed():
+    sets, alone = setup(TUTORIAL, 3, 64).with_zero(shard_size=8), setup(TUTORIAL, 3, 8)
+    assert plan_job(sets).states.resident == plan_job(alone).states.resident
+    (wider,) = [change for change in changes(sets) if change.flags == "--zero-shard-size 0"]
+    assert plan_job(wider.setup).device < plan_job(sets).device
 
 
 def test_where_no_single_change_is_enough_several_are_combined():
