@@ -135,6 +135,7 @@ def _traffic(plan: JobPlan) -> str:
     moved = plan.traffic
     rows = [
         ("between data-parallel ranks", f"{size(moved.data_parallel):>10}  {moved.data_parallel_elements:,} elements"),
+        ("- of it between their sets", f"{size(moved.between_sets):>10}"),
         ("between tensor-parallel ranks", f"{size(moved.model_parallel):>10}"),
         ("device to host", f"{size(moved.to_host):>10}"),
         ("host to device", f"{size(moved.from_host):>10}"),

@@ -19,6 +19,7 @@ class Traffic:
     Attributes:
         data_parallel_elements: sent over the data-parallel group, gradients and parameters (ZeRO, arXiv:1910.02054, sec. 7).
         data_parallel: bytes of these.
+        between_sets: what of them leaves the set of ranks that share one copy of the states; 0 where all ranks do.
         model_parallel: sent over the tensor-parallel group, by ring all-reduces.
         to_host, from_host: over the link between accelerator and host, for states that rest away from the accelerator.
         disk_read, disk_written: for states that rest on nvme.
@@ -26,6 +27,7 @@ class Traffic:
 
     data_parallel_elements: int
     data_parallel: int
+    between_sets: int
     model_parallel: int
     to_host: int
     from_host: int
@@ -68,6 +70,7 @@ def plan_traffic(
     return Traffic(
         (reduced + gathered) * (n - 1) // n + across,
         (reduced * wire + gathered * shape.dtype.itemsize) * (n - 1) // n + across * wire,
+        across * wire,
         _model_parallel(model, shape) * m,
         # New weights cross the link where O and P do not rest on one side of it.
         to_host=(gradients + weights) * has_link,

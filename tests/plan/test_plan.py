@@ -146,6 +146,8 @@ def test_planned_traffic_is_what_the_engine_sends(stage, shard_size, monkeypatch
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
         plan = plan_job(setup(config, stage, 4, micro_batches=2).with_zero(**zero))
         assert sent == plan.traffic.data_parallel_elements
+        reduced = engine.channel.traffic["reduce_scatter"].elements if shard_size else 0
+        assert plan.traffic.between_sets == 4 * reduced // 2, "with 2 sets of 2 half of a reduction in fp32"
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
