@@ -22,11 +22,10 @@ from harness import MACHINE, in_turns, make_parser, run_ranks
 from torch import Tensor
 
 from megazero import comm
-from megazero.comm.host import HostTransport, area_bytes
-from megazero.comm.lane import ThreadLane
+from megazero.comm.lane import NativeLane, ThreadLane
 from megazero.comm.links import link
-from megazero.comm.native import NativeLane
-from megazero.comm.peers import PeerTransport
+from megazero.comm.point_to_point import PointToPointTransport
+from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 
 TIMEOUT_S = 300.0
 ACTIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -41,8 +40,8 @@ def ways() -> dict[str, Collective]:
         raise RuntimeError("this system cannot share memory between ranks, so there is nothing to compare")
     lanes = {
         "gloo": NativeLane(group),
-        "point to point": ThreadLane(PeerTransport(group, 1, TIMEOUT_S), "a lane"),
-        "shared memory": ThreadLane(HostTransport(links, group.rank()), "a lane"),
+        "point to point": ThreadLane(PointToPointTransport(group, 1, TIMEOUT_S), "a lane"),
+        "shared memory": ThreadLane(SharedMemoryTransport(links, group.rank()), "a lane"),
     }
 
     def collective(name: str) -> Collective:

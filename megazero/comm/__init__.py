@@ -10,8 +10,8 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import all_gathered, all_reduce_, all_reduced, broadcast_
+from megazero.comm.lane import Work
 from megazero.comm.ported import *  # noqa: F403
-from megazero.comm.work import Work
 from megazero.comm.world import (
     OtherRankError,
     ProcessGroup,

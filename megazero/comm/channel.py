@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.host import HostTransport, area_bytes
-from megazero.comm.lane import Lane, ThreadLane, Transport
+from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
 from megazero.comm.links import Links, link
 from megazero.comm.meeting import Meeting
-from megazero.comm.native import NativeLane
-from megazero.comm.peers import PeerTransport
+from megazero.comm.point_to_point import PointToPointTransport
+from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
+from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
-from megazero.comm.work import Finished, Work
 from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, new_group_like
 
 
@@ -155,7 +155,9 @@ class Channel:
         return (self._gathers if action == "all_gather" else self._reductions).issue(action, buffer, name)
 
 
-def _open_lanes(group: ProcessGroup, size: int, name: str, timeout_s: float) -> tuple[str, list[Lane]]:
+def _open_lanes(
+    group: ProcessGroup, size: int, name: str, timeout_s: float
+) -> tuple[str, Sequence[ThreadLane | NativeLane]]:
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
     ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
     mine, across = ranks[first * size :][:size], ranks[rank::size]
@@ -179,11 +181,11 @@ def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: floa
     while len(opened) < count and (links := link(group, area_bytes(group.size()), timeout_s)):
         opened.append(links)
     if len(opened) == count:
-        return "shared memory", [HostTransport(links, group.rank()) for links in opened]
+        return "shared memory", [SharedMemoryTransport(links, group.rank()) for links in opened]
     for links in opened:
         links.close()
     tag = int(name[:7], 16) * 2  # one that no other messages of the group have
-    return "point to point", [PeerTransport(group, tag + lane, timeout_s) for lane in range(count)]
+    return "point to point", [PointToPointTransport(group, tag + lane, timeout_s) for lane in range(count)]
 
 
 def timeout_of(group: ProcessGroup) -> float:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.work import Work
+from megazero.comm.lane import Work
 from megazero.comm.world import ProcessGroup
 
 

@@ -1,4 +1,7 @@
-"""Lanes: collectives that run one after the other, in the order in which they were issued, beside the thread that issues them."""
+"""Lanes: collectives that run one after the other, in the order in which they were issued, beside the thread that issues them.
+
+`ThreadLane` carries them out in a thread of its own, by a `Transport`; `NativeLane` hands them to the backend, NCCL.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,35 @@ import weakref
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.agree import describe
-from megazero.comm.work import Work
+from megazero.comm.transport import Transport, describe
+from megazero.comm.world import ProcessGroup
 
 _PATIENCE_S = 2.0  # for what is under way when a lane is closed
 
-
-class Transport(Protocol):
-    """What moves the data of a `ThreadLane`: collectives in place that return when they are done.
-
-    A rank that is in a collective of another name, or of another size, gets an error.
-    """
-
-    def reduce_scatter_(self, buffer: Tensor, name: str) -> None:
-        """Makes this rank's part of `buffer` the sum over the group."""
-
-    def all_gather_(self, buffer: Tensor, name: str) -> None:
-        """Fills `buffer` with every rank's part of it."""
-
-    def close(self) -> None:
-        """Lets ranks that wait for this one fail at once."""
+# torch 2.13 renamed these, and warns at the old names.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-class Lane(Protocol):
-    """Collectives on one group, in one order on all of its ranks."""
+class Work(Protocol):
+    """A collective that is under way."""
 
-    def issue(self, action: str, buffer: Tensor, name: str) -> Work:
-        """Starts "all_reduce", "reduce_scatter" or "all_gather" on `buffer`, in place; `name` is what errors call it."""
+    def wait(self) -> object:
+        """Returns when the result may be used (on CUDA: by what the current stream does next). Returns nothing of meaning.
 
-    def close(self) -> None:
-        """Ends the lane after what has been issued."""
+        Raises:
+            RuntimeError: the collective failed or timed out; the message says which one, where and why.
+        """
+
+
+class Finished:
+    """A collective that had nothing to do: the `Work` of a group of one."""
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 class ThreadLane:
@@ -61,7 +61,10 @@ class ThreadLane:
         torch.set_num_threads(num_threads)  # threads that torch meets later start with what was set last, in any thread
 
     def issue(self, action: str, buffer: Tensor, name: str) -> Work:
-        """Queues the collective and returns at once. CUDA buffers go through host memory."""
+        """Queues "all_reduce", "reduce_scatter" or "all_gather" in place, and returns at once.
+
+        CUDA buffers go through host memory; `name` is what errors call it.
+        """
         if not self._end.alive:
             raise RuntimeError(f"{action} on {self._where}: the channel is closed. Close it after its last collective.")
         job = _Job(action, buffer, name, self._where)
@@ -150,3 +153,52 @@ class _Job:
             transport.reduce_scatter_(buffer, self._name)
         if self._action != "reduce_scatter":
             transport.all_gather_(buffer, self._name)
+
+
+class NativeLane:
+    """The backend's own collectives on process groups of its own: in NCCL's terms a communicator and its stream, or two.
+
+    Reductions and gathers share one. With two, a gather could overlap a reduction, but kernels of two communicators that run in
+    another order on another rank can wait for each other for ever, and NCCL asks for one order over all communicators. In one
+    queue there is one order to keep: that in which the collectives are issued, which is equal on all ranks as long as all of them
+    run the same graph. Nothing compares the names of collectives here: ranks that issue them in another order get a hang or each
+    other's data.
+    """
+
+    def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
+        """Communicates nothing; nobody else uses the groups.
+
+        Args:
+            group: the ranks that a buffer is cut over.
+            across: the ranks that have the same part in other such groups, whose sums are added up; None where there are none.
+        """
+        self._group, self._across = group, across
+        self._beside: torch.cuda.Stream | None = None  # on which a step waits for the one before it
+
+    def issue(self, action: str, buffer: Tensor, name: str) -> Work:
+        """Starts the collective; the `Work` is torch's, whose `wait` makes the current stream wait, not the host."""
+        if self._across is None or action == "all_gather":
+            return self._start(action, buffer)
+        if buffer.is_cuda:
+            self._beside = self._beside or torch.cuda.Stream(buffer.device)
+            self._beside.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._beside):
+            self._start("reduce_scatter", buffer).wait()
+            work = dist.all_reduce(self._part(buffer), group=self._across, async_op=True)
+            if action == "all_reduce":
+                work.wait()
+                work = self._start("all_gather", buffer)
+        return work
+
+    def _start(self, action: str, buffer: Tensor) -> Work:
+        if action == "all_reduce":
+            return dist.all_reduce(buffer, group=self._group, async_op=True)
+        if action == "reduce_scatter":
+            return _reduce_scatter(self._part(buffer), buffer, group=self._group, async_op=True)
+        return _all_gather(buffer, self._part(buffer), group=self._group, async_op=True)
+
+    def _part(self, buffer: Tensor) -> Tensor:
+        return buffer.view(self._group.size(), -1)[self._group.rank()]
+
+    def close(self) -> None:
+        """Leaves the groups to `destroy_process_group`: torch names groups after how many exist, so none may go before."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.agree import MESSAGE_BYTES, check, message
+from megazero.comm.transport import MESSAGE_BYTES, check, message
 from megazero.comm.world import ProcessGroup, all_gathered_objects
 
 logger = logging.getLogger(__name__)

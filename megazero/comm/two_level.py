@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.comm.lane import Transport
+from megazero.comm.transport import Transport
 
 
 class TwoLevelTransport:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero import mpu, zero
 from megazero.comm import channel as channel_module
-from megazero.comm import collectives, peers
+from megazero.comm import collectives, point_to_point
 from megazero.engine import Engine
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, FrozenToy, Toy, make_engine, token_batches
@@ -150,7 +150,7 @@ def wire_case() -> None:
     n = mpu.initialize_model_parallel(1).data_parallel_size
     channel_module.link = lambda *_: None  # as if the ranks were on several hosts
     sent, scalars, one_at_a_time = Counter(), Counter(), Lock()
-    send, all_reduce = peers.PeerTransport._send, collectives.dist.all_reduce
+    send, all_reduce = point_to_point.PointToPointTransport._send, collectives.dist.all_reduce
 
     def counting_send(self, part, rank):
         with one_at_a_time:  # lanes are threads
@@ -162,7 +162,7 @@ def wire_case() -> None:
         scalars["elements"] += tensor.numel()
         return all_reduce(tensor, *args, **kwargs)
 
-    peers.PeerTransport._send = counting_send
+    point_to_point.PointToPointTransport._send = counting_send
     collectives.dist.all_reduce = counting_all_reduce
     for stage in (0, 1, 2, 3):
         engine = make_engine(FrozenToy(), stage, gradient_accumulation_steps=3)

@@ -16,9 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megazero.comm.agree import describe
-from megazero.comm.flat import pieces, scratch_bytes, sum_
 from megazero.comm.links import Links
+from megazero.comm.transport import describe, pieces, scratch_bytes, sum_
 
 _ALIGNMENT = 64  # bytes: a cache line
 
@@ -32,7 +31,7 @@ def area_bytes(size: int) -> int:
     return 2 * max(min(size, 4) * (512 << 10), (size - 1) * (256 << 10))
 
 
-class HostTransport:
+class SharedMemoryTransport:
     """Synchronous collectives of the ranks that `links` connect, in shared memory."""
 
     def __init__(self, links: Links, rank: int) -> None:

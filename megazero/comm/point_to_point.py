@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.agree import MESSAGE_BYTES, check, describe, message
-from megazero.comm.flat import pieces, scratch_bytes, sum_
+from megazero.comm.transport import MESSAGE_BYTES, check, describe, message, pieces, scratch_bytes, sum_
 from megazero.comm.world import ProcessGroup
 
 INBOX_BYTES = 8 << 20  # of a rank in one lane: what has arrived and is not summed yet
 
 
-class PeerTransport:
+class PointToPointTransport:
     """Synchronous collectives over isend and irecv on `group`, told apart from its other messages by `tag`."""
 
     def __init__(self, group: ProcessGroup, tag: int, timeout_s: float) -> None:
