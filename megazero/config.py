@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from megazero.activation_checkpointing.options import ActivationsConfig, CheckpointSettings
+from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.store import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.model.config import GPT2Config
@@ -34,11 +34,6 @@ class ParallelConfig:
         "set by old launchers; LOCAL_RANK of the environment is what counts",
         flag="--local_rank",
         aliases=("--local-rank",),
-    )
-    partition_activations: bool = option(
-        False,
-        "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation",
-        aliases=("--distribute-checkpointed-activations", "--distribute-saved-activations"),
     )
 
     def __post_init__(self) -> None:
@@ -120,7 +115,7 @@ class Config:
     parallel: ParallelConfig
     zero: ZeroConfig
     deepspeed: DeepSpeedFlags
-    activations: ActivationsConfig
+    activations: CheckpointSettings
 
     def __post_init__(self) -> None:
         if self.data.seq_length > self.model.max_position_embeddings:
@@ -159,15 +154,7 @@ class Config:
                     f"{model.num_layers}, {together} in a call, make {calls} checkpointed calls before their backward, and "
                     "--contiguous-checkpointing lays all of them into one storage. Raise it, or drop it: the default fits."
                 )
-        return CheckpointSettings(
-            partition_activations=self.parallel.partition_activations,
-            contiguous_checkpointing=activations.contiguous_checkpointing,
-            num_checkpoints=count,
-            checkpoint_in_cpu=activations.checkpoint_in_cpu,
-            checkpoint_nvme_path=activations.checkpoint_nvme_path,
-            synchronize=activations.synchronize,
-            profile=activations.profile,
-        )
+        return replace(activations, num_checkpoints=count)
 
     def check_world(self, world_size: int) -> None:
         """Checks what depends on the number of ranks.

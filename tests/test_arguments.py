@@ -232,7 +232,7 @@ def test_describe_names_every_setting():
 def test_zero_flags():
     config = load_config("--zero-stage 3 --grad-dtype compute --reduce-dtype fp32 --partition-activations".split())
     assert (config.zero.stage, config.zero.grad_dtype, config.zero.reduce_dtype) == (3, "compute", "fp32")
-    assert config.parallel.partition_activations and load_config([]).zero.stage == 0
+    assert config.activations.partition_activations and load_config([]).zero.stage == 0
 
 
 def test_deepspeed_without_a_file_means_nothing_more():
@@ -282,7 +282,7 @@ def test_a_file_says_what_no_flag_does(with_file, spelling):
     optimizer = config.optimizer
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.95, 1e-6)
     assert (optimizer.weight_decay, optimizer.clip_grad, config.schedule.lr) == (0.02, 0.5, 3e-4)
-    assert config.parallel.partition_activations
+    assert config.activations.partition_activations
     assert "wins" not in log and "change nothing here: zero_optimization.reduce_bucket_size\n" in log
 
 

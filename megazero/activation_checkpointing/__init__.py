@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megazero.activation_checkpointing.checkpointer import ActivationCheckpointer
 from megazero.activation_checkpointing.options import CheckpointSettings, settings_from
-from megazero.activation_checkpointing.recompute import ActivationCheckpointer
 from megazero.mpu import random
 from megazero.mpu.groups import model_group_of
 from megazero.mpu.random import get_cuda_rng_tracker

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,6 @@ from megazero.nested import tensors_in
 _LOOK_BACK = 64  # nodes of the graph between two checkpointed calls; behind more of them nothing is fetched ahead
 
 
-class Owner(Protocol):
-    """What a call needs of its checkpointer."""
-
-    @property
-    def storage(self) -> Storage:
-        """Where inputs are kept."""
-
-    def channel(self) -> Channel | None:
-        """Connects the ranks that inputs are cut over."""
-
-    def measured(self, name: str) -> Any:
-        """A context that times what is inside."""
-
-
 class Call:
     """A function and its arguments. Its tensors are put away at once, and handed out for the first run.
 
@@ -47,13 +33,14 @@ class Call:
 
     def __init__(
         self,
-        owner: Owner,
         function: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
-        is_sharded: bool = False,
+        storage: Storage,
+        channel: Channel | None,
     ) -> None:
-        self.owner, self.function = owner, function
+        """`channel` connects the ranks that what is kept is cut over; None keeps it whole."""
+        self.function = function
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         self._others = [None if isinstance(x, Tensor) else x for x in leaves]
@@ -68,12 +55,11 @@ class Call:
         self.kept: Kept | None = None
         self.before: Kept | None = None
         self._is_copied = [False] * len(tensors)
-        channel = None if is_sharded else owner.channel()
-        if owner.storage.copies(channel):
-            self._is_copied = _copied(tensors, args, owner.storage.device)
+        if storage.copies(channel):
+            self._is_copied = _copied(tensors, args, storage.device)
             copied = [x for x, is_copied in zip(tensors, self._is_copied, strict=True) if is_copied]
             if copied:
-                self.kept = owner.storage.keep(copied, channel)
+                self.kept = Kept(storage, copied, channel)
                 self.before = _kept_before(copied)
 
     def refuse_hidden(self) -> None:

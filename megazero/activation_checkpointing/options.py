@@ -1,4 +1,4 @@
-"""How activations are kept: what a checkpointer is told, the flags of the job, and DeepSpeed's JSON section."""
+"""How activations are kept: the settings of a checkpointer, which are flags of the job, and DeepSpeed's JSON section."""
 
 from __future__ import annotations
 
@@ -39,25 +39,31 @@ class ActivationCheckpointingSection:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How the inputs of checkpointed calls are kept, and what is watched.
+    """How the inputs of checkpointed calls are kept, and what is watched; in the GPT-2 job, its flags."""
 
-    Attributes:
-        partition_activations: keep 1/t of each floating-point input on each of the t model-parallel ranks.
-        contiguous_checkpointing: lay what is kept into one storage, which the first call allocates.
-        num_checkpoints: calls that this storage has room for: those between a forward and its backward.
-        checkpoint_in_cpu: keep it in pinned host memory, beside a CUDA device; without one nothing is copied.
-        checkpoint_nvme_path: keep it in a swap file in this directory (ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.2).
-        synchronize: wait for the device before and after each call, in forward and in backward.
-        profile: add up the time of the calls in the checkpointer's `timers`.
-    """
-
-    partition_activations: bool = False
-    contiguous_checkpointing: bool = False
-    num_checkpoints: int | None = None
-    checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
-    checkpoint_nvme_path: str | None = None
+    partition_activations: bool = option(
+        False,
+        "with --checkpoint-activations: each tensor-parallel rank keeps its part of every kept activation",
+        aliases=("--distribute-checkpointed-activations", "--distribute-saved-activations"),
+    )
+    contiguous_checkpointing: bool = option(
+        False,
+        "with --partition-activations: the kept parts lie in one storage, allocated once a forward",
+        aliases=("--contigious-checkpointing",),  # the first examples' spelling
+    )
+    num_checkpoints: int | None = option(
+        None, "kept parts that this storage has room for (default: layers / --checkpoint-num-layers)"
+    )
+    checkpoint_in_cpu: bool = option(False, "activation checkpoints rest in pinned host memory, beside a CUDA device")
+    synchronize: bool = option(
+        False, "wait for the device before and after each checkpointed call", flag="--synchronize-each-layer"
+    )
+    profile: bool = option(
+        False, "time checkpointed calls in forward and backward, for the log's time line", flag="--profile-backward"
+    )
+    checkpoint_nvme_path: str | None = option(  # ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.2
+        None, "directory on an NVMe drive in which activation checkpoints rest until the backward"
+    )
 
     def __post_init__(self) -> None:
         if self.num_checkpoints is not None and self.num_checkpoints < 1:
@@ -76,36 +82,6 @@ class CheckpointSettings:
                 "lays out the parts that partition_activations makes, which is off. Turn that on too "
                 "(--partition-activations, or activation_checkpointing.partition_activations); one rank may be all there is."
             )
-        if self.contiguous_checkpointing and self.num_checkpoints is None:
-            raise DeepSpeedConfigError(
-                "contiguous_checkpointing (--contiguous-checkpointing) allocates its storage once and must know for how many "
-                "checkpointed calls, and num_checkpoints is not given. Give num_checkpoints (--num-checkpoints; "
-                "activation_checkpointing.number_checkpoints): the calls between a forward and its backward."
-            )
-
-
-@dataclass(frozen=True)
-class ActivationsConfig:
-    """How the GPT-2 job keeps its activation checkpoints, beside `--checkpoint-activations` and `--partition-activations`."""
-
-    contiguous_checkpointing: bool = option(
-        False,
-        "with --partition-activations: the kept parts lie in one storage, allocated once a forward",
-        aliases=("--contigious-checkpointing",),  # the first examples' spelling
-    )
-    num_checkpoints: int | None = option(
-        None, "kept parts that this storage has room for (default: layers / --checkpoint-num-layers)"
-    )
-    checkpoint_in_cpu: bool = option(False, "activation checkpoints rest in pinned host memory, beside a CUDA device")
-    checkpoint_nvme_path: str | None = option(
-        None, "directory on an NVMe drive in which activation checkpoints rest until the backward"
-    )
-    synchronize: bool = option(
-        False, "wait for the device before and after each checkpointed call", flag="--synchronize-each-layer"
-    )
-    profile: bool = option(
-        False, "time checkpointed calls in forward and backward, for the log's time line", flag="--profile-backward"
-    )
 
 
 def settings_from(source: Any, given: Mapping[str, Any]) -> CheckpointSettings:

@@ -8,7 +8,7 @@ swap file. So a call costs one copy to put away, and one copy and one all-gather
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -82,6 +82,38 @@ class _Arena:
         return index, self.memory[index * self.nbytes : (index + 1) * self.nbytes]
 
 
+class _InMemory:
+    """The bytes of one call in memory, on the device or, over a side stream, in pinned memory of the host."""
+
+    def __init__(self, home: Tensor, storage: Storage, arena: _Arena | None = None, slot: int = 0) -> None:
+        self.home, self._storage = home, storage
+        self._arena, self._slot = arena, slot
+
+    def buffer(self) -> Tensor:
+        """Where the bytes are written to, on the device."""
+        if self._storage.side_stream is None:
+            return self.home
+        return torch.empty_like(self.home, device=self._storage.device)
+
+    def put(self, buffer: Tensor) -> None:
+        """Starts to copy them to where they rest, if that is somewhere else."""
+        side = self._storage.side_stream
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.home.copy_(buffer, non_blocking=True)
+            buffer.record_stream(side)
+
+    def bring(self) -> Tensor:
+        """The bytes, where they rest."""
+        return self.home
+
+    def free(self) -> None:
+        """Gives the slot back."""
+        if self._arena is not None:
+            self._arena.free.append(self._slot)
+
+
 class _OnDrive:
     """The bytes of one call in the swap file; in memory while they are written and from `start` on."""
 
@@ -126,7 +158,14 @@ class Kept:
     """What is kept of one call, on its way out, at rest, or on its way back."""
 
     def __init__(self, storage: Storage, tensors: Sequence[Tensor], channel: Channel | None) -> None:
-        """Puts the tensors away: all floating-point, on this process's device, and equal on all ranks of the channel."""
+        """Puts the tensors away: all floating-point, on this process's device, and equal on all ranks of the channel.
+
+        Raises:
+            RuntimeError: there are more than `num_checkpoints` at a time.
+            OSError: the swap file cannot be made, or the disk is full; the message names rank and directory.
+        """
+        self._rest: _InMemory | _OnDrive | None = None  # stays None if there is no room; None again when it is given up
+        self._back: tuple[Tensor, Work | None] | None = None
         self._storage, self._channel = storage, channel
         self._parts, self._part = (channel.size, channel.rank) if channel else (1, 0)
         self._places: list[_Place] = []
@@ -136,69 +175,33 @@ class Kept:
             self._places.append(place)
             end = place.stop
         self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._back: tuple[Tensor, Work | None] | None = None
-        self._buffer: Tensor | None = None  # stays None if there is no room: then nothing is to be given back either
-        self._arena: _Arena | None = None
-        self._drive = storage.drive(self.nbytes)
-        if self._drive is not None:
-            self._put_on_drive(self._drive, tensors)
-            return
-        self._arena, self._slot, home = storage.room(self.nbytes)
-        self._buffer = home
+        self._rest = rest = storage.rest(self.nbytes)
         storage.kept_bytes += self.nbytes
-        side = storage.side_stream
-        here = home if side is None else torch.empty(self.nbytes, dtype=torch.uint8, device=storage.device)
-        for place, x in zip(self._places, tensors, strict=True):
-            place.write(x, here, self._part)
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                home.copy_(here, non_blocking=True)
-            here.record_stream(side)
-
-    def _put_on_drive(self, drive: _OnDrive, tensors: Sequence[Tensor]) -> None:
-        buffer = drive.buffer()
+        buffer = rest.buffer()
         for place, x in zip(self._places, tensors, strict=True):
             place.write(x, buffer, self._part)
-        drive.put(buffer)
-        self._buffer = buffer[:0]
-        self._storage.kept_bytes += self.nbytes
+        rest.put(buffer)
 
     def start(self) -> None:
         """Starts the way back, unless that has been done: copies, and asks the other ranks for their parts."""
-        if self._back is not None or self._buffer is None:
-            return
-        if self._drive is None:
-            self._gather(self._buffer)
-        else:
-            self._drive.start()
-
-    def _gather(self, own: Tensor) -> None:
-        with self._storage.on_side_stream():
-            whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
-            whole.view(self._parts, -1)[self._part].copy_(own, non_blocking=self._drive is None)
-            work = None
-            if self._channel is not None:
-                work = self._channel.all_gather_(whole, "activation checkpoint")
-                self._storage.gathers += 1
-        self._back = whole, work
+        if isinstance(self._rest, _OnDrive):
+            self._rest.start()
+        elif self._rest is not None and self._back is None:
+            self._back = self._gathered(self._rest)
 
     def fetch(self) -> list[Tensor]:
         """New tensors with the values that were kept.
 
         Raises:
             RuntimeError: they were released.
+            OSError: the swap file could not be written or read.
         """
-        if self._buffer is None:
+        if self._rest is None:
             raise RuntimeError(
                 "checkpoint: the backward runs a second time through a checkpointed function whose inputs were given up after "
                 "the first time. Use backward(retain_graph=True) the first time."
             )
-        if self._drive is not None and self._back is None:
-            self._gather(self._drive.bring())
-        self.start()
-        assert self._back is not None
-        (whole, work), self._back = self._back, None
+        (whole, work), self._back = self._back or self._gathered(self._rest), None
         if work is not None:
             work.wait()
         if self._storage.side_stream is not None:
@@ -206,29 +209,36 @@ class Kept:
             whole.record_stream(torch.cuda.current_stream())
         return [place.read(whole.view(self._parts, -1)) for place in self._places]
 
+    def _gathered(self, rest: _InMemory | _OnDrive) -> tuple[Tensor, Work | None]:
+        """The buffers of all ranks on the device, when the work is done."""
+        own, side = rest.bring(), self._storage.side_stream
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
+            # From a drive it came into a buffer that goes now: the copy must have ended.
+            whole.view(self._parts, -1)[self._part].copy_(own, non_blocking=isinstance(rest, _InMemory))
+            if self._channel is None:
+                return whole, None
+            self._storage.gathers += 1
+            return whole, self._channel.all_gather_(whole, "activation checkpoint")
+
     def release(self) -> None:
-        """Gives up what is kept, and its slot."""
-        if self._buffer is None:
-            return
-        self._buffer = self._back = None
-        self._storage.kept_bytes -= self.nbytes
-        if self._arena is not None:
-            self._arena.free.append(self._slot)
-            self._arena = None
-        if self._drive is not None:
-            self._drive.free()
+        """Gives up what is kept, and its place."""
+        if self._rest is not None:
+            rest, self._rest, self._back = self._rest, None, None
+            self._storage.kept_bytes -= self.nbytes
+            rest.free()
 
     def __del__(self) -> None:
-        if hasattr(self, "_buffer"):
-            self.release()
+        self.release()
 
 
 class Storage:
-    """Makes `Kept`s, as the settings say.
+    """Where calls keep their tensors, as the settings say.
 
     Attributes:
         kept_bytes: that this rank keeps now, in copies, wherever they rest. What is held by reference is not counted.
         gathers: all-gathers that were started.
+        side_stream: what copies to and from the host go through, in order; None where nothing rests there.
     """
 
     def __init__(self, settings: CheckpointSettings) -> None:
@@ -239,52 +249,33 @@ class Storage:
         self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
         self._swap: SwapFile | None = None  # made when it is needed
         is_offloaded = settings.checkpoint_in_cpu and self.device.type == "cuda"
-        # Copies to and from the host go through it, in order.
         self.side_stream = torch.cuda.Stream() if is_offloaded else None
 
     def copies(self, channel: Channel | None) -> bool:
-        """Whether `keep` would keep other memory than the tensors themselves."""
+        """Whether a `Kept` would keep other memory than the tensors themselves."""
         settings = self.settings
         is_elsewhere = self.side_stream is not None or settings.checkpoint_nvme_path is not None
         return channel is not None or settings.contiguous_checkpointing or is_elsewhere
 
-    def keep(self, tensors: Sequence[Tensor], channel: Channel | None) -> Kept:
-        """Puts tensors away, cut over the ranks of `channel`.
-
-        Raises:
-            RuntimeError: there are more than `num_checkpoints` at a time.
-        """
-        return Kept(self, tensors, channel)
-
-    def drive(self, nbytes: int) -> _OnDrive | None:
-        """A place in the swap file, where the settings name one.
-
-        Raises:
-            OSError: it cannot be made, or the disk is full; the message names rank and directory.
-        """
-        if self.settings.checkpoint_nvme_path is None:
-            return None
-        if self._swap is None:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            self._swap = SwapFile(self.settings.checkpoint_nvme_path, rank)
-        return _OnDrive(self._swap, nbytes)
-
-    def room(self, nbytes: int) -> tuple[_Arena | None, int, Tensor]:
-        """Memory for what a call keeps, and the arena and the number of the slot that it is in, if it is in one."""
+    def rest(self, nbytes: int) -> _InMemory | _OnDrive:
+        """A place for what a call keeps; errors as of `Kept`."""
+        settings = self.settings
+        if settings.checkpoint_nvme_path is not None:
+            if self._swap is None:
+                rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+                self._swap = SwapFile(settings.checkpoint_nvme_path, rank)
+            return _OnDrive(self._swap, nbytes)
         is_pinned = self.side_stream is not None
         device = torch.device("cpu") if is_pinned else self.device
-        if not self.settings.contiguous_checkpointing:
-            return None, 0, torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        if not settings.contiguous_checkpointing:
+            return _InMemory(torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned), self)
         arena = self._arenas.get(nbytes)
         if arena is None:
-            assert self.settings.num_checkpoints is not None  # the settings were checked
-            arena = self._arenas[nbytes] = _Arena(self.settings.num_checkpoints, nbytes, device, is_pinned)
-        return arena, *arena.take()
+            assert settings.num_checkpoints is not None  # the settings were checked
+            arena = self._arenas[nbytes] = _Arena(settings.num_checkpoints, nbytes, device, is_pinned)
+        slot, home = arena.take()
+        return _InMemory(home, self, arena, slot)
 
     def reset(self) -> None:
         """Forgets the arenas: new calls take new ones. What lies in the old ones stays valid."""
         self._arenas.clear()
-
-    def on_side_stream(self) -> AbstractContextManager:
-        """Where transfers to and from the host are issued; nothing without a side stream."""
-        return nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream)

@@ -16,6 +16,7 @@ from megazero.activation_checkpointing.call import Call, refuse_graph
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.activation_checkpointing.storage import Storage
 from megazero.comm import Channel
+from megazero.json_source import DeepSpeedConfigError
 from megazero.mpu.groups import get_groups, model_group_of, model_parallel_is_initialized
 from megazero.timers import Timers
 
@@ -44,11 +45,21 @@ class ActivationCheckpointer:
 
     @property
     def settings(self) -> CheckpointSettings:
-        """How calls are checkpointed. May be set at any time, and holds from the next call on."""
+        """How calls are checkpointed. May be set at any time, and holds from the next call on.
+
+        Raises:
+            DeepSpeedConfigError: contiguous storage is asked for, and not for how many calls.
+        """
         return self._settings
 
     @settings.setter
     def settings(self, settings: CheckpointSettings) -> None:
+        if settings.contiguous_checkpointing and settings.num_checkpoints is None:
+            raise DeepSpeedConfigError(
+                "contiguous_checkpointing (--contiguous-checkpointing) allocates its storage once and must know for how many "
+                "checkpointed calls, and num_checkpoints is not given. Give num_checkpoints (--num-checkpoints; "
+                "activation_checkpointing.number_checkpoints): the calls between a forward and its backward."
+            )
         self._settings = settings
         self._storage: Storage | None = None
 
@@ -74,12 +85,12 @@ class ActivationCheckpointer:
         if not torch.is_grad_enabled():
             refuse_graph(args, kwargs)
             return function(*args, **kwargs)
-        call = Call(self, function, args, kwargs, is_sharded)
+        call = Call(function, args, kwargs, self.storage, None if is_sharded else self._channel_now())
         call.refuse_hidden()
         # Inputs may all be without gradient (token ids) while parameters are not: then an anchor makes autograd record the call.
         anchor = None if any(call.needs_grad) else torch.empty(0, requires_grad=True)
         try:
-            return call.with_outputs(_Checkpoint.apply(call, anchor, *call.take_tensors()))
+            return call.with_outputs(_Checkpoint.apply(self, call, anchor, *call.take_tensors()))
         except BaseException:
             call.drop()  # the error's traceback may hold on to the call
             raise
@@ -89,7 +100,7 @@ class ActivationCheckpointer:
         if not torch.is_grad_enabled():
             refuse_graph(args, kwargs)
             return function(*args, **kwargs)
-        call = Call(self, function, args, kwargs)
+        call = Call(function, args, kwargs, self.storage, self._channel_now())
         originals = [call.take_tensors()]
         held = [(x.detach(), x._version) for x in call.held(originals[0])]
         errors: list[BaseException] = []
@@ -124,7 +135,7 @@ class ActivationCheckpointer:
         if self._storage is not None:
             self._storage.reset()
 
-    def channel(self) -> Channel | None:
+    def _channel_now(self) -> Channel | None:
         """Connects the ranks that inputs are cut over, None where they are not. Collective in the first call for a group.
 
         The group is looked up in every call: groups may have been made again with another size.
@@ -159,11 +170,13 @@ class ActivationCheckpointer:
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-        ctx.call = call
+    def forward(
+        ctx: Any, checkpointer: ActivationCheckpointer, call: Call, anchor: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...] | None:
+        ctx.checkpointer, ctx.call = checkpointer, call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call.held(tensors))
-        with call.owner.measured("checkpoint forward"):
+        with checkpointer.measured("checkpoint forward"):
             return call.take_outputs(call.run(tensors))
 
     @staticmethod
@@ -175,7 +188,7 @@ class _Checkpoint(torch.autograd.Function):
                 "--checkpoint-activations."
             )
         call: Call = ctx.call
-        with call.owner.measured("checkpoint backward"):
+        with ctx.checkpointer.measured("checkpoint backward"):
             tensors = call.tensors_again(ctx.saved_tensors)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 call.drop()  # as autograd does with what it saved, unless there is a retain_graph
@@ -187,4 +200,4 @@ class _Checkpoint(torch.autograd.Function):
             pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and x.requires_grad]
             if pairs:
                 torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        return None, None, *(x.grad for x in tensors)
+        return None, None, None, *(x.grad for x in tensors)
