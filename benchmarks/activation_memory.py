@@ -38,10 +38,8 @@ from harness import MACHINE, check_close, gpt2_config, in_turns, make_parser, me
 from torch import Tensor
 
 from megazero import activation_checkpointing, comm, mpu
-from megazero.activation_checkpointing.measure import saved_tensors
-from megazero.activation_checkpointing.planner import plan_recompute
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.recompute import measure_block
+from megazero.model.recompute import measure_block, plan_recompute, saved_tensors
 from megazero.throughput import keep_freed_memory
 
 Checkpoint = Callable[..., Tensor]

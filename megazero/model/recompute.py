@@ -1,27 +1,44 @@
-"""`--recompute auto`: what a block costs in each mode, measured on the block, and the modes that follow from it."""
+"""`--recompute auto`: what a block costs in each mode, measured on the block, and which blocks recompute what, to fit a budget.
+
+When the backward of block i begins, the blocks before it hold what they kept, and block i has all of its activations again,
+whether it kept them or has run again. Of L equal blocks that keep k_1, ..., k_L bytes, and N without recomputation,
+
+    bytes(i) = k_1 + ... + k_{i-1} + N        largest for i = L, as every k is positive
+
+So the last block recomputes nothing: that is free. Of the others only how many recompute what matters, not which ones.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megazero import activation_checkpointing, comm
-from megazero.activation_checkpointing.measure import saved_tensors
-from megazero.activation_checkpointing.planner import MODES, BlockCost, peak_bytes, plan_recompute
 from megazero.activation_checkpointing.storage import Storage
 from megazero.model.attention import attend
 from megazero.model.block import Transformer, TransformerBlock
 from megazero.mpu.random import RngState
 from megazero.zero import GatheredParameters
 
+MODES = ("none", "selective", "full")
 _REPEATS = 3  # of which the fastest counts, after one that does not
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What one block costs in one mode."""
+
+    nbytes: int  # kept from its forward to its backward
+    seconds: float  # of running again what it does not keep
 
 
 @dataclass(frozen=True)
@@ -72,6 +89,41 @@ def decide_recompute(
     return plan
 
 
+def peak_bytes(modes: Sequence[str], costs: Mapping[str, BlockCost]) -> int:
+    """The most that equal blocks with these modes hold at a time, for and in their backward."""
+    return sum(costs[mode].nbytes for mode in modes[:-1]) + costs["none"].nbytes
+
+
+def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes: int) -> list[str]:
+    """The mode of each block: what loses the least time of all that fits the budget; of equally fast ones the smallest.
+
+    Args:
+        costs: of a block, for each of `MODES`.
+        num_blocks: equal blocks, at least one.
+        budget_bytes: for `peak_bytes`.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    others = num_blocks - 1
+    best: tuple[float, int, list[str]] | None = None
+    for full in range(others + 1):
+        for selective in range(others + 1 - full):
+            modes = ["full"] * full + ["selective"] * selective + ["none"] * (num_blocks - full - selective)
+            candidate = (sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs), modes)
+            if candidate[1] <= budget_bytes and (best is None or candidate[:2] < best[:2]):
+                best = candidate
+    if best is None:
+        least = min(peak_bytes([mode] * others + ["none"], costs) for mode in MODES)
+        raise ValueError(
+            f"--recompute-budget-gb {budget_bytes / 1e9:g} is {budget_bytes:,} bytes, and {num_blocks} blocks need {least:,} "
+            f"even if all but the last are recomputed: one block alone has {costs['none'].nbytes:,} bytes of activations in its "
+            "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
+            "--model-parallel-size."
+        )
+    return best[2]
+
+
 def measure_block(
     block: TransformerBlock, seq_length: int, micro_batch_size: int, mask: Tensor | None = None
 ) -> dict[str, BlockCost]:
@@ -109,6 +161,46 @@ def measure_block(
             attention.recomputes_core = was_selective
             streams.restore()
     return {mode: BlockCost(nbytes[mode], seconds[mode]) for mode in MODES}
+
+
+class SavedTensors:
+    """The memory of tensors that autograd has saved: each storage once, however many of its views were saved.
+
+    It holds on to that memory, so that no storage is taken for another one that lay in the same place.
+    """
+
+    def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
+        self._ignore = list(ignore)
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def add(self, x: Tensor) -> Tensor:
+        """Counts the tensor, unless it lies in the memory of an ignored one as that is now. Returns it."""
+        storage = x.untyped_storage()
+        place = storage.data_ptr()
+        if place not in {other.untyped_storage().data_ptr() for other in self._ignore}:
+            self._storages[x.device, place] = storage
+        return x
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        self._storages.clear()
+
+
+@contextmanager
+def saved_tensors(ignore: Iterable[Tensor] = ()) -> Iterator[SavedTensors]:
+    """Counts what autograd saves inside. What checkpoints keep in copies of their own is their storage's `kept_bytes`.
+
+    Args:
+        ignore: parameters, and what is there anyway.
+    """
+    saved = SavedTensors(ignore)
+    with saved_tensors_hooks(saved.add, lambda x: x):
+        yield saved
 
 
 def _kept_bytes(run: Callable[[], Tensor], block: TransformerBlock, mask: Tensor | None, storage: Storage) -> int:

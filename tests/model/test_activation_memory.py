@@ -11,10 +11,10 @@ import torch
 from torch.testing import assert_close
 
 from megazero import activation_checkpointing, mpu
-from megazero.activation_checkpointing.measure import saved_tensors
 from megazero.model.block import Transformer
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import normal_init
+from megazero.model.recompute import saved_tensors
 from megazero.model.state_dict import merge_full, slice_full
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
 from tests.model.test_gpt2 import VOCAB, small_config

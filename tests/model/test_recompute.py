@@ -7,10 +7,9 @@ import torch
 
 from megazero import activation_checkpointing, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer, CheckpointSettings
-from megazero.activation_checkpointing.planner import MODES, peak_bytes
 from megazero.arguments import load_config
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.recompute import decide_recompute, measure_block
+from megazero.model.recompute import MODES, decide_recompute, measure_block, peak_bytes
 from tests.model.plain_gpt2 import random_tokens, randomize
 from tests.model.test_activation_memory import A, B, H, S, block_bytes
 from tests.model.test_gpt2 import VOCAB, small_config

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.activation_checkpointing.planner import MODES, BlockCost, peak_bytes, plan_recompute
+from megazero.model.recompute import MODES, BlockCost, peak_bytes, plan_recompute
 
 
 def played_peak(modes, costs):
