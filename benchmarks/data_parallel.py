@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.mpu.groups import ParallelGroups
-from megazero.optim.adam import OptimizerConfig
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.zero.config import ZeroConfig
 
 REFERENCE = "ddp"

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from megazero import comm, mpu
 from megazero.engine import weight_decay_groups
 from megazero.nvme import AioConfig, FileTransport, SwapFile, Transfer, aligned_empty, check_space, padded
-from megazero.optim.adam import OptimizerConfig
 from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory
 from megazero.zero.build import build_buckets
 from megazero.zero.config import ZeroConfig

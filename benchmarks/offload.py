@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero import comm, mpu, zero
 from megazero.engine import Engine, weight_decay_groups
-from megazero.optim.adam import OptimizerConfig
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory
 from megazero.zero.config import HOMES, ZeroConfig
 from megazero.zero.gemini_trace import Meter

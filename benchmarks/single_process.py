@@ -27,7 +27,7 @@ from megazero import comm, mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
-from megazero.optim.adam import OptimizerConfig
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory, peak_tflops
 
 

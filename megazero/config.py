@@ -10,10 +10,9 @@ from megazero.checkpoint.store import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import check_model_parallel_size
-from megazero.optim.adam import OptimizerConfig
-from megazero.optim.by_name import NamedPart
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
+from megazero.optim.optimizers import NamedPart, OptimizerConfig
 from megazero.option import option
 from megazero.zero.config import ZeroConfig
 

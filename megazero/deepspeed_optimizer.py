@@ -12,8 +12,7 @@ from torch import nn
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE
-from megazero.optim.adam import OptimizerFactory
-from megazero.optim.by_name import optimizer_factory
+from megazero.optim.optimizers import OptimizerFactory, optimizer_factory
 from megazero.optim.schedules import scheduler_by_name
 from megazero.zero.optimizer import BucketOptimizer, is_elementwise
 

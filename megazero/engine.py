@@ -18,8 +18,8 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
-from megazero.optim.adam import OptimizerFactory
 from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.optimizers import OptimizerFactory
 from megazero.zero import access
 from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig

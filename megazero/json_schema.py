@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from megazero.json_source import DeepSpeedConfigError
-from megazero.optim.by_name import did_you_mean
+from megazero.option import did_you_mean
 
 # What a key does here.
 OBEYED = "obeyed"

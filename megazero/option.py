@@ -1,8 +1,9 @@
-"""How a configuration dataclass describes its own command-line flag, so that no flag is written twice."""
+"""How a configuration dataclass describes its own command-line flag, so that none is written twice; guesses at misspelt names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -25,3 +26,10 @@ def option(
     """
     metadata = {"help": help, "choices": choices, "flag": flag, "aliases": tuple(aliases)}
     return field(default=default, metadata=metadata)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the nearest known one, else all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."

@@ -10,8 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
     {"option", "nested", "json_source", "comm", "files", "launch", "logging", "nvme", "timers", "throughput"},
-    {"mpu", "optim", "metrics", "entry", "runner"},
-    {"json_schema"},
+    {"mpu", "optim", "metrics", "entry", "runner", "json_schema"},
     {"activation_checkpointing", "ops"},
     {"zero", "data"},
     {"model"},

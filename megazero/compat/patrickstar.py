@@ -18,7 +18,7 @@ from megazero import comm, zero
 from megazero.compat.placement import offload_sections
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
 from megazero.deepspeed_engine import DeepSpeedEngine
-from megazero.optim.by_name import did_you_mean
+from megazero.option import did_you_mean
 
 __all__ = ["FP16Adam", "PatrickStarEngine", "initialize_engine"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from megazero.json_schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.nvme import AioConfig
-from megazero.optim.by_name import optimizer_factory
+from megazero.optim.optimizers import optimizer_factory
 from megazero.optim.schedules import scheduler_by_name
 
 _NVME = "for shards on NVMe"

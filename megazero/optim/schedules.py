@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megazero.logging import ALIKE
-from megazero.optim.by_name import did_you_mean
 from megazero.optim.cyclical import LRRangeTest, OneCycle
 from megazero.optim.schedule_base import Schedule, count, number, per_group
+from megazero.option import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megazero import comm
 from megazero.compat.colossalai.sharded import ShardedModelV2, ShardedOptimizerV2
 from megazero.compat.wrappers import join
 from megazero.nested import moved
-from megazero.optim.by_name import did_you_mean
+from megazero.option import did_you_mean
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.optim.by_name import optimizer_factory
+from megazero.optim.optimizers import optimizer_factory
 
 
 def make(type: str, **params) -> torch.optim.Optimizer:
