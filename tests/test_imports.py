@@ -21,7 +21,6 @@ LEVELS = [
         "engine",
         "evaluation",
         "deepspeed_file",
-        "deepspeed_questions",
         "deepspeed_optimizer",
         "deepspeed_mpu",
     },
