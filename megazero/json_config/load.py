@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megazero.json_config.batch import BATCH, resolve_batch, without_auto
 from megazero.json_config.config import JsonConfig
 from megazero.json_config.old_forms import modernised, without_disabled
-from megazero.json_schema import Reader, check_types
-from megazero.json_source import read_source
+from megazero.json_schema import AUTO, Reader, check_types
+from megazero.json_source import DeepSpeedConfigError, read_source
 
 logger = logging.getLogger(__name__)
+
+# The first is the product of the others and the data-parallel size.
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def load_json_config(
@@ -41,9 +43,9 @@ def load_json_config(
     if adapt is not None:
         check_types(JsonConfig, document)
         adapt(document)
-    values = reader.values(JsonConfig, without_auto(document, reader.auto), "")
+    values = reader.values(JsonConfig, _without_auto_batch(document, reader.auto), "")
     total, micro, steps = (values.get(name) for name in BATCH)
-    resolved = resolve_batch(total, micro, steps, world_size, model_parallel_size)
+    resolved = _resolve_batch(total, micro, steps, world_size, model_parallel_size)
     values.update(zip(BATCH, resolved, strict=True))
     config = JsonConfig(
         **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
@@ -52,3 +54,50 @@ def load_json_config(
         for warning in reader.warnings:
             logger.warning("configuration: %s", warning)
     return config
+
+
+def _without_auto_batch(document: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` without the batch numbers that are "auto", where what is left of them decides the batch.
+
+    Args:
+        auto: what the caller says that "auto" means, by key; such a number stays.
+    """
+    left = {name: value for name, value in document.items() if name not in BATCH or value != AUTO or name in auto}
+    return left if left.keys() & {*BATCH[:2]} else dict(document)
+
+
+def _resolve_batch(
+    total: int | None, micro: int | None, steps: int | None, world_size: int, model_parallel_size: int
+) -> tuple[int, int, int]:
+    """The three batch numbers, those that were not given from those that were.
+
+    Raises:
+        DeepSpeedConfigError: too few are given, one is below 1, or they do not agree; the message shows the arithmetic.
+    """
+    if model_parallel_size < 1 or world_size % model_parallel_size:
+        raise DeepSpeedConfigError(
+            f"The world size {world_size} is not a multiple of the model-parallel size {model_parallel_size}: no data-parallel "
+            "size follows. Start another number of ranks."
+        )
+    ranks = world_size // model_parallel_size
+    given = dict(zip(BATCH, (total, micro, steps), strict=True))
+    if total is None and micro is None:
+        raise DeepSpeedConfigError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided.")
+    if steps is None:
+        steps = total // (micro * ranks) if total is not None and micro else 1
+    if total is None:
+        assert micro is not None
+        total = micro * steps * ranks
+    if micro is None:
+        micro = total // (steps * ranks) if steps else 0
+    if min(total, micro, steps) < 1 or total != micro * steps * ranks:
+        total_text, micro_text, steps_text = (
+            f"{name} {value}" + ("" if given[name] is not None else " (follows)")
+            for name, value in zip(given, (total, micro, steps), strict=True)
+        )
+        raise DeepSpeedConfigError(
+            f"The batch sizes do not fit: {total_text} must be {micro_text} x {steps_text} x data-parallel size {ranks} "
+            f"(world size {world_size} / model-parallel size {model_parallel_size}) = {micro * steps * ranks}, and each at "
+            "least 1. Change one, or leave one out: it follows from the others where the division has no remainder."
+        )
+    return total, micro, steps
