@@ -33,60 +33,42 @@ from megazero.mpu.utils import as_autocast, outside_graphs
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_parallel: bool
+    ) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if sequence_parallel:
+            x, work = start_sequence_gather(x, group)  # [s, ..., i] of [s/t, ..., i]
+            work.wait()
         return F.linear(x, weight, bias)  # [..., o/t]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors  # [..., i], [o/t, i]
-        grad_x = grad_weight = grad_bias = work = None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors  # [..., i] as it came, [o/t, i]
+        grad_x = grad_weight = grad_bias = gathering = reducing = None
         rows = grad.reshape(-1, grad.size(-1))  # [tokens, o/t]
+        if ctx.sequence_parallel and ctx.needs_input_grad[1]:
+            x, gathering = start_sequence_gather(x, ctx.group)
         if ctx.needs_input_grad[0]:
-            grad_x = rows.mm(weight)  # [tokens, i], this rank's partial sum: ours, so the all-reduce may be in place
-            work = comm.all_reduce_(grad_x, ctx.group)
+            # This rank's partial sum [..., i]: ours, so the collective may be in place.
+            grad_x = rows.mm(weight).view(*grad.shape[:-1], weight.size(1))
+            if ctx.sequence_parallel:
+                grad_x, reducing = start_sequence_reduce_scatter(grad_x, ctx.group)  # [s/t, ..., i]
+            else:
+                reducing = comm.all_reduce_(grad_x, ctx.group)
+        if gathering is not None:
+            gathering.wait()
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t().mm(x.reshape(-1, x.size(-1)))
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        if work is not None:
-            work.wait()
-        if grad_x is not None:
-            grad_x = grad_x.view(*grad.shape[:-1], weight.size(1))
-        return grad_x, grad_weight, grad_bias, None
-
-
-class _SequenceColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        whole, work = start_sequence_gather(x, group)  # [s, ..., i]
-        work.wait()
-        return F.linear(whole, weight, bias)  # [s, ..., o/t]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors  # [s/t, ..., i], [o/t, i]
-        own = grad_weight = grad_bias = gathering = reducing = None
-        rows = grad.reshape(-1, grad.size(-1))  # [tokens, o/t]
-        if ctx.needs_input_grad[1]:
-            whole, gathering = start_sequence_gather(x, ctx.group)
-        if ctx.needs_input_grad[0]:
-            partial = rows.mm(weight).view(*grad.shape[:-1], weight.size(1))  # [s, ..., i]
-            own, reducing = start_sequence_reduce_scatter(partial, ctx.group)
-        if gathering is not None:
-            gathering.wait()
-            grad_weight = rows.t().mm(whole.view(-1, whole.size(-1)))
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
         if reducing is not None:
             reducing.wait()
-        grad_x = None if own is None else own.clone()  # [s/t, ..., i] without the rest of the buffer
-        return grad_x, grad_weight, grad_bias, None
+        if ctx.sequence_parallel and grad_x is not None:
+            grad_x = grad_x.clone()  # without the rest of the buffer
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def column_linear(
@@ -116,7 +98,7 @@ def column_linear(
         return F.linear(x, weight, bias)
     x, weight, bias = as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias)
     if sequence_parallel:
-        return outside_graphs(_SequenceColumnLinear.apply, x, weight, bias, group)
+        return outside_graphs(_ColumnLinear.apply, x, weight, bias, group, True)
     if overlap and not torch.compiler.is_compiling():
-        return _ColumnLinear.apply(x, weight, bias, group)
+        return _ColumnLinear.apply(x, weight, bias, group, False)
     return F.linear(copy_to_model_parallel_region(x, group), weight, bias)
