@@ -20,13 +20,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero import comm
 from megazero.comm import ProcessGroup
-from megazero.mpu.cross_entropy import _max_and_sum
+from megazero.mpu.cross_entropy import max_and_sum, over_ranks
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
 from megazero.mpu.utils import VocabUtility, as_autocast, check_token_ids
@@ -118,28 +116,24 @@ class _ChunkedLoss(torch.autograd.Function):
         ids = targets.reshape(-1) - first  # [tokens] column of the target; outside of [0, columns) on another rank
 
         none = rows[:, :0]  # a rank with nothing but padding has no chunk
-        maxima, sums = ([part] for part in _max_and_sum(none))  # [tokens] per chunk of the vocabulary
+        maxima, sums = ([part] for part in max_and_sum(none))  # [tokens] per chunk of the vocabulary
         target_logit = torch.zeros_like(sums[0])
         for part, column, is_here in _chunks(ids, ctx.columns, chunk_size):
             chunk_max, chunk_sum = torch.empty_like(target_logit), torch.empty_like(target_logit)
             for some in _slices(rows.size(0), token_chunk):
                 logits = rows[some].mm(weight[part].t())  # [some tokens, chunk]
-                chunk_max[some], chunk_sum[some] = _max_and_sum(logits)
+                chunk_max[some], chunk_sum[some] = max_and_sum(logits)
                 own = logits.gather(1, column[some])[:, 0].to(target_logit.dtype)
                 target_logit[some] += own.masked_fill(~is_here[some], 0.0)
                 del logits  # before the next ones are made
             maxima.append(chunk_max)
             sums.append(chunk_sum)
 
-        own_max = torch.stack(maxima)  # [chunks, tokens]
-        largest = comm.all_reduced(own_max.amax(0), group, dist.ReduceOp.MAX)
-        own_sum = (torch.stack(sums) * (own_max - largest).exp()).sum(0)
         is_own = (ids >= 0) & (ids < ctx.columns)
-        both = torch.stack((own_sum, (target_logit - largest).masked_fill(~is_own, 0.0)))
-        z, target_logit = comm.all_reduced(both, group).unbind()  # of [2, tokens]: one message
+        largest, z, loss = over_ranks(torch.stack(maxima), torch.stack(sums), target_logit, is_own, group)
         ctx.save_for_backward(rows, weight, ids, largest, z)
         ctx.shape = x.shape
-        return (z.log() - target_logit).view(targets.shape)
+        return loss.view(targets.shape)
 
     @staticmethod
     @once_differentiable

@@ -81,15 +81,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         is_own = (ids >= first) & (ids < first + columns)
         local = (ids - first).masked_fill(~is_own, 0)  # [tokens, 1] column of the target, 0 where another rank has it
 
-        own_max, own_sum = _max_and_sum(rows[:, :columns])  # [tokens] each
-        largest = comm.all_reduced(own_max, group, dist.ReduceOp.MAX)
-        target_logit = rows.gather(1, local)[:, 0].to(largest.dtype) - largest
-        sums = torch.stack((own_sum * (own_max - largest).exp(), target_logit.masked_fill(~is_own[:, 0], 0.0)))
-        z, target_logit = comm.all_reduced(sums, group).unbind()  # of [2, tokens]: one message
-
+        own_max, own_sum = max_and_sum(rows[:, :columns])
+        target_logit = rows.gather(1, local)[:, 0].to(own_max.dtype)
+        largest, z, loss = over_ranks(own_max[None], own_sum[None], target_logit, is_own[:, 0], group)
         ctx.save_for_backward(rows, local, is_own, largest, z)
         ctx.columns, ctx.shape = columns, logits.shape
-        return (z.log() - target_logit).view(targets.shape)
+        return loss.view(targets.shape)
 
     @staticmethod
     @once_differentiable
@@ -109,7 +106,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return out.view(ctx.shape), None, None, None
 
 
-def _max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
+def max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The largest element m of each row of [tokens, columns], and sum_j exp(x_j - m); (-inf, 0) of no columns. At least fp32."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     largest = rows.new_full((rows.size(0),), -torch.inf, dtype=dtype)
@@ -122,6 +119,23 @@ def _max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
             finite = m.masked_fill(m == -torch.inf, 0.0)  # a row of -inf only: exp(-inf - 0), not exp(-inf + inf)
             z.copy_((x - finite[:, None]).exp_().sum(1))
     return largest, total
+
+
+def over_ranks(
+    own_max: Tensor, own_sum: Tensor, target_logit: Tensor, is_own: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """m, z and the loss of each token [tokens], in two messages, from what `max_and_sum` says of this rank's columns.
+
+    Args:
+        own_max, own_sum: [pieces, tokens] of pieces of the columns.
+        target_logit: [tokens], of any value where the target is another rank's.
+        is_own: [tokens], whether it is this rank's.
+    """
+    largest = comm.all_reduced(own_max.amax(0), group, dist.ReduceOp.MAX)
+    sums = (own_sum * (own_max - largest).exp()).sum(0)
+    both = torch.stack((sums, (target_logit - largest).masked_fill(~is_own, 0.0)))
+    z, target_logit = comm.all_reduced(both, group).unbind()
+    return largest, z, z.log() - target_logit
 
 
 def _tokens_per_chunk(rows: Tensor) -> int:
