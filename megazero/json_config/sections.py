@@ -104,7 +104,6 @@ class AioSection:
         return AioConfig(
             block_size=self.block_size,
             queue_depth=self.queue_depth,
-            single_submit=self.single_submit,
             overlap_events=self.overlap_events,
             thread_count=self.intra_op_parallelism,
         )

@@ -8,10 +8,9 @@ background from page-aligned buffers. `megazero.zero.nvme_home` keeps model stat
     read.wait()
 """
 
-from megazero.nvme.aio import AioConfig
 from megazero.nvme.pages import PAGE, PagePool, aligned_empty, padded
 from megazero.nvme.swap_file import Region, SwapFile, check_folder, check_space
-from megazero.nvme.transfer import Transfer
+from megazero.nvme.transfer import AioConfig, Transfer
 from megazero.nvme.transport import FileTransport
 
 __all__ = [

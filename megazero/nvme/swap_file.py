@@ -23,10 +23,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megazero.nvme.aio import AioConfig
 from megazero.nvme.pages import PAGE, padded
-from megazero.nvme.transfer import Kind, Requests, Transfer
-from megazero.nvme.transport import FileTransport, Transport
+from megazero.nvme.transfer import AioConfig, Kind, Requests, Transfer
+from megazero.nvme.transport import UNSUPPORTED, FileTransport
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ _ADVICE = (
     "Free space there, set nvme_path (--nvme-path) to a larger file system, use more data-parallel ranks, or leave a state in "
     "host memory (offload_optimizer.device or offload_param.device: cpu)"
 )
-_CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class SwapFile:
         rank: int,
         aio: AioConfig | None = None,
         *,
-        transport: Callable[[BinaryIO], Transport] = FileTransport,
+        transport: Callable[[BinaryIO], FileTransport] = FileTransport,
     ) -> None:
         """Makes the file.
 
@@ -286,7 +284,7 @@ class SwapFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(descriptor, self._end, size)
         except OSError as error:
-            if error.errno in _CANNOT_RESERVE:
+            if error.errno in UNSUPPORTED:
                 logger.warning("%s: space cannot be reserved there; a full disk shows at a write only", self.path)
                 os.ftruncate(descriptor, self._end + size)
                 return

@@ -7,16 +7,59 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megazero.nvme.aio import AioConfig
-from megazero.nvme.transport import Transport
+from megazero.nvme.pages import PAGE
+from megazero.nvme.transport import FileTransport
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["read", "write"]
+MAX_THREADS = 32
 _LOST = "What the file should hold is lost, so nothing more is read or written: resume from a checkpoint"
+
+
+@dataclass(frozen=True)
+class AioConfig:
+    """How a transfer is cut into requests, and how many of them are in flight: DeepSpeed's `aio` keys.
+
+    A request is one system call (`preadv`, `pwritev`) in a thread of its own, so as many are in flight as there are threads.
+
+    Attributes:
+        block_size: most bytes of one request; whole pages. A transfer of more becomes several requests.
+        queue_depth: requests that each of `thread_count` would have in flight.
+        overlap_events: a transfer starts without waiting for those before it. False: one transfer at a time, so `read` and
+            `write` wait for what is under way before they return.
+        thread_count: multiplies `queue_depth`; DeepSpeed's `intra_op_parallelism`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    block_size: int = 1048576
+    queue_depth: int = 8
+    overlap_events: bool = True
+    thread_count: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "queue_depth", "thread_count"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"aio.{name} must be a positive integer, got {value!r}.")
+        if not isinstance(self.overlap_events, bool):
+            raise ValueError(f"aio.overlap_events must be true or false, got {self.overlap_events!r}.")
+        if self.block_size % PAGE:
+            raise ValueError(
+                f"aio.block_size={self.block_size} must be a multiple of {PAGE}, the page size: requests that bypass the page "
+                f"cache move whole pages. Use {max(PAGE, self.block_size // PAGE * PAGE)} or the default, 1048576."
+            )
+
+    @property
+    def threads(self) -> int:
+        """Requests in flight: `queue_depth` x `thread_count`, but at most 32, which are more than any one drive needs."""
+        return min(self.queue_depth * self.thread_count, MAX_THREADS)
 
 
 class Transfer:
@@ -108,7 +151,7 @@ class Transfer:
 class Requests:
     """The threads that move the bytes of one file. All start here: a write that found no room for its thread would be lost."""
 
-    def __init__(self, transport: Transport, aio: AioConfig, path: Path, rank: int) -> None:
+    def __init__(self, transport: FileTransport, aio: AioConfig, path: Path, rank: int) -> None:
         # Of the first write that went wrong: errno, text, path. Not the error, whose traceback holds the buffer.
         self._failure: tuple[int, str, str] | None = None
         self._transport, self._aio, self._path, self._rank = transport, aio, path, rank

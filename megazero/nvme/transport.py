@@ -5,35 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from megazero.nvme.pages import PAGE, aligned_empty
 
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-
-
-class Transport(Protocol):
-    """Moves bytes between memory and one open file, in many threads at once.
-
-    Attributes:
-        why_buffered: why bytes go through the page cache; None where they do not.
-    """
-
-    why_buffered: str | None
-
-    def read(self, view: memoryview, offset: int) -> int:
-        """Fills the beginning of `view` from the file; the bytes read, which may be fewer than asked, and 0 at the file's end."""
-        ...
-
-    def write(self, view: memoryview, offset: int) -> int:
-        """Writes the beginning of `view` to the file; the bytes written, which may be fewer than asked."""
-        ...
+# What a file system answers to a request that it does not know.
+UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FileTransport:
     """`os.preadv` and `os.pwritev` with O_DIRECT, or without where the file system refuses it at opening or at the first page.
 
-    The page cache would copy every byte once more and take the memory that the state has left.
+    The page cache would copy every byte once more and take the memory that the state has left. Called by many threads at once.
+
+    Attributes:
+        why_buffered: why bytes go through the page cache; None where they do not.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -42,11 +28,11 @@ class FileTransport:
         self.why_buffered = self._try_direct()
 
     def read(self, view: memoryview, offset: int) -> int:
-        """As `Transport.read`."""
+        """Fills the beginning of `view` from the file; the bytes read, which may be fewer than asked, and 0 at the file's end."""
         return os.preadv(self.file.fileno(), [view], offset)
 
     def write(self, view: memoryview, offset: int) -> int:
-        """As `Transport.write`."""
+        """Writes the beginning of `view` to the file; the bytes written, which may be fewer than asked."""
         return os.pwritev(self.file.fileno(), [view], offset)
 
     def _try_direct(self) -> str | None:
@@ -59,7 +45,7 @@ class FileTransport:
             self.write(page, 0)
             self.read(page, 0)
         except OSError as error:
-            if error.errno not in _REFUSED:
+            if error.errno not in UNSUPPORTED:
                 raise
             fcntl.fcntl(self.file, fcntl.F_SETFL, flags)
             return f"the file system refuses O_DIRECT ({error.strerror})"

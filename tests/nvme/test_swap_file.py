@@ -485,7 +485,6 @@ def mapped_bytes():
         {"queue_depth": 0},
         {"queue_depth": True},
         {"thread_count": -1},
-        {"single_submit": 1},
         {"overlap_events": None},
     ],
     ids=str,
