@@ -41,13 +41,10 @@ class Call:
     ) -> None:
         """`channel` connects the ranks that what is kept is cut over; None keeps it whole."""
         self.function = function
-        leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        self._others = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._is_tensor = [isinstance(x, Tensor) for x in leaves]
+        self._arguments, tensors = _Frame.of((args, kwargs))
         self.needs_grad = [x.requires_grad for x in tensors]
         self._tensors: list[Tensor] = tensors
-        self._outputs: tuple[list[Any], pytree.TreeSpec] | None = None
+        self._output: _Frame | None = None
         self._shapes: list[torch.Size] = []  # of the tensors that the first run returned
         self._rng = RngState.capture()
         kinds = sorted({"cpu", comm.local_device().type} - {"meta"})  # which has no autocast
@@ -68,7 +65,7 @@ class Call:
         Raises:
             ValueError: there is one.
         """
-        for x in self._others:
+        for x in self._arguments.others():
             if any(tensor.grad_fn is not None for tensor in tensors_in(x)):
                 self.drop()
                 raise ValueError(
@@ -97,10 +94,8 @@ class Call:
         A cast that the first run made has no graph, so no later use of the weight may find it: torch 2.8 would hand it out and
         the weight would lose that gradient (later versions keep a cache for each grad mode).
         """
-        rest = iter(tensors)
-        leaves = [next(rest) if is_tensor else x for x, is_tensor in zip(self._others, self._is_tensor, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        del leaves, rest, tensors
+        args, kwargs = self._arguments.filled(tensors)
+        del tensors
         with ExitStack() as stack:
             if not torch.is_grad_enabled():
                 stack.enter_context(_first_run())
@@ -123,17 +118,15 @@ class Call:
         Raises:
             ValueError: a returned object that is no container holds tensors.
         """
-        leaves, spec = pytree.tree_flatten(output)
-        for x in leaves:
-            if not isinstance(x, Tensor) and any(True for _ in tensors_in(x)):
+        self._output, tensors = _Frame.of(output)
+        for x in self._output.others():
+            if any(True for _ in tensors_in(x)):
                 raise ValueError(
                     f"checkpoint: the function returned a {type(x).__name__} that holds tensors, which would lose their "
                     "gradients. Let it return tensors in lists, tuples and dicts, or use non_reentrant_checkpoint."
                 )
-        self._outputs = leaves, spec
-        tensors = tuple(x for x in leaves if isinstance(x, Tensor))
         self._shapes = [x.shape for x in tensors]
-        return tensors or None
+        return tuple(tensors) or None
 
     def refuse_other_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Refuses what the function returned when it ran again, if it is not of the shapes of the first time.
@@ -158,15 +151,40 @@ class Call:
 
     def with_outputs(self, tensors: tuple[Tensor, ...] | None) -> Any:
         """What the function returned, with these in place of its tensors."""
-        assert self._outputs is not None
-        (leaves, spec), self._outputs = self._outputs, None
-        rest = iter(tensors or ())
-        return pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
+        assert self._output is not None
+        frame, self._output = self._output, None
+        return frame.filled(tensors or ())
 
     def drop(self) -> None:
         """Gives up what is kept."""
         if self.kept is not None:
             self.kept.release()
+
+
+_HOLE = object()
+
+
+class _Frame:
+    """Nested lists, tuples and dicts whose tensors are taken out."""
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self._leaves, self._spec = leaves, spec  # _HOLE in place of a tensor
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[_Frame, list[Tensor]]:
+        """The frame of `tree`, and the tensors."""
+        leaves, spec = pytree.tree_flatten(tree)
+        frame = cls([_HOLE if isinstance(x, Tensor) else x for x in leaves], spec)
+        return frame, [x for x in leaves if isinstance(x, Tensor)]
+
+    def others(self) -> list[Any]:
+        """What is no container and no tensor."""
+        return [x for x in self._leaves if x is not _HOLE]
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """The tree with these in place of its tensors."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if x is _HOLE else x for x in self._leaves], self._spec)
 
 
 _is_first_run: ContextVar[bool] = ContextVar("in the first run of a checkpointed function", default=False)
