@@ -21,10 +21,10 @@ __git_hash__: str | None = None  # a release has a version; a checkout has git
 __git_branch__: str | None = None
 
 _HOMES = {
-    "initialize": "megazero.deepspeed_api",
-    "add_config_arguments": "megazero.deepspeed_api",
+    "initialize": "megazero.deepspeed.initialize",
+    "add_config_arguments": "megazero.deepspeed.initialize",
     "init_distributed": "megazero.comm",
-    "DeepSpeedEngine": "megazero.deepspeed_engine",
+    "DeepSpeedEngine": "megazero.deepspeed.engine",
     "DeepSpeedConfigError": "megazero.json_config",
     "JsonConfig": "megazero.json_config",
     "Engine": "megazero.engine",

@@ -16,7 +16,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn
 
 from megazero.config import Config
-from megazero.deepspeed_file import values_of_file
+from megazero.json_config.job import values_of_file
 from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)

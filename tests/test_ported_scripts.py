@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megazero
-from megazero.deepspeed_mpu import declare_cuts, parallel_groups
+from megazero.deepspeed.mpu import declare_cuts, parallel_groups
 from tests.ranks import run_ranks
 
 CONFIG = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megazero import comm, zero
 from megazero.compat.placement import offload_sections
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
-from megazero.deepspeed_engine import DeepSpeedEngine
+from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.option import did_you_mean
 
 __all__ = ["FP16Adam", "PatrickStarEngine", "initialize_engine"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megazero import mpu
-from megazero.deepspeed_mpu import declare_cuts
+from megazero.deepspeed.mpu import declare_cuts
 from megazero.engine import Engine
 from megazero.mpu.partition import Partition, partitions
 from tests.ranks import run_ranks

@@ -8,8 +8,8 @@ from typing import Any
 
 from megazero.activation_checkpointing.options import FIELD_OF_KEY
 from megazero.activation_checkpointing.options import SECTION as CHECKPOINTING
-from megazero.deepspeed_flags import BATCH_KEYS, STEPS_KEY, ZERO, Flags
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
+from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, ZERO, Flags
 from megazero.json_config.sections import OptimizerSection
 from megazero.json_schema import ALWAYS, every_key
 from megazero.mpu.groups import check_model_parallel_size

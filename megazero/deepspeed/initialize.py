@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from megazero import comm
-from megazero.deepspeed_engine import DeepSpeedEngine
-from megazero.deepspeed_mpu import declare_cuts, parallel_groups
-from megazero.deepspeed_optimizer import check_evaluation, client_optimizer, given_back, named_groups
+from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.mpu import declare_cuts, parallel_groups
+from megazero.deepspeed.optimizer import check_evaluation, client_optimizer, given_back, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import ALIKE, setup_logging
 from megazero.mpu.groups import ParallelGroups

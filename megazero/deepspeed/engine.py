@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero import comm
-from megazero.deepspeed_checkpoints import CheckpointingEngine
-from megazero.deepspeed_optimizer import client_scheduler
+from megazero.deepspeed.checkpoints import CheckpointingEngine
+from megazero.deepspeed.optimizer import client_scheduler
 from megazero.json_config import JsonConfig
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
