@@ -14,9 +14,6 @@ from megazero.mpu.groups import group_or_default
 
 MAX_DIMS = 64  # torch's own limit for a tensor that is computed with
 
-# In place of a number of dimensions: why the first rank has nothing to send. Every rank gets to know, and raises.
-_MISSING, _NOT_A_TENSOR, _WRONG_DTYPE, _TOO_MANY_DIMS = -1, -2, -3, -4
-
 
 def broadcast_data(
     keys: Sequence[str],
@@ -49,14 +46,22 @@ def broadcast_data(
     is_source = group.rank() == 0
     given = dict(data or {}) if is_source else {}
 
-    header = torch.zeros(len(keys), 1 + MAX_DIMS, dtype=torch.int64)
-    if is_source:
-        for row, key in zip(header, keys, strict=True):
-            _describe(row, given.get(key), dtype)
+    header = torch.full((len(keys), 1 + MAX_DIMS), -1)  # [dimensions, sizes...]; -1 where there is nothing to send
+    faults = {key: _fault(given.get(key), dtype, given) for key in keys} if is_source else {}
+    for row, (key, fault) in zip(header, faults.items(), strict=False):
+        if fault is None:
+            row[: 1 + given[key].dim()] = torch.tensor([given[key].dim(), *given[key].shape])
     if group.size() > 1:  # alone, the header need not pass through the device, which would make the host wait for it
         header = header.to(device)
         comm.broadcast_(header, source, group)
-    shapes = {key: _shape(key, row, dtype, source, given) for key, row in zip(keys, header.tolist(), strict=True)}
+    shapes = {}
+    for key, (dims, *sizes) in zip(keys, header.tolist(), strict=True):
+        if dims < 0:
+            raise ValueError(
+                f"broadcast_data: {key!r} {comm.all_gathered_objects(faults.get(key), group)[0]} on rank {source}, the first of "
+                f"the model-parallel group. That rank must pass a tensor of {dtype} for every key."
+            )
+        shapes[key] = tuple(sizes[:dims])
 
     numels = [math.prod(shape) for shape in shapes.values()]
     flat = torch.empty(sum(numels), dtype=dtype, device=device)
@@ -67,34 +72,12 @@ def broadcast_data(
     return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), flat.split(numels), strict=True)}
 
 
-def _describe(row: Tensor, value: object, dtype: torch.dtype) -> None:
-    """Writes [number of dimensions, sizes...] of `value` into `row`, or a fault in place of the number."""
+def _fault(value: object, dtype: torch.dtype, given: Mapping[str, object]) -> str | None:
+    """Why `value` cannot be sent, None if it can."""
     if value is None:
-        row[0] = _MISSING
-    elif not isinstance(value, Tensor):
-        row[0] = _NOT_A_TENSOR
-    elif value.dtype != dtype:
-        row[0] = _WRONG_DTYPE
-    elif value.dim() > MAX_DIMS:
-        row[0] = _TOO_MANY_DIMS
-    else:
-        row[0] = value.dim()
-        row[1 : 1 + value.dim()] = torch.tensor(value.shape, dtype=torch.int64)
-
-
-def _shape(key: str, row: list[int], dtype: torch.dtype, source: int, given: Mapping[str, object]) -> tuple[int, ...]:
-    dims = row[0]
-    if dims >= 0:
-        return tuple(row[1 : 1 + dims])
-    found = f" (keys there: {', '.join(given)})" if given else ""
-    value = given.get(key)
-    what = {
-        _MISSING: f"is not in the data{found}",
-        _NOT_A_TENSOR: "is not a tensor",
-        _WRONG_DTYPE: f"is of dtype {value.dtype}" if isinstance(value, Tensor) else "is of another dtype",
-        _TOO_MANY_DIMS: f"has more than {MAX_DIMS} dimensions",
-    }[dims]
-    raise ValueError(
-        f"broadcast_data: {key!r} {what} on rank {source}, the first of the model-parallel group. "
-        f"That rank must pass a tensor of {dtype} for every key."
-    )
+        return "is not in the data" + (f" (keys there: {', '.join(given)})" if given else "")
+    if not isinstance(value, Tensor):
+        return "is not a tensor"
+    if value.dtype != dtype:
+        return f"is of dtype {value.dtype}"
+    return f"has more than {MAX_DIMS} dimensions" if value.dim() > MAX_DIMS else None
