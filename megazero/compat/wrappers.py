@@ -15,7 +15,6 @@ from megazero.deepspeed.initialize import initialize
 from megazero.logging import setup_logging
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
-from megazero.zero.build import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +80,7 @@ class EngineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; where it computes in 16 bits, floating-point tensors among the arguments are cast."""
-        name = self.engine.config.compute_dtype
-        dtype = None if name == "fp32" else DTYPES[name]
+        dtype = self.engine.config.cast_to
         return self.engine(*moved(args, floating=dtype), **moved(kwargs, floating=dtype))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:  # type: ignore[override]
