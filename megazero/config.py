@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields, replace
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.store import CheckpointConfig
 from megazero.data.build import DataConfig
+from megazero.json_config.sections import SchedulerSection
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
-from megazero.optim.optimizers import NamedPart, OptimizerConfig
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.option import option
 from megazero.zero.config import ZeroConfig
 
@@ -51,7 +52,7 @@ class DeepSpeedFlags:
         flag="--deepspeed_config",
         aliases=("--deepspeed-config", "--deepscale_config", "--deepscale-config"),
     )
-    scheduler: NamedPart | None = None  # the file's learning-rate schedule, in place of the flags'
+    scheduler: SchedulerSection | None = None  # the file's learning-rate schedule, in place of the flags'
 
 
 @dataclass(frozen=True)

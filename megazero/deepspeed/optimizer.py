@@ -12,7 +12,7 @@ from torch import nn
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE
-from megazero.optim.optimizers import OptimizerFactory, optimizer_factory
+from megazero.optim.optimizers import OptimizerFactory, optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 from megazero.zero.optimizer import BucketOptimizer, is_elementwise
 
@@ -53,7 +53,7 @@ def client_optimizer(
         )
     if optimizer is None:
         assert config.optimizer is not None, "else there is none at all"
-        return optimizer_factory(config.optimizer), [
+        return optimizer_by_name(config.optimizer.type, config.optimizer.params), [
             {key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups
         ]
     if not isinstance(optimizer, torch.optim.Optimizer):  # a callable

@@ -8,7 +8,7 @@ from typing import Any
 from megazero.json_schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.nvme import AioConfig
-from megazero.optim.optimizers import optimizer_factory
+from megazero.optim.optimizers import optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 
 _NVME = "for shards on NVMe"
@@ -64,7 +64,7 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         try:
-            optimizer_factory(self)
+            optimizer_by_name(self.type, self.params)
         except ValueError as error:
             raise DeepSpeedConfigError(f"optimizer: {error}") from error
 

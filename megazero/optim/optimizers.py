@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -79,22 +79,8 @@ class OptimizerConfig:
         return lambda groups: torch.optim.AdamW(groups, fused=True, **settings)
 
 
-class NamedPart(Protocol):
-    """A section of the JSON that names a class and its parameters."""
-
-    @property
-    def type(self) -> str:
-        """The name."""
-        ...
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        """The parameters by name."""
-        ...
-
-
-def optimizer_factory(section: NamedPart) -> OptimizerFactory:
-    """A callable that makes the optimizer named by `section.type`, in any case, from parameter groups.
+def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
+    """A callable that makes the optimizer named `type`, in any case, from parameter groups.
 
     Adam is AdamW unless `adam_w_mode` is false, as in DeepSpeed, with its default of no weight decay, and runs torch's fused
     kernel; `torch_adam` true takes torch's class with torch's defaults. Any other name is a class of torch.optim.
@@ -102,15 +88,15 @@ def optimizer_factory(section: NamedPart) -> OptimizerFactory:
     Raises:
         ValueError: the name is unknown or cannot work here, or a parameter is unknown or has a bad value.
     """
-    optimizer_class, settings = _class_and_settings(section.type, dict(section.params))
+    optimizer_class, settings = _class_and_settings(type, dict(params))
     known = set(inspect.signature(optimizer_class).parameters) - {"params"}
     for name in settings:
         if name not in known:
-            raise ValueError(f"{section.type} has no parameter {name!r}. {did_you_mean(name, known)}")
+            raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
     try:  # on one number, so that bad values show before anything is built
         optimizer_class([torch.zeros(1, device="cpu", requires_grad=True)], **settings)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{section.type} does not take {dict(section.params)}: {error}.") from error
+        raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     return lambda groups: optimizer_class(groups, **settings)
 
 

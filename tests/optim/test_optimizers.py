@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megazero.optim.optimizers import optimizer_factory
+from megazero.optim.optimizers import optimizer_by_name
 
 
 def make(type: str, **params) -> torch.optim.Optimizer:
     weight = torch.full((3,), 2.0, requires_grad=True)
     weight.grad = torch.tensor([1.0, -2.0, 0.5])
-    return optimizer_factory(SimpleNamespace(type=type, params=params))([{"params": [weight]}])
+    return optimizer_by_name(type, params)([{"params": [weight]}])
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -49,7 +47,7 @@ def test_other_names_are_torchs_classes(name, expected):
 
 
 def test_the_groups_own_settings_win():
-    factory = optimizer_factory(SimpleNamespace(type="Adam", params={"weight_decay": 0.1}))
+    factory = optimizer_by_name("Adam", {"weight_decay": 0.1})
     groups = [{"params": [torch.zeros(1, requires_grad=True)], **extra} for extra in ({}, {"weight_decay": 0.0})]
     assert [group["weight_decay"] for group in factory(groups).param_groups] == [0.1, 0.0]
 
