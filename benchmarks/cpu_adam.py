@@ -106,7 +106,8 @@ def stepping(optimizer_class: Callable[..., torch.optim.Optimizer], memory: Memo
 
 def in_one_pass(kernel: MixedKernel, memory: Memory) -> Update:
     """The engine's entry: parameter by parameter, over slices of flat tensors."""
-    settings = AdamSettings.of({**OPTIONS, "bias_correction": True, "adamw_mode": True})
+    optimizer = CPUAdam([torch.zeros(1)], **OPTIONS)
+    settings = AdamSettings.of(optimizer, optimizer.param_groups[0])
     flat = (memory.weights, memory.grads16, memory.exp_avg, memory.exp_avg_sq, memory.weights16)
     pieces = [Operands(*(part.view(-1) for part in parts)) for parts in zip(*map(memory.pieces, flat), strict=True)]
     steps = iter(range(1, 10**9))

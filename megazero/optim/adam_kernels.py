@@ -44,24 +44,15 @@ class AdamSettings:
     corrects_bias: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> AdamSettings:
-        """Those of a parameter group of CPUAdam."""
-        return cls._of(group, bool(group["adamw_mode"]), bool(group["bias_correction"]))
-
-    @classmethod
-    def of_optimizer(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings | None:
+    def of(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings | None:
         """Those of a group of CPUAdam, or of torch's Adam or AdamW with its fused kernel; None where this is not their sum."""
-        if "adamw_mode" in group:
-            return cls.of(group)
-        kind = type(optimizer)
-        if kind not in (torch.optim.Adam, torch.optim.AdamW) or not group.get("fused"):
+        kind, is_other = type(optimizer), group.get("amsgrad") or group.get("maximize")
+        if "adamw_mode" in group:  # CPUAdam's
+            is_decoupled, corrects_bias = bool(group["adamw_mode"]), bool(group["bias_correction"])
+        elif kind in (torch.optim.Adam, torch.optim.AdamW) and group.get("fused") and not is_other:
+            is_decoupled, corrects_bias = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")), True
+        else:
             return None
-        if group.get("amsgrad") or group.get("maximize"):
-            return None
-        return cls._of(group, kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")), True)
-
-    @classmethod
-    def _of(cls, group: Mapping[str, Any], is_decoupled: bool, corrects_bias: bool) -> AdamSettings:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         return cls(lr, beta1, beta2, eps, decay, is_decoupled, corrects_bias)

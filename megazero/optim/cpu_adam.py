@@ -80,7 +80,8 @@ class CPUAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            settings = AdamSettings.of(group)
+            settings = AdamSettings.of(self, group)
+            assert settings is not None, "these groups say what they are"
             alike: dict[Any, list[nn.Parameter]] = defaultdict(list)  # one call of the fused kernel each
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -162,7 +162,7 @@ class BucketOptimizer(SlicedOptimizer):
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
             )
-        settings = (AdamSettings.of_optimizer(self.torch_optimizer, group) for group in self.param_groups)
+        settings = (AdamSettings.of(self.torch_optimizer, group) for group in self.param_groups)
         if later and not (self._steps_apart and all(settings)):
             raise ValueError(
                 f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "

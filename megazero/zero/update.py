@@ -44,9 +44,7 @@ class Update:
         self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
         self._scales_itself, self._steps_apart, self._staged = scales_itself, steps_apart, staged
         # Of Adam, as they are now: a schedule may change them while an update in the background goes on.
-        self._settings = [
-            AdamSettings.of_optimizer(optimizer.torch_optimizer, group) for group in optimizer.param_groups
-        ]
+        self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
 
     @property
     def is_adam(self) -> bool:
