@@ -1,4 +1,5 @@
-"""Reads GPT-2 checkpoints of Megatron-LM, from its first release (2019) to v1.1.5, whatever number of ranks wrote them.
+"""Reads GPT-2 checkpoints of Megatron-LM, whatever number of ranks wrote them: from its first release (2019) to v1.1.5, and the
+weights of later ones, whose models are not megatron-core's.
 
     DIR/latest_checkpointed_iteration.txt            an iteration, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt   one file for each model-parallel rank; or DIR/release/mp_rank_00/...
@@ -37,7 +38,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _QUERY_KEY_VALUE = ".attention.query_key_value."
 # Wrappers and levels that our names do not have, and words that later versions use for the same things.
 _LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
-_LATER_WORDS = (("encoder.", "transformer."), (".self_attention.", ".attention."))
+_LATER_WORDS = (("encoder.", "transformer."), (".self_attention.", ".attention."), ("_norm.", "_layernorm."))
 
 
 def read_megatron(
@@ -194,7 +195,9 @@ def _optimizer(
     try:
         return read_optimizer([file["optimizer"] for file in files], shards, names)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        logger.warning("%s: weights only, the optimizer would start anew: its state is unknown (%r)", folder, error)
+        logger.warning(
+            "%s: weights only, the optimizer would start anew: its state is not what v1.1.5 saves (%r)", folder, error
+        )
         return None
 
 

@@ -20,6 +20,8 @@ _MLP = "transformer.layers.0.mlp.dense_h_to_4h.bias"
 _SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters that show the sizes, and their dimensions
 # Arguments of the same name and meaning.
 _SAME = "make_vocab_size_divisible_by attention_dropout hidden_dropout init_method_std layernorm_epsilon".split()
+# Arguments that change what is computed, where no name and no shape of the weights shows it.
+_REFUSED = "apply_residual_connection_post_layernorm apply_layernorm_1p squared_relu".split()
 
 
 def megatron_config(
@@ -60,6 +62,8 @@ def megatron_config(
     if args.get("num_attention_heads", heads) != heads:
         raise ValueError(f"--num-attention-heads {heads}, but {folder} was trained with {args['num_attention_heads']}.")
     _check_arguments(args, folder)
+    if "norm_epsilon" in args:  # its name since 2023
+        args = {**args, "layernorm_epsilon": args["norm_epsilon"]}
     return GPT2Config(
         num_layers=len({name.split(".")[2] for name in first if name.startswith("transformer.layers.")}),
         hidden_size=hidden_size,
@@ -83,8 +87,8 @@ def _vocab_size(vocab_size: int | None, rows: int, folder: Path) -> int:
 
 
 def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
-    if args.get("apply_residual_connection_post_layernorm"):
-        flag = "--apply-residual-connection-post-layernorm"
+    if refused := [name for name in _REFUSED if args.get(name)]:
+        flag = "--" + refused[0].replace("_", "-")
         raise ValueError(f"{folder} was trained with {flag}, which this model does not compute.")
     if args and not args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
         found = "the exact GELU (neither --bias-gelu-fusion nor --openai-gelu)"

@@ -355,6 +355,27 @@ def test_arguments_are_believed_and_checked(saved, tmp_path, caplog):
         read_megatron(save(tmp_path, contents, "iter_0000013", "13"), vocab_size=131)
 
 
+def test_norms_of_later_releases_have_other_names_and_their_epsilon_too(saved, tmp_path):
+    contents, weights = saved
+    args = args_of_v1(norm_epsilon=1e-3)
+    del args.layernorm_epsilon
+    for content in contents:
+        del content["optimizer"]
+        content["args"] = args
+        content["model"] = {name.replace("_layernorm.", "_norm."): t for name, t in content["model"].items()}
+    checkpoint = read_megatron(save(tmp_path, contents), vocab_size=131)
+    assert_state(checkpoint, "master", {name: weights[name] for name in CONFIG.full_shapes()})
+    assert checkpoint.client_state["model"]["layernorm_epsilon"] == 1e-3
+
+
+@pytest.mark.parametrize("flag", ["apply_layernorm_1p", "squared_relu"])
+def test_what_no_shape_shows_and_this_model_does_not_compute_is_refused(saved, tmp_path, flag):
+    contents, _ = saved
+    contents[0]["args"] = args_of_v1(**{flag: True})
+    with pytest.raises(ValueError, match=f"trained with --{flag.replace('_', '-')}, which"):
+        read_megatron(save(tmp_path, contents), vocab_size=131)
+
+
 def drop_rank(directory):
     (directory / "iter_0000012" / "mp_rank_01").rename(directory / "elsewhere")
 
