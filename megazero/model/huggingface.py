@@ -48,7 +48,7 @@ def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) ->
     `lm_head.weight` is the same tensor object as `transformer.wte.weight`: the head is tied.
 
     Raises:
-        ValueError: names are missing or unknown, or a tensor has another shape than `config` says; all are listed.
+        ValueError: names are missing or unknown, or a tensor has another shape than `config` says; the first are listed.
     """
     check_names(full_state_dict, (ours for ours, _, _ in matching_names(config)), "the megazero state dict")
     _check_shapes(_shapes(full_state_dict), config.full_shapes(), "the megazero state dict")
@@ -109,7 +109,7 @@ def check_huggingface(shapes: Mapping[str, Sequence[int]], config: GPT2Config, w
         what: how messages call the checkpoint.
 
     Raises:
-        ValueError: names are missing or unknown, or a parameter has another shape; all are listed.
+        ValueError: names are missing or unknown, or a parameter has another shape; the first are listed.
     """
     names = list(matching_names(config))
     check_names(shapes, (theirs for _, theirs, _ in names), what)
@@ -172,15 +172,20 @@ def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> Non
     """Returns if both are the same names.
 
     Raises:
-        ValueError: names are missing or unknown; all are listed.
+        ValueError: names are missing or unknown; the first are listed.
     """
     there, wanted = set(found), set(expected)
     missing, unknown = sorted(wanted - there), sorted(there - wanted)
     if missing or unknown:
         raise ValueError(
-            f"{what} does not match the configuration: missing {', '.join(missing) or 'nothing'}; "
-            f"unknown {', '.join(unknown) or 'nothing'}. Check --num-layers, and that this is a GPT-2."
+            f"{what} does not match the configuration: missing {_first(missing)}; unknown {_first(unknown)}. Check the number of "
+            "layers, and that this is a GPT-2."
         )
+
+
+def _first(names: list[str]) -> str:
+    more = len(names) - 4
+    return (", ".join(names[:4]) or "nothing") + (f" and {more} more" if more > 0 else "")
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -194,4 +199,4 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
         if found[name] != shape
     ]
     if wrong:
-        raise ValueError(f"{what} has other sizes than the configuration says: {'; '.join(wrong)}.")
+        raise ValueError(f"{what} has other sizes than the configuration says: {_first(wrong)}.")

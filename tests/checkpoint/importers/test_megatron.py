@@ -413,6 +413,7 @@ def test_missing_and_foreign_ranks_are_refused(saved, tmp_path, change, message)
             r"rank 1: position_embeddings.* \[5, 24\], exp",
         ),
         (lambda m: m.update({"position_embeddings.weight": 3}), "holds no tensor at position_embeddings.weight"),
+        (dict.clear, r"missing position_embeddings.weight, (\S+, )+\S+ and 24 more; unknown nothing"),
     ],
 )
 def test_missing_unknown_and_misshapen_parameters_are_named(saved, tmp_path, change, message):
