@@ -1,7 +1,7 @@
 """Colossal-AI's ZeRO tutorial, GPT-2 Medium in a Hugging Face model, over megazero: such a loop with its imports changed.
 
 torchrun --nproc_per_node 2 examples/colossalai_gpt2.py                        # GPT-2 Medium
-python examples/colossalai_gpt2.py --layers 2 --hidden 32 --seq-len 16 --batch-size 2 --steps 3   # a laptop
+python examples/colossalai_gpt2.py --layers 2 --hidden 64 --seq-len 16 --batch-size 2 --steps 3   # a laptop
 """
 
 from __future__ import annotations
