@@ -32,6 +32,13 @@ def _set_state(state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _seed(seed: int) -> None:
+    if comm.local_device().type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 class RngTracker:
     """Named random streams of one device, one of which at a time takes the place of its default stream."""
 
@@ -69,10 +76,7 @@ class RngTracker:
                 f"seed {seed} for random stream {name!r} belongs to another stream already. Choose another."
             )
         outer = _get_state()
-        if comm.local_device().type == "cuda":
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        _seed(seed)
         self._states[name] = _get_state()
         self._seeds.add(seed)
         _set_state(outer)
@@ -139,10 +143,7 @@ def model_parallel_cuda_manual_seed(seed: int, model_parallel_rank: int | None =
     rank = get_model_parallel_rank() if model_parallel_rank is None else model_parallel_rank
     own_seed = seed + MODEL_PARALLEL_SEED_OFFSET + rank
     _tracker.reset()
-    if comm.local_device().type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    _seed(seed)
     _tracker.add(MODEL_PARALLEL_RNG, own_seed)
 
 
