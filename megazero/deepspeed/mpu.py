@@ -25,7 +25,7 @@ from megazero.zero.units import shape_of
 logger = logging.getLogger(__name__)
 
 # Attributes of Megatron-LM's first layers, whose matrices are cut along this dimension.
-_DIM_OF = {
+_DIM_BY_ATTRIBUTE = {
     "output_size_per_partition": 0,
     "num_embeddings_per_partition": 0,
     "input_size_per_partition": 1,
@@ -69,15 +69,15 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}".lstrip(".")
             if _is_marked(parameter) and full_name not in cuts:
-                marked.append((full_name, module, name, parameter))
+                marked.append((full_name, module, name, parameter, _dim_of(module, parameter)))
     # A tied parameter is cut as the layer says that knows; `partitions` then has that for its other names too.
-    told = {id(parameter) for _, module, _, parameter in marked if _says_where(module, parameter)}
-    for _, module, name, parameter in marked:
-        if _says_where(module, parameter) or id(parameter) not in told:
+    told = {id(parameter) for *_, parameter, dim in marked if dim is not None}
+    guessed = [full_name for full_name, *_, parameter, _ in marked if id(parameter) not in told]
+    for full_name, module, name, parameter, dim in marked:
+        if dim is not None or full_name in guessed:
             declared = getattr(module, "partitions", None)
             declared = declared if isinstance(declared, dict) else {}
-            module.partitions = declared | {name: _cut(module, parameter, groups.model_parallel_size)}
-    guessed = [full_name for full_name, _, _, parameter in marked if id(parameter) not in told]
+            module.partitions = declared | {name: _cut(parameter, dim or 0, groups.model_parallel_size)}
     if guessed:
         logger.warning(
             "these parameters are marked as parts of larger ones, but not along which dimension they are cut: %s. Rows are "
@@ -93,19 +93,21 @@ def _is_marked(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, mark, False) is True for mark in ("tensor_model_parallel", "model_parallel"))
 
 
-def _says_where(module: nn.Module, parameter: nn.Parameter) -> bool:
-    is_told = getattr(parameter, "partition_dim", -1) >= 0 or any(hasattr(module, name) for name in _DIM_OF)
-    return is_told or len(shape_of(parameter)) == 1
-
-
-def _cut(module: nn.Module, parameter: nn.Parameter, size: int) -> Partition:
-    """How one part belongs to the whole; along rows where nothing says so."""
-    shape = shape_of(parameter)
+def _dim_of(module: nn.Module, parameter: nn.Parameter) -> int | None:
+    """The dimension that a marked parameter is cut along, as it or its layer says; None where neither does."""
     dim = getattr(parameter, "partition_dim", -1)
-    if dim < 0:  # a bias is that of the rows
-        dim = 0 if len(shape) == 1 else next((dim for name, dim in _DIM_OF.items() if hasattr(module, name)), 0)
+    if dim >= 0:
+        return dim
+    if len(shape_of(parameter)) == 1:  # a bias is that of the rows
+        return 0
+    return next((dim for name, dim in _DIM_BY_ATTRIBUTE.items() if hasattr(module, name)), None)
+
+
+def _cut(parameter: nn.Parameter, dim: int, size: int) -> Partition:
+    """How one of `size` parts belongs to the whole."""
     stride = vars(parameter).get("stride", 1)  # v1.1.5 calls that of a bias so, which hides the tensor's method
-    return Partition(dim, getattr(parameter, "partition_stride", stride), full_size=shape[dim] * size)
+    stride = getattr(parameter, "partition_stride", stride)
+    return Partition(dim, stride, full_size=shape_of(parameter)[dim] * size)
 
 
 def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
