@@ -10,11 +10,12 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
     {"option", "nested", "json_source", "comm", "files", "launch", "logging", "nvme", "timers", "throughput"},
-    {"mpu", "optim", "metrics", "entry", "runner", "json_schema"},
-    {"activation_checkpointing", "ops"},
-    {"zero", "data"},
+    {"mpu", "optim", "metrics", "entry", "runner"},
+    {"ops", "zero", "data"},
+    {"json_config"},
+    {"activation_checkpointing"},
     {"model"},
-    {"checkpoint", "json_config"},
+    {"checkpoint"},
     {"utils", "config", "engine", "evaluation"},
     {"arguments", "job", "inference", "deepspeed"},
     {"job_checkpoints", "reporting", "plan"},

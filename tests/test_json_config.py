@@ -14,7 +14,7 @@ import pytest
 from megazero.arguments import load_config
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.old_forms import DISABLED_ONLY
-from megazero.json_schema import default_of, every_key, show
+from megazero.json_config.schema import default_of, every_key, show
 from megazero.json_source import parse_json, strip_comments
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits

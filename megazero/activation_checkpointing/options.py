@@ -1,4 +1,4 @@
-"""How activations are kept: the settings of a checkpointer, which are flags of the job, and DeepSpeed's JSON section."""
+"""How activations are kept: the settings of a checkpointer, which are flags of the job."""
 
 from __future__ import annotations
 
@@ -6,35 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.json_schema import OBEYED, Reader, key
+from megazero.json_config.schema import Reader
+from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, ActivationCheckpointingSection
 from megazero.json_source import DeepSpeedConfigError, read_source
 from megazero.option import option
-
-SECTION = "activation_checkpointing"
-FIELD_OF_KEY = {
-    "partition_activations": "partition_activations",
-    "number_checkpoints": "num_checkpoints",
-    "contiguous_memory_optimization": "contiguous_checkpointing",
-    "cpu_checkpointing": "checkpoint_in_cpu",
-    "profile": "profile",
-    "synchronize_checkpoint_boundary": "synchronize",
-}
-
-
-@dataclass(frozen=True)
-class ActivationCheckpointingSection:
-    """DeepSpeed's JSON section: how activations are kept where the model checkpoints them."""
-
-    partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
-    number_checkpoints: int | None = key(
-        None, OBEYED, "checkpointed calls that contiguous_memory_optimization has room for", at_least=1
-    )
-    contiguous_memory_optimization: bool = key(
-        False, OBEYED, "what is kept lies in one storage; needs partition_activations"
-    )
-    cpu_checkpointing: bool = key(False, OBEYED, "what is kept rests in pinned host memory; beside a CUDA device")
-    profile: bool = key(False, OBEYED, "times checkpointed calls in forward and backward")
-    synchronize_checkpoint_boundary: bool = key(False, OBEYED, "waits for the device before and after each call")
 
 
 @dataclass(frozen=True)
@@ -69,7 +44,7 @@ class CheckpointSettings:
         if self.num_checkpoints is not None and self.num_checkpoints < 1:
             raise DeepSpeedConfigError(
                 f"num_checkpoints must be at least 1, got {self.num_checkpoints} (--num-checkpoints; "
-                f"{SECTION}.number_checkpoints): it is how many checkpointed calls contiguous storage has room for."
+                f"{CHECKPOINTING}.number_checkpoints): it is how many checkpointed calls contiguous storage has room for."
             )
         if self.checkpoint_nvme_path and (self.checkpoint_in_cpu or self.contiguous_checkpointing):
             raise DeepSpeedConfigError(
@@ -95,6 +70,6 @@ def settings_from(source: Any, given: Mapping[str, Any]) -> CheckpointSettings:
         DeepSpeedConfigError: a key or a value is wrong, or two of them contradict each other.
     """
     document = {} if source is None else read_source(source)
-    section = Reader({}).section(ActivationCheckpointingSection, document.get(SECTION) or {}, SECTION)
-    values = {field: getattr(section, key) for key, field in FIELD_OF_KEY.items()}
+    section = Reader({}).section(ActivationCheckpointingSection, document.get(CHECKPOINTING) or {}, CHECKPOINTING)
+    values = {field: getattr(section, key) for key, field in CHECKPOINTING_FIELDS.items()}
     return CheckpointSettings(**{**values, **{name: value for name, value in given.items() if value is not None}})

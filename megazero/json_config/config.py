@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.activation_checkpointing.options import ActivationCheckpointingSection
+from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
 from megazero.json_config.sections import (
+    ActivationCheckpointingSection,
     AioSection,
     Bf16Section,
     CheckpointSection,
@@ -17,7 +18,6 @@ from megazero.json_config.sections import (
     SchedulerSection,
 )
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection, ZeroSection
-from megazero.json_schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.zero.config import ZeroConfig

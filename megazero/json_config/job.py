@@ -6,12 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megazero.activation_checkpointing.options import FIELD_OF_KEY
-from megazero.activation_checkpointing.options import SECTION as CHECKPOINTING
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, ZERO, Flags
-from megazero.json_config.sections import OptimizerSection
-from megazero.json_schema import ALWAYS, every_key
+from megazero.json_config.schema import ALWAYS, every_key
+from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, OptimizerSection
 from megazero.mpu.groups import check_model_parallel_size
 
 logger = logging.getLogger(__name__)
@@ -110,7 +108,7 @@ def _said(config: JsonConfig) -> list[tuple[str, str, Any]]:
         ("bf16.enabled", "bf16", config.bf16.enabled),
         ("fp16.enabled", "fp16", fp16.enabled),
         *((key, field, getattr(zero, field)) for key, field in ZERO_FIELDS.items()),
-        *((f"{CHECKPOINTING}.{key}", field, getattr(kept, key)) for key, field in FIELD_OF_KEY.items()),
+        *((f"{CHECKPOINTING}.{key}", field, getattr(kept, key)) for key, field in CHECKPOINTING_FIELDS.items()),
     ]
     for name in ("offload_optimizer", "offload_param"):
         if getattr(zero, name) != "none":

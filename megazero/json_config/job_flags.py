@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from megazero.json_schema import AUTO, join, show
+from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.schedules import SCHEDULES
 

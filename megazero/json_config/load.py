@@ -9,7 +9,7 @@ from typing import Any
 
 from megazero.json_config.config import JsonConfig
 from megazero.json_config.old_forms import modernised, without_disabled
-from megazero.json_schema import AUTO, Reader, check_types
+from megazero.json_config.schema import AUTO, Reader, check_types
 from megazero.json_source import DeepSpeedConfigError, read_source
 
 logger = logging.getLogger(__name__)

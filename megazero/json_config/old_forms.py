@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megazero.json_schema import AUTO, join, show
+from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 
 _MONITOR = (

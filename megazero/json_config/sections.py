@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from megazero.json_schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
+from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.nvme import AioConfig
 from megazero.optim.optimizers import optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 
 _NVME = "for shards on NVMe"
+
+CHECKPOINTING = "activation_checkpointing"  # the name of a section
+# The field of CheckpointSettings that says what a key of it says.
+CHECKPOINTING_FIELDS = {
+    "partition_activations": "partition_activations",
+    "number_checkpoints": "num_checkpoints",
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "profile": "profile",
+    "synchronize_checkpoint_boundary": "synchronize",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,22 @@ class SchedulerSection:
             scheduler_by_name(self.type, self.params)
         except ValueError as error:
             raise DeepSpeedConfigError(f"scheduler: {error}") from error
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSection:
+    """How activations are kept where the model checkpoints them."""
+
+    partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
+    number_checkpoints: int | None = key(
+        None, OBEYED, "checkpointed calls that contiguous_memory_optimization has room for", at_least=1
+    )
+    contiguous_memory_optimization: bool = key(
+        False, OBEYED, "what is kept lies in one storage; needs partition_activations"
+    )
+    cpu_checkpointing: bool = key(False, OBEYED, "what is kept rests in pinned host memory; beside a CUDA device")
+    profile: bool = key(False, OBEYED, "times checkpointed calls in forward and backward")
+    synchronize_checkpoint_boundary: bool = key(False, OBEYED, "waits for the device before and after each call")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.json_schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, key
+from megazero.json_config.schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.zero.config import PLACEMENTS
 
