@@ -52,7 +52,7 @@ class Channel:
     def __init__(self, group: ProcessGroup, *, shard_size: int | None = None, timeout_s: float | None = None) -> None:
         """Collective over `group` on gloo: the other ranks of the world need not come.
 
-        On NCCL collective over the world: all its ranks come at the same time, each with its own group (see `NativeLane`).
+        On NCCL collective over the world: all its ranks come at the same time, each with its own group (see `new_group_like`).
 
         Args:
             group: the ranks that take part, this one among them.

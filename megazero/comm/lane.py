@@ -158,11 +158,11 @@ class _Job:
 class NativeLane:
     """The backend's own collectives on process groups of its own: in NCCL's terms a communicator and its stream, or two.
 
-    Reductions and gathers share one. With two, a gather could overlap a reduction, but kernels of two communicators that run in
-    another order on another rank can wait for each other for ever, and NCCL asks for one order over all communicators. In one
-    queue there is one order to keep: that in which the collectives are issued, which is equal on all ranks as long as all of them
-    run the same graph. Nothing compares the names of collectives here: ranks that issue them in another order get a hang or each
-    other's data.
+    Reductions and gathers share a communicator. With two, a gather could overlap a reduction, but kernels of two
+    communicators that run in another order on another rank can wait for each other for ever, and NCCL asks for one order over
+    all communicators. In one queue there is one order to keep: that in which the collectives are issued, which is equal on
+    all ranks as long as all of them run the same graph. Nothing compares the names of collectives here: ranks that issue them
+    in another order get a hang or each other's data.
     """
 
     def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
