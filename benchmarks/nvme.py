@@ -131,7 +131,7 @@ class Way:
         self.settle()
         self.forget()
         start = time.perf_counter()
-        self.optimizer.step()
+        self.optimizer.update()
         self.settle()
         return time.perf_counter() - start
 

@@ -367,7 +367,7 @@ class Engine:
 
     def _update(self) -> float:
         try:
-            return self._optimizer.step(later=0 < self.zero.delayed_param_update <= self.global_steps)
+            return self._optimizer.update(later=0 < self.zero.delayed_param_update <= self.global_steps)
         except (torch.OutOfMemoryError, comm.OtherRankError):
             raise  # they say it themselves
         except RuntimeError as error:

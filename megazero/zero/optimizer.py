@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -110,31 +110,36 @@ class BucketOptimizer(SlicedOptimizer):
         """The loss scaler: `cur_scale`, `dynamic_loss_scale`, ..."""
         return self.loss_scaler
 
-    def step(self, later: bool = False) -> float:
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: only `engine.step` counts micro-batches and steps, and moves the learning-rate schedule.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "optimizer.step(): the engine makes the steps, as it counts micro-batches and moves the learning-rate schedule. Call "
+            "engine.step() after every engine.backward(loss)."
+        )
+
+    def update(self, later: bool = False) -> float:
         """One update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
 
         A norm that is not finite (`overflow`) leaves weights and optimizer state untouched.
 
         Args:
-            later: the update goes on in the background; its weights are the model's after the next `step` or `finish`.
+            later: the update goes on in the background; its weights are the model's after the next `update` or `finish`.
 
         Raises:
-            RuntimeError: gradients are not reduced.
             ValueError: as of `refuse_unfit`, where hooks or settings have changed since.
         """
         self.refuse_unfit(later)
         self.finish()
         self.refuse_torn()
-        if not all(gradient_of(bucket).is_reduced for bucket in self._trained):
-            raise RuntimeError(
-                "optimizer.step(): gradients are not summed over the data-parallel ranks, or there are none. Call engine.step() "
-                "after every engine.backward(loss): it counts micro-batches, by which backward knows the last one."
-            )
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
-            start = self._start_update if later else self._update
+            start = self._start_in_background if later else self._run
             start(clip / self.cur_scale)
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
@@ -181,7 +186,7 @@ class BucketOptimizer(SlicedOptimizer):
     def _trained(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.is_trainable]
 
-    def _update(self, factor: float) -> None:
+    def _run(self, factor: float) -> None:
         gradients = {bucket: gradient_of(bucket).owned for bucket in self._trained}
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
@@ -189,7 +194,7 @@ class BucketOptimizer(SlicedOptimizer):
             bucket.weights.wait_gathered()
         self.is_torn = False
 
-    def _start_update(self, factor: float) -> None:
+    def _start_in_background(self, factor: float) -> None:
         gradients = {bucket: gradient_of(bucket).take() for bucket in self._trained}
         staged = {bucket: bucket.staging() for bucket in self._trained}
         update = Update(self, gradients, factor, scales_itself=False, steps_apart=True, staged=staged)
