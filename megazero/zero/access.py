@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.zero.bucket import MASTER, Bucket, gradient_of
-from megazero.zero.layout import Segment
+from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import bucket_of
 from megazero.zero.storage import view_of
-
-_UNTRAINED = "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
 
 # An optimizer refers to its buckets.
 _optimizer_of: WeakKeyDictionary[Bucket, ref[BucketOptimizer]] = WeakKeyDictionary()
@@ -39,6 +37,26 @@ def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | 
         return None
     optimizer.finish()
     return bucket, bucket.segment_of(parameter), optimizer
+
+
+def _find_trained(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer]:
+    """Where a trained parameter lies.
+
+    Raises:
+        ValueError: it is frozen, or no engine holds it.
+    """
+    found, bucket = _find(parameter), bucket_of(parameter)
+    if found is not None:
+        return found
+    segment = None if bucket is None else bucket.segment_of(parameter)
+    if segment is not None and segment.group != NO_GROUP and parameter.requires_grad:
+        raise ValueError(
+            f"{segment.name} has been unfrozen, and has fp32 weights, gradient and optimizer state from the next forward on: "
+            "call engine(...) before."
+        )
+    raise ValueError(
+        "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
+    )
 
 
 @contextmanager
@@ -180,10 +198,7 @@ def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes this rank's part of the fp32 master weight: 1-D, of the size that the getter returns. Collective."""
-    found = _find(parameter)
-    if found is None:
-        raise ValueError(_UNTRAINED)
-    bucket, segment, _ = found
+    bucket, segment, _ = _find_trained(parameter)
     bucket.refuse_if_held("setting a value")
     bucket.channel.meet(f"safe_set_local_fp32_param of {segment.name}")
     with bucket.master_to_write() as master:
@@ -228,16 +243,14 @@ def _set_local(part: Tensor, values: Tensor) -> None:
 
 def _trained(parameter: nn.Parameter, values: Tensor, setter: str) -> tuple[Bucket, Segment, BucketOptimizer]:
     """Where a parameter lies that `setter` may write to, when every data-parallel rank has come: half of it would be set else."""
-    found = _find(parameter)
-    if found is None:
-        raise ValueError(_UNTRAINED)
-    found[0].refuse_if_held("setting a value")
-    if tuple(values.shape) != found[1].shape:
+    bucket, segment, optimizer = _find_trained(parameter)
+    bucket.refuse_if_held("setting a value")
+    if tuple(values.shape) != segment.shape:
         raise ValueError(
-            f"{found[1].name}: values of shape {tuple(values.shape)} for a parameter of shape {found[1].shape}."
+            f"{segment.name}: values of shape {tuple(values.shape)} for a parameter of shape {segment.shape}."
         )
-    found[0].channel.meet(f"{setter} of {found[1].name}")
-    return found
+    bucket.channel.meet(f"{setter} of {segment.name}")
+    return bucket, segment, optimizer
 
 
 def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import mpu
+from megazero import mpu, utils
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
@@ -110,6 +110,22 @@ def test_unfreezing_what_no_group_has_is_told(one_rank, caplog):
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     assert [line.split(":")[0] for line in caplog.messages if "is not trained" in line] == ["1.weight"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_setting_what_has_just_been_unfrozen_asks_for_a_forward_before(one_rank, stage):
+    model = toy()
+    weight = model.blocks[0].up.weight.requires_grad_(False)
+    engine = engine_of(model, lambda g: torch.optim.SGD(g, lr=0.1), stage)
+    with pytest.raises(ValueError, match="is not trained by an engine"):
+        utils.safe_set_full_fp32_param(weight, torch.ones(15, 5))
+    weight.requires_grad_(True)
+    for setter in (utils.safe_set_full_fp32_param, utils.safe_set_local_fp32_param):
+        with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight has been unfrozen.*call engine\(\.\.\.\) before"):
+            setter(weight, torch.ones(15, 5))
+    engine(batches(0)[0])
+    utils.safe_set_full_fp32_param(weight, torch.ones(15, 5))
+    assert (engine.state_dict()["blocks.0.up.weight"] == 1).all()
 
 
 # ---- checkpoints
