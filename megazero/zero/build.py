@@ -10,10 +10,11 @@ from torch import nn
 
 from megazero import comm
 from megazero.comm import Channel
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import Homes
 from megazero.zero.parameter import bucket_of, forget, keep
+from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -109,7 +110,21 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
         source.weights.gather()
     for source in sources:
         source.weights.wait_gathered()
+        _give_master_weights(source)
     return sources
+
+
+def _give_master_weights(source: Bucket) -> None:
+    """Where an engine was laid out and not finished: its parameters have fp32 values again, not these rounded. Collective."""
+    if not source.is_trainable or source.weights.flat.dtype == torch.float32:
+        return
+    source.adopt_written()
+    with source.states[MASTER].at_hand() as owned:
+        whole = source.whole(owned)
+    for segment in source.layout.segments:
+        parameter = source.parameters.get(segment.name)  # None: it has gone to another bucket
+        if parameter is not None and is_same_memory(parameter, source.weights.view(segment.name)):
+            parameter.data = view_of(whole, segment)
 
 
 def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:

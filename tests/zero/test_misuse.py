@@ -284,3 +284,25 @@ def test_dtypes_that_cannot_be_trained_are_refused_and_mixed_ones_keep_their_val
     with pytest.raises(ValueError, match="at least 1, got 0"):
         make_engine(nn.Linear(2, 2), 1, gradient_accumulation_steps=0)
     engine.destroy()
+
+
+def retry_case(folder: str) -> None:
+    mpu.initialize_model_parallel(1)
+    cpu, nvme = ({"offload_optimizer": home, "offload_param": home, "nvme_path": folder} for home in ("cpu", "nvme"))
+    for stage, homes in ((0, {}), (1, {}), (2, {}), (3, {}), (3, cpu), (3, nvme)):
+        torch.manual_seed(0)
+        model = Toy()
+        want = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(ZeroDivisionError):
+            make_engine(model, stage, dtype=torch.bfloat16, zero=homes, lr_scheduler=lambda _: 1 / 0)
+        with zero.GatheredParameters(model.norm.weight, modifier_rank=0), torch.no_grad():
+            want["norm.weight"] = model.norm.weight.fill_(2.5).float()
+        engine = make_engine(model, stage, dtype=torch.bfloat16, zero=homes)
+        for name, p in model.named_parameters():
+            assert torch.equal(utils.safe_get_full_fp32_param(p), want[name])
+            assert torch.equal(engine.state_dict()[name], want[name].bfloat16())
+        engine.destroy()
+
+
+def test_an_engine_after_one_that_failed_has_the_fp32_values_again(tmp_path):
+    run_ranks(2, retry_case, str(tmp_path))
