@@ -6,7 +6,6 @@ import argparse
 import difflib
 import logging
 import math
-import os
 import sys
 import types
 import typing
@@ -303,8 +302,7 @@ def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Confi
     parts = list(typing.get_type_hints(Config).values())
     given = parse(make_parser(parts, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
     config = config_of(given, world_size)
-    if os.environ.get("RANK", "0") == "0":  # all ranks are given the same
-        config.warn_of_idle()
+    config.warn_of_idle()
     return config
 
 

@@ -9,6 +9,7 @@ from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.store import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.json_config.sections import SchedulerSection
+from megazero.logging import ALIKE
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
@@ -134,6 +135,7 @@ class Config:
                 "nothing is recomputed, so how activation checkpoints are kept (%s) has no effect; it needs "
                 "--checkpoint-activations, or --recompute",
                 ", ".join(idle),
+                extra=ALIKE,
             )
 
     def checkpoint_settings(self) -> CheckpointSettings:

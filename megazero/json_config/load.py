@@ -11,6 +11,7 @@ from megazero.json_config.config import JsonConfig
 from megazero.json_config.old_forms import modernised, without_disabled
 from megazero.json_config.schema import AUTO, Reader, check_types
 from megazero.json_source import DeepSpeedConfigError, read_source
+from megazero.logging import ALIKE
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,8 @@ def load_json_config(
     config = JsonConfig(
         **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
     )
-    if os.environ.get("RANK", "0") == "0":  # all ranks read the same
-        for warning in reader.warnings:
-            logger.warning("configuration: %s", warning)
+    for warning in reader.warnings:
+        logger.warning("configuration: %s", warning, extra=ALIKE)
     return config
 
 

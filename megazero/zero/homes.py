@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero import comm
+from megazero.logging import ALIKE
 from megazero.nvme import PAGE, SwapFile, check_space
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_plan import first_that_fit
@@ -52,11 +53,12 @@ class Homes:
         """
         pin, swap, link = config.pin_memory, None, None
         is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
-        if config.offload_param != "none" and is_split and is_trained and torch.distributed.get_rank() == 0:
+        if config.offload_param != "none" and is_split and is_trained:
             logger.warning(
                 "--offload-param %s frees nothing on the device while --offload-optimizer is none: the fp32 master weights there "
                 "would be the shards of the parameters. Offload the optimizer as well.",
                 config.offload_param,
+                extra=ALIKE,
             )
         kept = kept_on_device(plans, config.offload_optimizer_ratio)
         away = [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]

@@ -233,7 +233,7 @@ class Schedule:
         module, bucket = self._forwards.innermost, bucket_of(parameter)
         if module is None or bucket is None:
             return False
-        if not any(parameter is known for known in external_parameters(module)) and torch.distributed.get_rank() == 0:
+        if not any(parameter is known for known in external_parameters(module)):
             logger.info(
                 "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
                 type(module).__name__,
