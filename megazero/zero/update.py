@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor
 
-from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled
+from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled, unmixed
 from megazero.zero.bucket import MASTER, Bucket, gradient_of
 from megazero.zero.home import Vector
 from megazero.zero.sliced import Slice, SlicedOptimizer
@@ -151,16 +151,14 @@ class Update:
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
 
     def _is_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> bool:
-        bucket = tile[0]
-        has_16_bits = gradient_of(bucket).dtype != torch.float32 or bucket.has_16_bits_beside
-        is_wanted = has_16_bits or self._staged is not None
+        is_wanted = _has_16_bits(tile[0]) or self._staged is not None
         return is_wanted and self.is_adam and states[MASTER].device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
         bucket, start, stop = tile
         factor, pieces = self._factor * gradient_of(bucket).to_mean, self._slices(tile)
-        # The faster kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
-        kernel = mixed if bucket.is_offloaded or self._staged is not None else tiled
+        # The compiled kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
+        kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
         place = self._place_of_weights(tile, [part for _, part in pieces])
         with self._gradients[bucket].at_hand(start, stop) as owned, place or nullcontext() as weights:
             for piece, part in pieces:
@@ -201,3 +199,8 @@ class Update:
                 self._optimizer.adopt_state(piece, states)
             if piece.bucket.states[MASTER].resident is None:
                 piece.master.data = piece.master.data.new_empty(0)
+
+
+def _has_16_bits(bucket: Bucket) -> bool:
+    """Whether an update of the bucket reads or writes other numbers than fp32."""
+    return gradient_of(bucket).dtype != torch.float32 or bucket.has_16_bits_beside

@@ -111,6 +111,15 @@ def test_mixed_precision_is_torchs_fused_fp32_step_and_a_cast_bit_for_bit(kernel
         assert torch.equal(given.grads, before)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_the_kernel_for_fp32_alone_is_torchs_fused_step_bit_for_bit(scale):
+    given = operands(4096 + 77, torch.float32, None)
+    expected = wanted(given, SETTINGS, 7, scale)
+    adam_kernels.unmixed(SETTINGS, given, 7.0, scale)
+    for got, want in zip(results(given), expected, strict=True):
+        assert_same(got, want)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", SIXTEEN)
 def test_every_sixteen_bit_number_is_read_and_written_rightly(kernel, dtype):

@@ -6,6 +6,8 @@ import errno
 import importlib.util
 import itertools
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -330,21 +332,33 @@ def test_states_in_host_memory_are_updated_tile_by_tile_bit_for_bit(dtype, stage
         assert max(tiles) == TILE_MULTIPLE and len(tiles) >= 3 * 4 * 3  # of 3 steps, 4 blocks in 3 tiles each
 
 
-def compiled_case(offload_optimizer: str) -> bool:
-    """Whether a step of 90,000 bf16 weights has loaded the compiled kernel."""
+def compiled_case(dtype: torch.dtype, **zero: Any) -> bool:
+    """Whether two steps of 90,000 weights have loaded the compiled kernel."""
     mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
-    options = {"dtype": torch.bfloat16, "zero": {"offload_optimizer": offload_optimizer}}
-    engine = make_engine(nn.Sequential(nn.Linear(300, 300)), 1, **options)
-    engine.backward(engine(torch.ones(1, 300, dtype=torch.bfloat16)).float().square().mean())
-    engine.step()
+    engine = make_engine(nn.Sequential(nn.Linear(300, 300)), 1, dtype=dtype, zero=zero)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 300, dtype=dtype)).float().square().mean())
+        engine.step()
+    engine.optimizer.finish()
     return "megazero.optim.adam_numba" in sys.modules
 
 
 @pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="there is no numba")
-@pytest.mark.parametrize("home", ["none", "cpu"])
-def test_a_hundred_megabytes_of_compiler_are_loaded_only_where_the_optimizer_is_offloaded(home):
-    assert run_ranks(1, compiled_case, home) == [home == "cpu"]
+@pytest.mark.parametrize(
+    "dtype, home, delayed, is_loaded",
+    [
+        (torch.bfloat16, "none", 0, False),
+        (torch.bfloat16, "cpu", 0, True),
+        (torch.float32, "cpu", 0, False),
+        (torch.float32, "cpu", 1, False),
+    ],
+)
+def test_a_hundred_megabytes_of_compiler_are_loaded_only_for_16_bits_that_are_offloaded(
+    dtype, home, delayed, is_loaded
+):
+    found = run_ranks(1, partial(compiled_case, dtype, offload_optimizer=home, delayed_param_update=delayed))
+    assert found == [is_loaded]
 
 
 def ratio_case(path: str, stage: int, dtype: torch.dtype | None) -> list[tuple[float, bool]]:
