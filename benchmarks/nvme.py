@@ -113,9 +113,10 @@ class Way:
         model = Model(args.units, unit_numel(args), getattr(torch, args.dtype))
         group_of, settings = weight_decay_groups(model, 0.1)
         groups = mpu.get_groups()
-        plans = plan_buckets(model, select_units(model, None), 1, group_of, set())
+        zero = ZeroConfig(stage=2)
+        plans = plan_buckets(model, select_units(model, None), 1, group_of, set(), zero)
         homes = Homes(optimizer=home, tile_numel=tile)
-        self.buckets = build_buckets(plans, comm.Channel(groups.data), ZeroConfig(stage=2), homes)
+        self.buckets = build_buckets(plans, comm.Channel(groups.data), zero, homes)
         settings = [{**group, "lr": 1e-3} for group in settings]
         factory = OptimizerConfig().factory()
         self.optimizer = BucketOptimizer(self.buckets, factory, settings, groups.data, True, LossScaler(), 1.0)

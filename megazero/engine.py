@@ -110,9 +110,8 @@ class Engine:
             num_shards,
             group_of,
             replicated=set(group_of) - set(cuts),
+            zero=self.zero,
             dtype=dtype,
-            persistence=self.zero.whole_below,
-            most_persistent=self.zero.model_persistence_threshold,
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")

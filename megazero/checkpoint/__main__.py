@@ -20,7 +20,7 @@ from megazero.checkpoint.listing import describe, describe_directory, locate, op
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.reshape import reshape
 from megazero.checkpoint.verify import verify
-from megazero.zero.build import DTYPES
+from megazero.optim.loss_scaler import DTYPES
 from megazero.zero.memory import size
 
 _PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"

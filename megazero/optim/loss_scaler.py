@@ -13,6 +13,7 @@ from megazero.option import option
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of parameters, by their names here
 MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped, a broken run ends
 
 

@@ -125,8 +125,8 @@ def plan_job(setup: Setup) -> JobPlan:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
     shape, settings = setup.shape, setup.states
-    ranks, whole = (shape.model_parallel_size, settings.num_shards), settings.zero.whole_below
-    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, whole)
+    ranks = shape.model_parallel_size, settings.num_shards
+    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero)
     needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, settings)
     work = plan_activations(setup.model, shape, setup.checkpoints)

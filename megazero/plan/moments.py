@@ -33,15 +33,15 @@ class _Block:
     @classmethod
     def of(cls, needs: Sequence[BucketBytes], settings: StateSettings) -> _Block:
         """That of the buckets of one block."""
-        units = [[need for need in needs if need.unit == unit] for unit in {need.unit for need in needs}]
+        units = [[need for need in needs if need.plan.unit == n] for n in {need.plan.unit for need in needs}]
         is_sharded = settings.sharding.gradients
         return cls(
-            max(sum(need.whole_parameters for need in unit) for unit in units) if settings.sharding.parameters else 0,
+            max(sum(need.whole_parameters for need in unit) for unit in units),
             max(sum(need.whole_gradient for need in unit) for unit in (units if is_sharded else [needs])),
             max(need.wire for need in needs),
             sum(need.gradients for need in needs),
-            sum(need.leaving(settings) for need in needs) if is_sharded else 0,
-            sum(need.coming for need in needs) if settings.has_link(settings.param_home) else 0,
+            sum(need.leaving for need in needs) if is_sharded else 0,
+            sum(need.coming for need in needs),
         )
 
 
@@ -90,13 +90,13 @@ def step_moments(
 
 
 def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: int) -> tuple[list[_Block], _Block]:
-    units = 1 + max(need.unit for need in needs)
+    units = 1 + max(need.plan.unit for need in needs)
     per_block = units // num_layers
     by_block: list[list[BucketBytes]] = [[] for _ in range(num_layers)]
     for need in needs:
-        if need.unit != ROOT:
-            by_block[need.unit // per_block].append(need)
-    root = [need for need in needs if need.unit == ROOT]
+        if need.plan.unit != ROOT:
+            by_block[need.plan.unit // per_block].append(need)
+    root = [need for need in needs if need.plan.unit == ROOT]
     return [_Block.of(block, settings) for block in by_block], _Block.of(root, settings)
 
 

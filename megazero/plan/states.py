@@ -11,6 +11,7 @@ from megazero.comm import ProcessGroup
 from megazero.engine import weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from megazero.zero.config import ZeroConfig
 from megazero.zero.units import ROOT, BucketPlan, find_units, plan_buckets
 
 
@@ -28,12 +29,11 @@ class _Ranks:
 
 
 def gpt2_buckets(
-    model: GPT2Config, model_parallel_size: int, num_shards: int, dtype: torch.dtype, persistence: int = 0
+    model: GPT2Config, model_parallel_size: int, num_shards: int, dtype: torch.dtype, zero: ZeroConfig
 ) -> list[BucketPlan]:
     """The buckets that an engine would make of `model` on one tensor-parallel rank. Blocks are equal, so one is laid out.
 
-    Args:
-        persistence: parameters of fewer elements stay whole; every block's, as if their number had no limit.
+    What `zero` keeps whole of its parameters is so in every block, as if their number had no limit.
 
     Raises:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
@@ -42,7 +42,8 @@ def gpt2_buckets(
     with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
     group_of, _ = weight_decay_groups(one, 0.0)
-    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), persistence=persistence)
+    zero = replace(zero, model_persistence_threshold=None)
+    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), zero=zero)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     return [

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megazero.model.config import GPT2Config
 from megazero.plan.activations import Shape
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings
-from megazero.zero.build import dtype_of
-from megazero.zero.units import ROOT
+from megazero.zero.units import ROOT, BucketPlan
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,27 @@ def plan_traffic(
     settings: StateSettings,
 ) -> Traffic:
     """The traffic of a step: psi is the parameters of the trained buckets of `needs`, with their padding."""
-    n, m, stage = settings.num_shards, settings.micro_batches, settings.zero.stage
+    n, m, is_sharded = settings.num_shards, settings.micro_batches, settings.sharding.gradients
     sets = settings.data_parallel_size // n  # between which a shard's sums are added up, by an all-reduce
+    times = m if is_sharded else 1  # that gradients are reduced
     trained = [need for need in needs if need.owned]
-    psi = sum(need.layout_numel for need in trained)
-    root = sum(need.layout_numel for need in trained if need.unit == ROOT)
-    reduced = psi * (m if stage >= 2 else 1)
+    reduced = sum(need.plan.layout.numel for need in trained) * times
     across = 2 * reduced // n * (sets - 1) // sets
-    gathered = 2 * m * psi - m * root if stage == 3 else psi  # the root is gathered once per micro-batch
-    grad_dtype = dtype_of(settings.zero.grad_dtype, shape.dtype)
-    wire = dtype_of(settings.zero.reduce_dtype, shape.dtype, grad_dtype).itemsize
-    away = [need for need in trained if need.optimizer_home != "accelerator"]
+    gathered = sum(_gathered(need.plan, m) for need in trained)
+    wire = trained[0].plan.reduce_dtype.itemsize
+    away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
     states = sum(need.master + need.moments for need in away)
-    # Where they are sharded, each micro-batch's are added where O rests.
-    gradients = owned_away * grad_dtype.itemsize * (m if stage >= 2 else 1)
+    added = sum(need.owned_gradient for need in away)
+    gradients = added * times  # where they are sharded, each micro-batch's are added where O rests
     shards = gathered * shape.dtype.itemsize // n  # of parameters, each time that they are gathered
     on_disk = settings.optimizer_home == "nvme"
     params_away, params_on_disk = settings.param_home != "accelerator", settings.param_home == "nvme"
     has_link = settings.device_type != "cpu"
     # The device adds each further micro-batch's to the sum in host memory; to one in a file the host does.
-    sums = owned_away * grad_dtype.itemsize * (m - 1) if stage >= 2 and settings.optimizer_home == "cpu" else 0
+    sums = added * (m - 1) if is_sharded and settings.optimizer_home == "cpu" else 0
     # Whole gradients stay on the accelerator till the update; a delayed one takes a copy of P, for weights that are not P's yet.
-    swapped = gradients if stage >= 2 or settings.zero.delays_update else 0
+    swapped = gradients if is_sharded or settings.zero.delays_update else 0
     staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
@@ -78,6 +75,13 @@ def plan_traffic(
         disk_read=(states + swapped if on_disk else 0) + (shards + staged if params_on_disk else 0),
         disk_written=(states + swapped if on_disk else 0) + (owned * shape.dtype.itemsize if params_on_disk else 0),
     )
+
+
+def _gathered(plan: BucketPlan, micro_batches: int) -> int:
+    """Elements of P that ranks gather from each other in a step: all after the update, or for each forward and backward."""
+    if not plan.sharding.parameters:
+        return plan.layout.numel
+    return plan.layout.numel * micro_batches * (1 if plan.unit == ROOT else 2)  # the root stays for a micro-batch
 
 
 def _model_parallel(model: GPT2Config, shape: Shape) -> int:

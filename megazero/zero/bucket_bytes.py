@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megazero.zero.build import dtype_of
 from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.home import SUM_NUMEL
-from megazero.zero.homes import FP32_BYTES, kept_on_device, tile_numel
+from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
@@ -105,133 +106,170 @@ class StateSettings:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """Bytes of one bucket on a rank."""
+    """Bytes of one bucket on a rank.
 
-    unit: int
-    parameters: int  # these five are there from the first gradient to the update, and all but gradients between steps
-    gradients: int  # on the accelerator
-    reduced: int  # gradients that wait beside O, away from the accelerator: sharded ones, and those of a delayed update
-    master: int
-    moments: int
-    padding: float  # of these five
-    persistent: int  # of the parameters, what stays whole on the accelerator though others are sharded
-    whole_parameters: int  # while they are gathered
-    whole_gradient: int
-    owned_gradient: int  # of the elements that this rank updates
-    wire: int  # of the gradient in another dtype, where reduce_dtype asks for one
-    updating: int  # on the accelerator, during the update
-    layout_numel: int  # elements of all ranks' shards
-    shard: int  # elements of one
-    owned: int  # elements that this rank updates
-    optimizer_home: str  # of its O
+    Attributes:
+        settings: the job's; for a bucket whose O stays on the device, as if none were offloaded.
+    """
 
-    @classmethod
-    def of(cls, plan: BucketPlan, settings: StateSettings) -> BucketBytes:
-        """Those of a planned bucket."""
-        layout, sharding = plan.layout, settings.sharding
-        if plan.stays_whole:
-            sharding = replace(sharding, parameters=False)
-        grad_dtype = dtype_of(settings.zero.grad_dtype, plan.dtype)
-        reduce_dtype = dtype_of(settings.zero.reduce_dtype, plan.dtype, grad_dtype)
-        is_away = settings.optimizer_home != "accelerator"
-        grad_bytes = grad_dtype.itemsize if plan.is_trainable else 0  # per element, as all below
-        wire_bytes = reduce_dtype.itemsize if plan.is_trainable and reduce_dtype != grad_dtype else 0
-        state_bytes = FP32_BYTES if plan.is_trainable else 0
-        has_master = plan.dtype != torch.float32 or settings.has_own_master
-        is_cast = plan.is_trainable and sharding.parameters and has_master and settings.keeps_master_alone
-        moment_bytes = state_bytes * settings.states_per_element
-
-        def held(is_sharded: bool) -> int:
-            return layout.shard_numel if is_sharded else layout.numel
-
-        owned = held(sharding.optimizer)
-        stay = (
-            0 if is_cast else held(sharding.parameters) * plan.dtype.itemsize,
-            0 if sharding.gradients and is_away else held(sharding.gradients) * grad_bytes,
-            owned * grad_bytes * (sharding.gradients + settings.zero.delays_update) if is_away else 0,
-            owned * state_bytes * has_master,
-            owned * moment_bytes,
-        )
-        used = sum(segment.numel for segment in layout.segments)
-        return cls(
-            plan.unit,
-            *stay,
-            padding=sum(stay) * (layout.numel - used) / layout.numel if layout.numel else 0.0,
-            persistent=stay[0] if plan.stays_whole else 0,
-            whole_parameters=0 if plan.stays_whole else layout.numel * plan.dtype.itemsize,
-            whole_gradient=layout.numel * grad_bytes,
-            owned_gradient=owned * grad_bytes,
-            wire=layout.numel * wire_bytes,
-            updating=owned * state_bytes if settings.casts_gradient(grad_dtype) else 0,
-            layout_numel=layout.numel,
-            shard=layout.shard_numel,
-            owned=owned if plan.is_trainable else 0,
-            optimizer_home=settings.optimizer_home,
-        )
-
-    @property
-    def coming(self) -> int:
-        """This rank's part of the parameters, ahead of its gather; where it has the whole, that comes right into its place."""
-        is_part = self.shard < self.layout_numel
-        return self.whole_parameters // self.layout_numel * self.shard if is_part else 0
-
-    def leaving(self, settings: StateSettings) -> int:
-        """Of the reduced gradient, on its way over the link to where O rests."""
-        return self.owned_gradient if settings.has_link(self.optimizer_home) else 0
+    plan: BucketPlan
+    settings: StateSettings
 
     @classmethod
     def of_all(cls, plans: Sequence[BucketPlan], settings: StateSettings) -> list[BucketBytes]:
         """Those of each planned bucket, where `offload_optimizer_ratio` says whose O is offloaded."""
         kept = kept_on_device(plans, settings.zero.offload_optimizer_ratio)
         here = settings.with_zero(offload_optimizer="none", offload_optimizer_ratio=1.0, delayed_param_update=0)
-        return [cls.of(plan, here if index in kept else settings) for index, plan in enumerate(plans)]
+        return [cls(plan, here if index in kept else settings) for index, plan in enumerate(plans)]
+
+    # ---- P, G and O: there from the first gradient to the update, and all but gradients between steps
+
+    @property
+    def parameters(self) -> int:
+        """P: the shard, or the whole where it is not sharded."""
+        is_cast = self.plan.is_trainable and self.plan.sharding.parameters and self._has_master
+        if is_cast and self.settings.keeps_master_alone:
+            return 0
+        return self._held(self.plan.sharding.parameters) * self.plan.dtype.itemsize
+
+    @property
+    def persistent(self) -> int:
+        """Of the parameters, what stays whole on the accelerator though others are sharded."""
+        is_whole = self.settings.sharding.parameters and not self.plan.sharding.parameters
+        return self.parameters if is_whole else 0
+
+    @property
+    def gradients(self) -> int:
+        """G on the accelerator."""
+        is_elsewhere = self.plan.sharding.gradients and self._is_away
+        return 0 if is_elsewhere else self._held(self.plan.sharding.gradients) * self._grad_bytes
+
+    @property
+    def reduced(self) -> int:
+        """Gradients that wait beside O, away from the accelerator: sharded ones, and those of a delayed update."""
+        copies = self.plan.sharding.gradients + self.settings.zero.delays_update
+        return self.owned_gradient * copies if self._is_away else 0
+
+    @property
+    def master(self) -> int:
+        """Of O: the fp32 weights, where P is not these."""
+        return self.owned * FP32_BYTES if self._has_master else 0
+
+    @property
+    def moments(self) -> int:
+        """Of O: what the optimizer keeps for each element."""
+        return self.owned * FP32_BYTES * self.settings.states_per_element
+
+    @property
+    def padding(self) -> float:
+        """Of all these."""
+        layout = self.plan.layout
+        held = self.parameters + self.gradients + self.reduced + self.master + self.moments
+        used = sum(segment.numel for segment in layout.segments)
+        return held * (layout.numel - used) / layout.numel if layout.numel else 0.0
+
+    # ---- on the accelerator for a while
+
+    @property
+    def whole_parameters(self) -> int:
+        """While they are gathered; 0 where they are whole all the time."""
+        return self.plan.layout.numel * self.plan.dtype.itemsize if self.plan.sharding.parameters else 0
+
+    @property
+    def coming(self) -> int:
+        """This rank's part of the parameters, over the link ahead of its gather; one of all comes right into its place."""
+        is_ahead = self.settings.has_link(self.settings.param_home) and self.plan.layout.world_size > 1
+        return self.whole_parameters // self.plan.layout.world_size if is_ahead else 0
+
+    @property
+    def whole_gradient(self) -> int:
+        """Until it is reduced."""
+        return self.plan.layout.numel * self._grad_bytes
+
+    @property
+    def wire(self) -> int:
+        """The gradient in another dtype to travel in, where reduce_dtype asks for one."""
+        plan = self.plan
+        is_cast = plan.is_trainable and plan.reduce_dtype != plan.grad_dtype
+        return plan.layout.numel * plan.reduce_dtype.itemsize if is_cast else 0
+
+    @property
+    def leaving(self) -> int:
+        """Of the reduced gradient, on its way over the link to where O rests."""
+        return self.owned_gradient if self.settings.has_link(self.settings.optimizer_home) else 0
+
+    @property
+    def updating(self) -> int:
+        """During the update: its fp32 copy."""
+        return self.owned * FP32_BYTES if self.settings.casts_gradient(self.plan.grad_dtype) else 0
+
+    # ---- what they are made of
+
+    @property
+    def owned(self) -> int:
+        """Elements that this rank updates; 0 where the bucket is frozen."""
+        return self.plan.owned_numel if self.plan.is_trainable else 0
+
+    @property
+    def owned_gradient(self) -> int:
+        """Bytes of the gradient of these."""
+        return self.owned * self._grad_bytes
+
+    @property
+    def _grad_bytes(self) -> int:
+        """Per element."""
+        return self.plan.grad_dtype.itemsize if self.plan.is_trainable else 0
+
+    @property
+    def _is_away(self) -> bool:
+        return self.settings.optimizer_home != "accelerator"
+
+    @property
+    def _has_master(self) -> bool:
+        """Whether trained parameters have master weights that are not P."""
+        return self.plan.dtype != torch.float32 or self.settings.has_own_master
+
+    def _held(self, is_sharded: bool) -> int:
+        """Elements on this rank."""
+        return self.plan.layout.shard_numel if is_sharded else self.plan.layout.numel
 
 
 def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """Whole parameters at a time: the root, which stays for the micro-batch; the unit that runs; what is fetched ahead, or stays.
 
-    Without limits that is one unit ahead, and none stays. Beside them are shards that come over the link ahead of their gather.
+    Without limits that is one unit ahead, and none stays. Beside them are shards that come over the link ahead of their gather,
+    of the units whose gather is next but one and later.
     """
-    if not settings.sharding.parameters:
-        return 0
-    return _whole_bytes(needs, settings) + _coming_bytes(needs, settings)
-
-
-def _coming_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """Shards of the units whose gather is next but one and later; none where this rank has the whole."""
-    if not settings.zero.overlap_comm or not settings.has_link(settings.param_home):
-        return 0
-    shards: dict[int, int] = {}
-    for need in needs:
-        if need.unit != ROOT:
-            shards[need.unit] = shards.get(need.unit, 0) + need.coming
-    return _largest(shards.values(), FETCHES_BEFORE_GATHER)
-
-
-def _whole_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    numel, nbytes = {ROOT: 0}, {ROOT: 0}
-    for need in needs:
-        numel[need.unit] = numel.get(need.unit, 0) + (0 if need.persistent else need.layout_numel)
-        nbytes[need.unit] = nbytes.get(need.unit, 0) + need.whole_parameters
-    units = sorted(unit for unit in nbytes if unit != ROOT)
+    nbytes = _by_unit(needs, lambda need: need.whole_parameters)
+    coming = _by_unit(needs, lambda need: need.coming * settings.zero.overlap_comm)
+    root, _ = nbytes.pop(ROOT), coming.pop(ROOT)
+    ahead = _largest(coming.values(), FETCHES_BEFORE_GATHER)
     if settings.zero.gather_limits == GatherLimits():
-        return nbytes[ROOT] + _largest(
-            (nbytes[unit] for unit in units), settings.recomputed_together + settings.zero.overlap_comm
-        )
-    residency, live, most = Residency([numel[unit] for unit in units], settings.zero.gather_limits), {-1}, 0
-    units = [*units, ROOT]  # by index, -1 the root
+        together = settings.recomputed_together + settings.zero.overlap_comm
+        return root + ahead + _largest(nbytes.values(), together)
+    most = _most_within_limits(needs, list(nbytes), settings)
+    return root + ahead + most + _largest(nbytes.values(), settings.recomputed_together - 1)
 
-    def total(of: dict[int, int]) -> int:
-        return sum(of[units[index]] for index in live)
+
+def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], settings: StateSettings) -> int:
+    """Bytes of the units that are whole at the same time under the `stage3_*` limits, beside the root."""
+    sharded = _by_unit([need for need in needs if need.plan.sharding.parameters], lambda need: need.plan.layout.numel)
+    nbytes = _by_unit(needs, lambda need: need.whole_parameters)
+    residency = Residency([sharded.get(unit, 0) for unit in units], settings.zero.gather_limits)
+    live: set[int] = set()  # indices in `units`
+    most = 0
+
+    def numel() -> int:
+        return sharded[ROOT] + sum(residency.sizes[index] for index in live)
 
     for step in (1, -1):
-        for index in range(len(units) - 1)[::step]:
+        for index in range(len(units))[::step]:
             live.add(index)
-            live.update(residency.ahead(index, step, total(numel)) if settings.zero.overlap_comm else ())
-            most = max(most, total(nbytes))
-            if step < 0 or not residency.stays(index, total(numel)):
+            live.update(residency.ahead(index, step, numel()) if settings.zero.overlap_comm else ())
+            most = max(most, sum(nbytes[units[index]] for index in live))
+            if step < 0 or not residency.stays(index, numel()):
                 live.discard(index)
-    return most + _largest((nbytes[unit] for unit in units[:-1]), settings.recomputed_together - 1)
+    return most
 
 
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
@@ -245,14 +283,11 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
     wires = _largest((need.wire for need in needs), max(1, on_their_way))
     if not settings.sharding.gradients:
         return wires
-    root = sum(need.whole_gradient for need in needs if need.unit == ROOT)
-    units = [need for need in needs if need.unit != ROOT and need.whole_gradient]
-    count: dict[int, int] = {}
-    for need in units:
-        count[need.unit] = count.get(need.unit, 0) + 1
-    per_unit = max(count.values(), default=0)
+    root = sum(need.whole_gradient for need in needs if need.plan.unit == ROOT)
+    units = [need for need in needs if need.plan.unit != ROOT and need.whole_gradient]
+    per_unit = max(Counter(need.plan.unit for need in units).values(), default=0)
     whole = _largest((need.whole_gradient for need in units), per_unit + (0 if has_wire else on_their_way))
-    leaving = _largest((need.leaving(settings) for need in needs), MOST_TO_HOST + has_wire)
+    leaving = _largest((need.leaving for need in needs), MOST_TO_HOST + has_wire)
     return root + whole + wires + leaving + adding_bytes(needs, settings)
 
 
@@ -260,43 +295,47 @@ def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """What comes to the accelerator of a sum in host memory, for the next micro-batch's gradient to be added: a piece of it."""
     if settings.micro_batches == 1 or not settings.sharding.gradients or settings.optimizer_home != "cpu":
         return 0
-    away = (need for need in needs if need.owned and need.leaving(settings))
-    return max((need.owned_gradient // need.owned * min(need.owned, SUM_NUMEL) for need in away), default=0)
+    away = (need for need in needs if need.leaving)
+    return max((min(need.owned, SUM_NUMEL) * need.plan.grad_dtype.itemsize for need in away), default=0)
 
 
-def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings, compute_dtype: torch.dtype) -> int:
+def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """The most host memory through which offloaded states pass.
 
     An update brings a tile of O to hand at a time, and casts gradient and new weights of it where their dtypes differ; new
-    weights on the accelerator get there through two buffers. From nvme states come into buffers: one tile is read while another
-    is updated and a third one written; and so do shards of P. Gradients of a further micro-batch are added to those in the file
-    bucket by bucket. A delayed update has all its new weights there until the next one, and on a CPU its gradients.
+    weights on the accelerator get there through two buffers. From nvme states come into buffers (`homes`); and so do shards of P.
+    Gradients of a further micro-batch are added to those in the file bucket by bucket. A delayed update has all its new weights
+    there until the next one, and on a CPU its gradients.
     """
+    zero, plans = settings.zero, [need.plan for need in needs]
     total, away = 0, settings.optimizer_home != "accelerator"
-    offloaded = [need.shard for need in needs if need.owned and need.optimizer_home == settings.optimizer_home]
-    tile = tile_numel(offloaded, settings.zero.sub_group_size)
+    tile, dtype = offloaded_tile(zero, plans), plans[0].dtype
     if settings.optimizer_home == "nvme":
-        total += (
-            3 * settings.zero.optimizer_buffer_count * min(tile, max((n.shard for n in needs), default=1)) * FP32_BYTES
-        )
+        total += math.prod(optimizer_buffers(zero, plans))
+    if settings.param_home == "nvme":
+        total += math.prod(param_buffers(zero, plans))
     there = [need.owned for need in needs if need.persistent or settings.param_home == "accelerator"]
     if settings.has_link(settings.optimizer_home):
-        total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * compute_dtype.itemsize
-    if away and settings.param_home != "accelerator" and compute_dtype != torch.float32:
-        total += tile * compute_dtype.itemsize
-    if away and (settings.zero.grad_dtype != "fp32" or not settings.sharding.gradients):
+        total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * dtype.itemsize
+    if away and settings.param_home != "accelerator" and dtype != torch.float32:
+        total += tile * dtype.itemsize
+    if away and (zero.grad_dtype != "fp32" or not settings.sharding.gradients):
         total += tile * FP32_BYTES
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
-        largest = max((need.owned_gradient for need in needs if need.optimizer_home == "nvme"), default=0)
+        largest = max((need.owned_gradient for need in needs if need.settings.optimizer_home == "nvme"), default=0)
         own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")
         total += largest * (own_buffer + what_is_added)
-    if settings.zero.delays_update:
-        total += sum(need.owned for need in needs) * compute_dtype.itemsize
+    if zero.delays_update:
+        total += sum(need.owned for need in needs) * dtype.itemsize
         total += 0 if away else sum(need.owned_gradient for need in needs)
-    if settings.param_home == "nvme":
-        total += (
-            settings.zero.param_buffer_count * max((need.shard for need in needs), default=0) * compute_dtype.itemsize
-        )
+    return total
+
+
+def _by_unit(needs: Iterable[BucketBytes], value: Callable[[BucketBytes], int]) -> dict[int, int]:
+    """Sums by unit, in forward order; the root is there always, and the first."""
+    total = {ROOT: 0}
+    for need in sorted(needs, key=lambda need: need.plan.unit):
+        total[need.plan.unit] = total.get(need.plan.unit, 0) + value(need)
     return total
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,16 +15,6 @@ from megazero.zero.homes import Homes
 from megazero.zero.parameter import bucket_of, forget, keep
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def dtype_of(name: str, compute: torch.dtype, same: torch.dtype | None = None) -> torch.dtype:
-    """The dtype that a setting names: "fp32", "fp16", "bf16", "compute" (the parameters'), or "same" (`same`)."""
-    if name == "same":
-        assert same is not None
-        return same
-    return compute if name == "compute" else DTYPES[name]
 
 
 def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes) -> list[Bucket]:
@@ -46,21 +35,19 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
 def _fill(
     buckets: list[Bucket], plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes
 ) -> None:
-    sharding, sums = config.sharding, []
+    sums = []
     for index, plan in enumerate(plans):
         sources = _gathered_sources(plan.parameters.values())
-        compute = plan.dtype
-        grad_dtype = dtype_of(config.grad_dtype, compute)
         bucket = Bucket(
             plan.name,
             plan.parameters,
             plan.layout,
             channel,
-            replace(sharding, parameters=False) if plan.stays_whole else sharding,
-            dtype=compute,
+            plan.sharding,
+            dtype=plan.dtype,
             is_trainable=plan.is_trainable,
-            grad_dtype=grad_dtype,
-            reduce_dtype=dtype_of(config.reduce_dtype, compute, grad_dtype),
+            grad_dtype=plan.grad_dtype,
+            reduce_dtype=plan.reduce_dtype,
             predivide=channel.num_ranks if config.prescale_gradients else config.gradient_predivide_factor,
             param_home=homes.param,
             optimizer_home=homes.optimizer_of(index),

@@ -115,11 +115,6 @@ class ZeroConfig:
         return self.shard_size or data_parallel_size
 
     @property
-    def whole_below(self) -> int:
-        """Parameters of fewer elements stay whole; 0 where none is sharded."""
-        return self.param_persistence_threshold if self.sharding.parameters else 0
-
-    @property
     def delays_update(self) -> bool:
         """Whether an offloaded update runs beside the next step."""
         return self.delayed_param_update > 0

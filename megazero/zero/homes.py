@@ -61,14 +61,12 @@ class Homes:
                 extra=ALIKE,
             )
         kept = kept_on_device(plans, config.offload_optimizer_ratio)
-        away = [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
             link = Link.to(comm.local_device(), pin)
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = SwapFile(config.nvme_path, torch.distributed.get_rank(), config.aio)
-            check_space(config.nvme_path, _disk_bytes(config, plans, sum(away)))
-        tile = tile_numel(away, config.sub_group_size)
+            check_space(config.nvme_path, _disk_bytes(config, plans))
 
         def home(name: str, buffer_nbytes: int, buffers: int) -> Home | None:
             if name == "cpu":
@@ -78,14 +76,11 @@ class Homes:
             reads, writes = config.pipeline_read, config.pipeline_write
             return NvmeHome(swap, buffer_nbytes, buffers, reads_ahead=reads, writes_behind=writes, pin=pin, link=link)
 
-        # One tile is read while another is updated and a third one written.
-        most = min(tile, max((plan.layout.shard_numel for plan in plans), default=1))  # a tile lies in one unit
-        optimizer = home(config.offload_optimizer, most * FP32_BYTES, config.optimizer_buffer_count * 3)
-        largest = max((plan.layout.shard_numel * plan.dtype.itemsize for plan in plans), default=1)
-        param = home(config.offload_param, largest, config.param_buffer_count)
+        optimizer = home(config.offload_optimizer, *optimizer_buffers(config, plans))
+        param = home(config.offload_param, *param_buffers(config, plans))
         is_at_hand = config.offload_optimizer == "cpu" and comm.local_device().type == "cpu"
         has_tiles = optimizer is not None and (not is_at_hand or config.sub_group_size > 0)
-        return cls(param, optimizer, tile if has_tiles else None, swap, kept, link)
+        return cls(param, optimizer, offloaded_tile(config, plans) if has_tiles else None, swap, kept, link)
 
     @property
     def nbytes(self) -> int:
@@ -109,13 +104,9 @@ class Homes:
             self.swap.close()
 
 
-def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan], away: int) -> int:
-    """What the swap file of this rank will hold at least: master weights, with Adam two moments, and shards of P.
-
-    Args:
-        away: elements of O that leave the device.
-    """
-    states = 3 * FP32_BYTES * away if config.offload_optimizer == "nvme" else 0
+def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
+    """What the swap file of this rank will hold at least: master weights, with Adam two moments, and shards of P."""
+    states = 3 * FP32_BYTES * sum(_offloaded(config, plans)) if config.offload_optimizer == "nvme" else 0
     shards = [plan.layout.shard_numel * plan.dtype.itemsize for plan in plans if config.offload_param == "nvme"]
     return states + sum(shards)
 
@@ -130,6 +121,29 @@ def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[i
     forward = sorted(trained, key=lambda index: (plans[index].unit == ROOT, plans[index].unit))
     sizes = {index: plans[index].layout.shard_numel for index in forward}
     return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()
+
+
+def _offloaded(config: ZeroConfig, plans: Sequence[BucketPlan]) -> list[int]:
+    """Elements of O of each bucket that leave the device."""
+    kept = kept_on_device(plans, config.offload_optimizer_ratio)
+    return [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
+
+
+def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
+    """Bytes and number of the buffers for O in a file: one tile is read while another is updated and a third one written."""
+    largest = max((plan.layout.shard_numel for plan in plans), default=1)  # a tile lies in one unit
+    return min(offloaded_tile(config, plans), largest) * FP32_BYTES, 3 * config.optimizer_buffer_count
+
+
+def param_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
+    """Bytes and number of the buffers for P in a file: of one unit's shard."""
+    largest = max((plan.layout.shard_numel * plan.dtype.itemsize for plan in plans), default=1)
+    return largest, config.param_buffer_count
+
+
+def offloaded_tile(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
+    """Elements of O that an offloaded update brings to hand at a time."""
+    return tile_numel(_offloaded(config, plans), config.sub_group_size)
 
 
 def tile_numel(shards: Sequence[int], sub_group_size: int = 0) -> int:

@@ -145,9 +145,8 @@ def plan_memory(
         settings.num_shards,
         groups,
         replicated=(),
+        zero=zero,
         dtype=dtype,
-        persistence=zero.whole_below,
-        most_persistent=zero.model_persistence_threshold,
     )
     return memory_of_buckets(plans, settings)
 
@@ -170,9 +169,11 @@ def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> M
         param_home=settings.param_home,
         optimizer_home=settings.optimizer_home,
         reduced=sum(need.reduced for need in needs),
-        kept=sum(need.master + need.moments for need in needs if need.optimizer_home != settings.optimizer_home),
+        kept=sum(
+            need.master + need.moments for need in needs if need.settings.optimizer_home != settings.optimizer_home
+        ),
         persistent=sum(need.persistent for need in needs),
-        staging=staging_bytes(needs, settings, plans[0].dtype) if plans else 0,
+        staging=staging_bytes(needs, settings) if plans else 0,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.layout import NO_GROUP, BucketLayout
 
 ROOT = -1  # unit number of the parameters outside all units
@@ -114,10 +115,17 @@ class BucketPlan:
     name: str  # the unit's name in the model
     unit: int  # index in the list of units, or ROOT
     dtype: torch.dtype
+    grad_dtype: torch.dtype  # in which gradients add up
+    reduce_dtype: torch.dtype  # of gradients on the wire
     is_trainable: bool
     parameters: dict[str, nn.Parameter]
     layout: BucketLayout
-    stays_whole: bool = False  # its parameters are not sharded, though those of others are
+    sharding: Sharding
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements that one rank updates."""
+        return self.layout.shard_numel if self.sharding.optimizer else self.layout.numel
 
 
 def plan_buckets(
@@ -126,18 +134,16 @@ def plan_buckets(
     world_size: int,
     group_of: dict[str, int],
     replicated: Iterable[str],
+    zero: ZeroConfig,
     dtype: torch.dtype | None = None,
-    persistence: int = 0,
-    most_persistent: int | None = None,
 ) -> list[BucketPlan]:
-    """One bucket per unit, dtype, requires_grad and persistence, in the order of backward: last unit first, root last.
+    """One bucket per unit, dtype, requires_grad and sharding, in the order of backward: last unit first, root last.
 
     Args:
+        world_size: ranks that share out what is sharded.
         group_of: index of the optimizer's parameter group, by full parameter name. A parameter that is in none is not trained.
         replicated: names of the parameters that are equal on every tensor-parallel rank.
         dtype: of the buckets' P where it is not the parameters' own; other floating-point dtypes are converted.
-        persistence: parameters of fewer elements stay whole where parameters are sharded.
-        most_persistent: elements of these at most, the first ones; None: no limit.
 
     Raises:
         ValueError: two units share a parameter.
@@ -153,12 +159,13 @@ def plan_buckets(
                     "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
                 )
     replicated = set(replicated)
-    persistent = 0
+    small = zero.param_persistence_threshold if zero.sharding.parameters else 0
+    most, persistent = zero.model_persistence_threshold, 0
     members: dict[tuple[int, torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():  # names a tied parameter once
         target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         numel = math.prod(shape_of(parameter))
-        stays = numel < persistence and (most_persistent is None or persistent + numel <= most_persistent)
+        stays = numel < small and (most is None or persistent + numel <= most)
         persistent += numel if stays else 0
         key = (unit_of.get(parameter, ROOT), target, parameter.requires_grad and name in group_of, stays)
         members.setdefault(key, {})[name] = parameter
@@ -171,7 +178,12 @@ def plan_buckets(
         ]
         name = "root" if index == ROOT else names[units[index]]
         layout = BucketLayout.build(entries, world_size)
-        plans.append(BucketPlan(name, index, target, is_trainable, parameters, layout, stays))
+        sharding = replace(zero.sharding, parameters=False) if stays else zero.sharding
+        grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
+        reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
+        plans.append(
+            BucketPlan(name, index, target, grad_dtype, reduce_dtype, is_trainable, parameters, layout, sharding)
+        )
     return plans
 
 

@@ -123,21 +123,23 @@ def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
         GPT2Model(config, device="meta"), ZeroConfig(3), data_parallel_size=4, dtype=torch.bfloat16, device_type="cuda"
     )
     states = torch.get_rng_state()
-    buckets = gpt2_buckets(config, 1, 4, torch.bfloat16)
+    buckets = gpt2_buckets(config, 1, 4, torch.bfloat16, ZeroConfig(3))
     assert torch.equal(torch.get_rng_state(), states), "planning must not change what training draws"
     assert memory_of_buckets(buckets, StateSettings(ZeroConfig(3), 4)) == want
 
 
-@pytest.mark.parametrize("stage, shard_size", [(0, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 2), (3, 2)])
-def test_planned_traffic_is_what_the_engine_sends(stage, shard_size, monkeypatch):
+ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}]
+
+
+@pytest.mark.parametrize("stage, zero", zip((0, 1, 2, 3, 1, 2, 3, 3), ZERO, strict=True))
+def test_planned_traffic_is_what_the_engine_sends(stage, zero, monkeypatch):
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mpu.initialize_model_parallel(1)
         mpu.model_parallel_cuda_manual_seed(1)
         config = replace(TUTORIAL, num_layers=3, hidden_size=32, vocab_size=100, max_position_embeddings=8)
-        zero = {"shard_size": shard_size}
-        engine = make_engine(GPT2Model(config), stage, gradient_accumulation_steps=2, zero=zero)
+        engine = make_engine(GPT2Model(config), stage, gradient_accumulation_steps=2, zero=dict(zero))
         engine.channel.reset_traffic()
         ids = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):
@@ -146,7 +148,7 @@ def test_planned_traffic_is_what_the_engine_sends(stage, shard_size, monkeypatch
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
         plan = plan_job(setup(config, stage, 4, micro_batches=2).with_zero(**zero))
         assert sent == plan.traffic.data_parallel_elements
-        reduced = engine.channel.traffic["reduce_scatter"].elements if shard_size else 0
+        reduced = engine.channel.traffic["reduce_scatter"].elements if "shard_size" in zero else 0
         assert plan.traffic.between_sets == 4 * reduced // 2, "with 2 sets of 2 half of a reduction in fp32"
     finally:
         mpu.destroy_model_parallel()

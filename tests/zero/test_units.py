@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from megazero.zero.config import ZeroConfig
 from megazero.zero.units import find_units, plan_buckets
 from tests.zero.models import make_engine
 
@@ -44,7 +45,11 @@ def test_parametrized_modules_stay_whole():
     normed = lambda n=2: parametrizations.weight_norm(nn.Linear(n, n))  # noqa: E731
     layers = nn.Sequential(*[normed() for _ in range(3)])
     assert names_of_units(layers) == ["0", "1", "2"]
-    assert sorted(plan.name for plan in plan_buckets(layers, find_units(layers), 2, {}, [])) == ["0", "1", "2"]
+    assert sorted(plan.name for plan in plan_buckets(layers, find_units(layers), 2, {}, [], ZeroConfig())) == [
+        "0",
+        "1",
+        "2",
+    ]
     assert names_of_units(nn.Sequential(nn.Sequential(normed()), entries(normed()))) == ["0", "1.layers.0"]
     model = nn.Module()
     with torch.device("meta"):
