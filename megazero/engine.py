@@ -119,7 +119,7 @@ class Engine:
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
         self.schedule = Schedule(
-            model, units, plans, self.buckets, overlap=self.zero.overlap_comm, limits=self.zero.gather_limits
+            model, units, self.buckets, overlap=self.zero.overlap_comm, limits=self.zero.gather_limits
         )
         try:
             self._optimizer = BucketOptimizer(

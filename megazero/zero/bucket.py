@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm import Channel
-from megazero.zero.config import Sharding
 from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
-from megazero.zero.layout import NO_GROUP, BucketLayout, Segment
+from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import asked_directly, set_bucket
 from megazero.zero.storage import is_same_memory, storage_id, view_of
+from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights
 
 if TYPE_CHECKING:
@@ -27,19 +27,14 @@ MASTER = "master"  # the fp32 weights' name among the states of O
 
 
 class Bucket:
-    """One unit's P in the compute dtype, G in `grad_dtype` and O in fp32.
+    """One unit's P, G and O, as planned.
 
     What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. Where the owned
     range of P and O rest in one memory there are no two copies of it: fp32 parameters are the master weights, which the optimizer
     writes and the model reads; and a shard of 16-bit parameters is the master weights, cast whenever they are gathered.
 
     Args:
-        name: of the unit, for messages.
-        parameters: by name; whole, and equal on every rank.
-        dtype: of P; the parameters' own by default. Master weights keep what a wider parameter had.
-        is_trainable: has G and O. A frozen bucket has P alone.
-        grad_dtype: of G. fp32 keeps what many micro-batches add up to; the compute dtype halves it.
-        reduce_dtype: of gradients on the wire; `grad_dtype` by default.
+        plan: its parameters are whole, and equal on every rank. Master weights keep what a parameter wider than P had.
         predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
         param_home: where the shard of P rests; the device by default.
         optimizer_home: where O rests, and the reduced shard of G; the device by default.
@@ -48,6 +43,7 @@ class Bucket:
         device: that the model computes on; the parameters' own by default.
 
     Attributes:
+        unit: its index in forward order, or ROOT.
         weights: P.
         gradient: G; None where the bucket is frozen.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
@@ -55,16 +51,9 @@ class Bucket:
 
     def __init__(
         self,
-        name: str,
-        parameters: dict[str, nn.Parameter],
-        layout: BucketLayout,
+        plan: BucketPlan,
         channel: Channel,
-        sharding: Sharding,
         *,
-        dtype: torch.dtype | None = None,
-        is_trainable: bool = True,
-        grad_dtype: torch.dtype = torch.float32,
-        reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
         param_home: Home | None = None,
         optimizer_home: Home | None = None,
@@ -72,15 +61,17 @@ class Bucket:
         separate_master: bool = False,
         device: torch.device | None = None,
     ) -> None:
+        parameters, layout = plan.parameters, plan.layout
         first = next(iter(parameters.values()))
-        self.name, self.layout, self.channel, self.sharding = name, layout, channel, sharding
-        self._grad_dtype, self._reduce_dtype, self._predivide = grad_dtype, reduce_dtype or grad_dtype, predivide
+        self.name, self.unit, self.layout, self.sharding = plan.name, plan.unit, layout, plan.sharding
+        self.channel = channel
+        self._grad_dtype, self._reduce_dtype, self._predivide = plan.grad_dtype, plan.reduce_dtype, predivide
         device = device or first.device
         self._on_device = MemoryHome(device)
         self.optimizer_home: Home = optimizer_home or self._on_device
         self.shard_range = slice(*layout.shard_range(channel.rank))
-        self.owned_range = self.shard_range if sharding.optimizer else slice(0, layout.numel)
-        self.owned_numel = self.owned_range.stop - self.owned_range.start
+        self.owned_range = self.shard_range if plan.sharding.optimizer else slice(0, layout.numel)
+        self.owned_numel = plan.owned_numel
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
@@ -89,9 +80,9 @@ class Bucket:
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
             view_of(whole, segment).copy_(parameters[segment.name].detach())
-        flat, is_sharded = whole if dtype in (None, source) else whole.to(dtype), sharding.parameters
+        flat, is_sharded = whole.to(plan.dtype), plan.sharding.parameters
         self.weights = Weights(
-            name, parameters, flat, layout, channel, self.owned_range, is_sharded=is_sharded, home=param_home
+            plan.name, parameters, flat, layout, channel, self.owned_range, is_sharded=is_sharded, home=param_home
         )
         for parameter in parameters.values():
             set_bucket(parameter, self)
@@ -101,7 +92,7 @@ class Bucket:
         self.is_pending = False  # an update of it goes on in the background
         self.states: dict[str, Vector] = {}
         self.gradient: Gradient | None = None
-        if is_trainable:
+        if plan.is_trainable:
             self.make_trainable(whole)
 
     def make_trainable(self, whole: Tensor | None = None) -> None:

@@ -39,15 +39,8 @@ def _fill(
     for index, plan in enumerate(plans):
         sources = _gathered_sources(plan.parameters.values())
         bucket = Bucket(
-            plan.name,
-            plan.parameters,
-            plan.layout,
+            plan,
             channel,
-            plan.sharding,
-            dtype=plan.dtype,
-            is_trainable=plan.is_trainable,
-            grad_dtype=plan.grad_dtype,
-            reduce_dtype=plan.reduce_dtype,
             predivide=channel.num_ranks if config.prescale_gradients else config.gradient_predivide_factor,
             param_home=homes.param,
             optimizer_home=homes.optimizer_of(index),

@@ -25,6 +25,7 @@ from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.parameter import add_writer, bucket_of, keep, remove_writer
 from megazero.zero.storage import storage_id
+from megazero.zero.units import ROOT, BucketPlan
 
 # DeepSpeed's keywords that are off by default, and what to do instead of turning them on.
 _QUANTIZED = "nothing is quantized; dtype=torch.bfloat16 halves what is held and sent of fp32 parameters"
@@ -152,18 +153,8 @@ class Init:
         for dtype, parameters in by_dtype.items():
             entries = [(name, tuple(p.shape), NO_GROUP, False) for name, p in parameters.items()]
             layout = BucketLayout.build(entries, self.channel.size)
-            name = type(module).__name__
-            bucket = Bucket(
-                name,
-                parameters,
-                layout,
-                self.channel,
-                Sharding.of_stage(3),
-                dtype=dtype,
-                is_trainable=False,
-                param_home=self._home,
-                device=comm.local_device(),
-            )
+            plan = BucketPlan(type(module).__name__, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
+            bucket = Bucket(plan, self.channel, param_home=self._home, device=comm.local_device())
             comm.broadcast_(
                 bucket.weights.flat, torch.distributed.get_global_rank(self.channel.group, 0), self.channel.group
             )

@@ -27,7 +27,7 @@ from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.storage import storage_id
-from megazero.zero.units import ROOT, BucketPlan, tiles_in
+from megazero.zero.units import ROOT, tiles_in
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Schedule:
 
     Args:
         units: in execution order.
-        buckets: in backward order, with the plan of each.
+        buckets: in backward order.
         overlap: collectives travel while the model computes; False waits for each at once.
         limits: on what is gathered ahead, and kept.
     """
@@ -49,7 +49,6 @@ class Schedule:
         self,
         model: nn.Module,
         units: Sequence[nn.Module],
-        plans: Sequence[BucketPlan],
         buckets: list[Bucket],
         overlap: bool = True,
         limits: GatherLimits | None = None,
@@ -60,10 +59,9 @@ class Schedule:
         self._overlaps_reductions = overlap and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
         self.step = 0  # optimizer steps done, for messages
-        self._unit_of = {bucket: plan.unit for plan, bucket in zip(plans, buckets, strict=True)}
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
-        for bucket, number in self._unit_of.items():
-            self._of_unit[number].append(bucket)
+        for bucket in buckets:
+            self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, limits or GatherLimits())
         self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
@@ -137,7 +135,7 @@ class Schedule:
         # Names of the parameters whose gradient has not come in this backward.
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
-        self._has_frozen = {self._unit_of[bucket] for bucket in partly}  # units
+        self._has_frozen = {bucket.unit for bucket in partly}  # units
         self._forwards.clear()
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
@@ -179,7 +177,7 @@ class Schedule:
             waiting.discard(segment.name)
             if not waiting:
                 schedule._reduce_ready()
-                schedule._release_if_done(schedule._unit_of[its_bucket])
+                schedule._release_if_done(its_bucket.unit)
 
         return on_grad
 
@@ -219,7 +217,7 @@ class Schedule:
     def add_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
-        if bucket is not None and bucket in self._unit_of:
+        if bucket is not None and bucket in self.buckets:
             self._external.add(bucket)
             self._register(module, [bucket], lambda _: None)
 
@@ -265,7 +263,7 @@ class Schedule:
             # of all later tiles, unless the backward of this very one has asked for the recomputation.
             is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
             for bucket in buckets:
-                if is_over and self._unit_of[bucket] != ROOT and not self._forwards.read(bucket):
+                if is_over and bucket.unit != ROOT and not self._forwards.read(bucket):
                     bucket.weights.release()
             # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
             made_before = {id(tensor): maker for tensor, maker in inputs}
@@ -317,7 +315,7 @@ class Schedule:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of units' sharded parameters that are gathered, or on their way; without the root."""
-        units = (bucket for bucket in self._sharded if self._unit_of[bucket] != ROOT)
+        units = (bucket for bucket in self._sharded if bucket.unit != ROOT)
         there = (bucket for bucket in units if bucket.weights.is_allocated)
         return sum(bucket.layout.numel * bucket.weights.flat.element_size() for bucket in there)
 

@@ -114,13 +114,15 @@ class BucketPlan:
 
     name: str  # the unit's name in the model
     unit: int  # index in the list of units, or ROOT
-    dtype: torch.dtype
-    grad_dtype: torch.dtype  # in which gradients add up
-    reduce_dtype: torch.dtype  # of gradients on the wire
-    is_trainable: bool
+    dtype: torch.dtype  # of P
+    is_trainable: bool  # has G and O; a frozen one has P alone
     parameters: dict[str, nn.Parameter]
     layout: BucketLayout
     sharding: Sharding
+    grad_dtype: torch.dtype = (
+        torch.float32
+    )  # of G: fp32 keeps what many micro-batches add up to, the compute dtype halves it
+    reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
 
     @property
     def owned_numel(self) -> int:
@@ -182,7 +184,7 @@ def plan_buckets(
         grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
         reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
         plans.append(
-            BucketPlan(name, index, target, grad_dtype, reduce_dtype, is_trainable, parameters, layout, sharding)
+            BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, grad_dtype, reduce_dtype)
         )
     return plans
 
