@@ -140,7 +140,8 @@ class Engine:
             raise
         self.optimizer = None if optimizer_factory is None else self._optimizer
         self._optimizer.refuse_other_steps()
-        access.register_optimizer(self._optimizer)
+        for bucket in self.buckets:
+            bucket.optimizer = self._optimizer
         self._handles = refuse_loading(model) if self.sharding.parameters else []
         self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +17,14 @@ from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import bucket_of
 from megazero.zero.storage import view_of
 
-# An optimizer refers to its buckets.
-_optimizer_of: WeakKeyDictionary[Bucket, ref[BucketOptimizer]] = WeakKeyDictionary()
-
-
-def register_optimizer(optimizer: BucketOptimizer) -> None:
-    """Lets the `safe_*` functions find the optimizer of a parameter."""
-    for bucket in optimizer.buckets:
-        _optimizer_of[bucket] = ref(optimizer)
-
 
 def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | None:
     """Where a trained parameter lies; None for one that is frozen or that no engine holds."""
     bucket = bucket_of(parameter)
-    reference = None if bucket is None else _optimizer_of.get(bucket)
-    optimizer = None if reference is None else reference()
-    if bucket is None or optimizer is None or not bucket.is_trainable:
+    if bucket is None or bucket.optimizer is None or not bucket.is_trainable:
         return None
-    optimizer.finish()
-    return bucket, bucket.segment_of(parameter), optimizer
+    bucket.optimizer.finish()
+    return bucket, bucket.segment_of(parameter), bucket.optimizer
 
 
 def _find_trained(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer]:

@@ -20,6 +20,7 @@ from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights
 
 if TYPE_CHECKING:
+    from megazero.zero.optimizer import BucketOptimizer
     from megazero.zero.schedule import Schedule
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,7 +88,9 @@ class Bucket:
         for parameter in parameters.values():
             set_bucket(parameter, self)
             parameter.grad = None  # of a backward before, which is no part of the first step
-        self.driver: Schedule | None = None  # whose hooks act on it
+        # Those of the engine that has it: the schedule whose hooks act on it, and who steps it.
+        self.driver: Schedule | None = None
+        self.optimizer: BucketOptimizer | None = None
         self._separate_master = separate_master
         self.is_pending = False  # an update of it goes on in the background
         self.states: dict[str, Vector] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -12,10 +12,8 @@ from megazero.zero.parameter import bucket_of
 
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
-    from megazero.zero.schedule import Schedule
 
 _external: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
-_schedules: WeakSet[Schedule] = WeakSet()  # those that gather parameters
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -31,8 +29,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     known = _external.setdefault(module, [])
     if not any(p is parameter for p in known):
         known.append(parameter)
-        for schedule in list(_schedules):
-            schedule.add_external(module, parameter)
+        bucket = bucket_of(parameter)
+        if bucket is not None and bucket.driver is not None:
+            bucket.driver.add_external(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -83,11 +82,6 @@ class Forwards:
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while module in self._modules and self._modules.pop() is not module:
             pass  # a part that an exception has left without its hook
-
-
-def register_schedule(schedule: Schedule) -> None:
-    """Tells `schedule` of external parameters that are registered later."""
-    _schedules.add(schedule)
 
 
 def _check(module: object, parameter: object) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket, gradient_of
-from megazero.zero.external import Forwards, external_parameters, register_external_parameter, register_schedule
+from megazero.zero.external import Forwards, external_parameters, register_external_parameter
 from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
@@ -100,7 +100,6 @@ class Schedule:
         for module in model.modules():
             for parameter in external_parameters(module):
                 self.add_external(module, parameter)
-        register_schedule(self)
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes the gradients of the bucket's parameters as they come."""
@@ -217,7 +216,7 @@ class Schedule:
     def add_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
-        if bucket is not None and bucket in self.buckets:
+        if self._sharded and bucket is not None and bucket.driver is self:
             self._external.add(bucket)
             self._register(module, [bucket], lambda _: None)
 
