@@ -103,8 +103,8 @@ def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
             "budget_mb": round(plan.budget / 1e6, 1),
             "peak_mb": round(plan.peak_bytes / 1e6, 1),
             "fetched_mb": round(plan.fetched_bytes / 1e6, 1),
-            "units_with_optimizer": len(plan.optimizer_buckets),
-            "units_with_shard": len(plan.shard_buckets),
+            "units_with_optimizer": len(plan.optimizer_units),
+            "units_with_shard": len(plan.shard_units),
             "is_followed": engine.placement.gemini.follows_plan,
         }
     return found

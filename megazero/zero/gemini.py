@@ -74,7 +74,7 @@ class Gemini(Residency):
         margin_ratio: float,
     ) -> None:
         super().__init__(sizes, limits)
-        self._nbytes, self._meter, self._model_bytes, self._group = list(nbytes), meter, model_bytes, group
+        self._nbytes, self._meter, self._model_bytes, self._group = dict(enumerate(nbytes)), meter, model_bytes, group
         self._optimizer_bytes, self._shard_bytes = dict(optimizer_bytes), dict(shard_bytes)
         self._margin_ratio = margin_ratio
         self.plan: Plan | None = None
@@ -85,7 +85,7 @@ class Gemini(Residency):
     def use(self, index: int) -> list[int]:
         """A unit is about to run in training: units to gather now, in this order; nothing while there is no plan."""
         if self._tracer is not None:
-            self._tracer.use(index, self._nbytes[index])
+            self._tracer.use(index)
         if self._replay is None or self._on_demand:
             return []
         try:
@@ -116,12 +116,12 @@ class Gemini(Residency):
             ValueError: the device's memory is too small for the units that run together.
         """
         if self._tracer is not None:
-            trace, self._tracer = self._tracer.finish(), None
-            if not trace.moments:  # nothing was trained
+            moments, self._tracer = self._tracer.finish(), None
+            if not moments:  # nothing was trained
                 self._tracer = Tracer(self._meter, self._model_bytes)
                 return False
             # The tracer has just measured, so that the most since then is what is in use now.
-            self.plan = self._planned(trace, self._meter.used_bytes() + self._meter.free_bytes())
+            self.plan = self._planned(moments, self._meter.used_bytes() + self._meter.free_bytes())
             self._replay, self._on_demand = Replay(self.plan), False
             return True
         if self._replay is not None and not self._on_demand:
@@ -134,15 +134,15 @@ class Gemini(Residency):
             self._replay, self._tracer, self._on_demand = None, Tracer(self._meter, self._model_bytes), False
         return False
 
-    def _planned(self, trace: Trace, budget: int) -> Plan:
+    def _planned(self, mine: Sequence[Moment], budget: int) -> Plan:
         """The plan for the rank with the least memory and the largest activations, so that all gather alike."""
-        found = comm.all_gathered_objects((budget, [moment.non_model for moment in trace.moments]), self._group)
+        found = comm.all_gathered_objects((budget, [moment.non_model for moment in mine]), self._group)
         moments = tuple(
-            Moment(moment.buckets, max(values))
-            for moment, values in zip(trace.moments, zip(*(others for _, others in found), strict=True), strict=True)
+            Moment(moment.unit, max(values))
+            for moment, values in zip(mine, zip(*(others for _, others in found), strict=True), strict=True)
         )
         plan = plan_placement(
-            Trace(moments, trace.nbytes),
+            Trace(moments, self._nbytes),
             min(other for other, _ in found),
             optimizer_bytes=self._optimizer_bytes,
             shard_bytes=self._shard_bytes,
@@ -156,7 +156,7 @@ class Gemini(Residency):
             len(plan.moments),
             plan.peak_bytes / 1e6,
             plan.budget / 1e6,
-            len(plan.optimizer_buckets),
-            len(plan.shard_buckets),
+            len(plan.optimizer_units),
+            len(plan.shard_units),
         )
         return plan

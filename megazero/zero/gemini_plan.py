@@ -1,11 +1,11 @@
 """Gemini's planner: from the uses of one traced iteration to what lies on the device at each moment. Pure functions of numbers.
 
-The host keeps the authoritative copy of every bucket's parameters, so that eviction is a drop and costs nothing; a fetch costs a
+The host keeps the authoritative copy of every unit's parameters, so that eviction is a drop and costs nothing; a fetch costs a
 transfer. The budget is the device's, and what it leaves for parameters changes from moment to moment with the non-model bytes
-(activations and temporaries). Since the string of uses is known, the bucket to drop is the one whose next use lies furthest
-ahead (Belady 1966); that stays optimal when the room changes (Peserico, arXiv:1304.6007) and when one moment uses several
-buckets, as long as buckets have one size. With unequal sizes the optimum is NP-hard: the plan is then the cheapest, in bytes
-fetched, of furthest next use, least recent use, and every static split that pins the first k buckets.
+(activations and temporaries). Since the string of uses is known, the unit to drop is the one whose next use lies furthest
+ahead (Belady 1966); that stays optimal when the room changes (Peserico, arXiv:1304.6007), as long as units have one size. With
+unequal sizes the optimum is NP-hard: the plan is then the cheapest, in bytes fetched, of furthest next use, least recent use, and
+every static split that pins the first k units.
 
 Memory is given away in this order: to what each moment needs and the next one will; of the margin that is left, to optimizer
 shards of the first units, and then to their parameters' shards; to parameters that stay until they are used again; and to
@@ -24,101 +24,99 @@ from megazero.zero.gemini_trace import Moment, Trace
 
 NEVER = 1 << 62  # the moment of a use that does not come
 
-# ---- which buckets are on the device while they are needed
+# ---- which units are on the device while they are needed
 
 
 @dataclass(frozen=True)
 class Stay:
-    """One time that a bucket lies on the device: from moment `fetch` to moment `drop`, exclusive."""
+    """One time that a unit lies on the device: from moment `fetch` to moment `drop`, exclusive."""
 
-    bucket: int
+    unit: int
     fetch: int  # when the transfer starts at the latest: the first use
     drop: int  # just behind the last use
 
 
-# Of (bucket, moment): the resident bucket with the largest is dropped first.
+# Of (unit, moment): the resident unit with the largest is dropped first.
 Key = Callable[[int, int], float]
 
 
 def simulate(trace: Trace, budget: int, key: Key) -> list[Stay]:
-    """The stays of fetching on demand, and dropping the resident bucket with the largest `key` while there is no room.
+    """The stays of fetching on demand, and dropping the resident unit with the largest `key` while there is no room.
 
-    A bucket that is dropped goes as soon as its last use is over: nothing would be gained by keeping it. Stays come in the order
+    A unit that is dropped goes as soon as its last use is over: nothing would be gained by keeping it. Stays come in the order
     of their fetches.
 
     Raises:
         ValueError: a moment alone needs more than the budget.
     """
-    since: dict[int, int] = {}  # moment of the fetch of each resident bucket
+    since: dict[int, int] = {}  # moment of the fetch of each resident unit
     last_use: dict[int, int] = {}
     stays: list[Stay] = []
     for now, moment in enumerate(trace.moments):
-        room = budget - moment.non_model
         _check_room(trace, now, budget)
-        for bucket in moment.buckets:
-            since.setdefault(bucket, now)
-            last_use[bucket] = now
-        held = sum(trace.nbytes[bucket] for bucket in since)
-        while held > room:
-            victim = max((key(bucket, now), bucket) for bucket in since if bucket not in moment.buckets)[1]
+        since.setdefault(moment.unit, now)
+        last_use[moment.unit] = now
+        held = moment.non_model + sum(trace.nbytes[unit] for unit in since)
+        while held > budget:
+            victim = max((key(unit, now), unit) for unit in since if unit != moment.unit)[1]
             stays.append(Stay(victim, since.pop(victim), last_use[victim] + 1))
             held -= trace.nbytes[victim]
-    stays += [Stay(bucket, start, last_use[bucket] + 1) for bucket, start in since.items()]
-    order = {(now, b): i for now, m in enumerate(trace.moments) for i, b in enumerate(m.buckets)}
-    return sorted(stays, key=lambda stay: (stay.fetch, order[stay.fetch, stay.bucket]))
+    stays += [Stay(unit, start, last_use[unit] + 1) for unit, start in since.items()]
+    return sorted(stays, key=lambda stay: stay.fetch)
 
 
 def _check_room(trace: Trace, now: int, budget: int) -> None:
     moment = trace.moments[now]
-    needed = sum(trace.nbytes[bucket] for bucket in moment.buckets)
+    needed = trace.nbytes[moment.unit]
     if needed + moment.non_model > budget:
         raise ValueError(
             f"Gemini's budget of {budget} bytes on the device is too small: moment {now} of the traced iteration needs {needed} "
-            f"for the parameters of buckets {list(moment.buckets)} beside {moment.non_model} of activations and temporaries. "
-            "Use a smaller --batch-size, --checkpoint-activations, more ranks, or smaller units."
+            f"for the parameters of unit {moment.unit} beside {moment.non_model} of activations and temporaries. Use a smaller "
+            "--batch-size, --checkpoint-activations, more ranks, or smaller units."
         )
 
 
 def furthest_next_use(trace: Trace) -> Key:
     """Drops what is needed again last, or never."""
-    uses: dict[int, list[int]] = {}
-    for now, moment in enumerate(trace.moments):
-        for bucket in moment.buckets:
-            uses.setdefault(bucket, []).append(now)
+    uses = _uses(trace)
 
-    def next_use(bucket: int, now: int) -> float:
-        later = bisect_right(uses[bucket], now)
-        return uses[bucket][later] if later < len(uses[bucket]) else NEVER
+    def next_use(unit: int, now: int) -> float:
+        later = bisect_right(uses[unit], now)
+        return uses[unit][later] if later < len(uses[unit]) else NEVER
 
     return next_use
 
 
 def least_recent_use(trace: Trace) -> Key:
     """Drops what has not been used for longest (LRU): the best that can be done without a trace."""
+    uses = _uses(trace)
+    return lambda unit, now: now - uses[unit][bisect_right(uses[unit], now) - 1]
+
+
+def _uses(trace: Trace) -> dict[int, list[int]]:
+    """The moments that use each unit."""
     uses: dict[int, list[int]] = {}
     for now, moment in enumerate(trace.moments):
-        for bucket in moment.buckets:
-            uses.setdefault(bucket, []).append(now)
-    return lambda bucket, now: now - uses[bucket][bisect_right(uses[bucket], now) - 1]
+        uses.setdefault(moment.unit, []).append(now)
+    return uses
 
 
 def static_split(trace: Trace, pinned: Iterable[int]) -> Key:
-    """Drops what is not `pinned`, the least recent first; pinned buckets only where nothing else makes room."""
+    """Drops what is not `pinned`, the least recent first; pinned units only where nothing else makes room."""
     kept, recency = frozenset(pinned), least_recent_use(trace)
-    return lambda bucket, now: recency(bucket, now) - (NEVER if bucket in kept else 0)
+    return lambda unit, now: recency(unit, now) - (NEVER if unit in kept else 0)
 
 
 def fetched_bytes(trace: Trace, stays: Iterable[Stay]) -> int:
     """Bytes that these stays transfer to the device."""
-    return sum(trace.nbytes[stay.bucket] for stay in stays)
+    return sum(trace.nbytes[stay.unit] for stay in stays)
 
 
 def best_stays(trace: Trace, budget: int) -> list[Stay]:
-    """The stays that fetch fewest bytes: the optimum where all buckets have one size, else the best of the policies here."""
-    stays = simulate(trace, budget, furthest_next_use(trace))
-    if len({trace.nbytes[bucket] for moment in trace.moments for bucket in moment.buckets}) <= 1:
+    """The stays that fetch fewest bytes: the optimum where all units have one size, else the best of the policies here."""
+    stays, firsts = simulate(trace, budget, furthest_next_use(trace)), list(_uses(trace))
+    if len({trace.nbytes[unit] for unit in firsts}) <= 1:
         return stays
-    firsts = list(dict.fromkeys(bucket for moment in trace.moments for bucket in moment.buckets))
     keys = [least_recent_use(trace), *(static_split(trace, firsts[:k]) for k in range(1, len(firsts) + 1))]
     return min([stays, *(simulate(trace, budget, key) for key in keys)], key=lambda s: fetched_bytes(trace, s))
 
@@ -141,11 +139,11 @@ class Plan:
     Attributes:
         moments: of the traced iteration.
         actions: one per moment.
-        on_device: the buckets there at each moment, those on their way included.
-        optimizer_buckets: whose optimizer shards rest on the device.
-        shard_buckets: whose shards of parameters rest there as well, and so have no transfer at all.
+        on_device: the units there at each moment, those on their way included.
+        optimizer_units: whose optimizer shards rest on the device.
+        shard_units: whose shards of parameters rest there as well, and so have no transfer at all.
         margin: bytes beyond what each moment needs and the next one will.
-        fetches: buckets fetched per iteration.
+        fetches: units fetched per iteration.
         fetched_bytes: of these.
         peak_bytes: the most on the device at any moment, all included; at most `budget`.
     """
@@ -153,8 +151,8 @@ class Plan:
     moments: tuple[Moment, ...]
     actions: tuple[Actions, ...]
     on_device: tuple[frozenset[int], ...]
-    optimizer_buckets: tuple[int, ...]
-    shard_buckets: tuple[int, ...]
+    optimizer_units: tuple[int, ...]
+    shard_units: tuple[int, ...]
     budget: int
     margin: int
     fetches: int
@@ -174,8 +172,8 @@ def plan_placement(
 
     Args:
         budget: bytes of the device that this process may use.
-        optimizer_bytes: of each bucket's optimizer shard, in the order of the units: the first ones get the margin.
-        shard_bytes: of each bucket's shard of parameters, in that order; they follow when all optimizer shards have a place.
+        optimizer_bytes: of each unit's optimizer shard, in the order of the units: the first ones get the margin.
+        shard_bytes: of each unit's shard of parameters, in that order; they follow when all optimizer shards have a place.
         gpu_margin_mem_ratio: share of the margin that these states may take.
 
     Raises:
@@ -189,21 +187,21 @@ def plan_placement(
     margin = max(0, budget - max(_working_sets(trace), default=0))
     room = margin * gpu_margin_mem_ratio
     optimizers = first_that_fit(optimizer_bytes, room)
-    reserved = sum(optimizer_bytes[bucket] for bucket in optimizers)
+    reserved = sum(optimizer_bytes[unit] for unit in optimizers)
     shards = first_that_fit(shard_bytes, room - reserved) if len(optimizers) == len(optimizer_bytes) else ()
-    reserved += sum(shard_bytes[bucket] for bucket in shards)
+    reserved += sum(shard_bytes[unit] for unit in shards)
     stays = best_stays(trace, budget - reserved)
     held = _held(trace, stays)
     stays = _ahead(trace, stays, [budget - reserved - now for now in held])
     on_device = tuple(
-        frozenset(stay.bucket for stay in stays if stay.fetch <= now < stay.drop) for now in range(len(held))
+        frozenset(stay.unit for stay in stays if stay.fetch <= now < stay.drop) for now in range(len(held))
     )
     return Plan(
         trace.moments,
         tuple(
             Actions(
-                tuple(stay.bucket for stay in stays if stay.drop == now),
-                tuple(stay.bucket for stay in stays if stay.fetch == now),
+                tuple(stay.unit for stay in stays if stay.drop == now),
+                tuple(stay.unit for stay in stays if stay.fetch == now),
             )
             for now in range(len(held))
         ),
@@ -219,28 +217,25 @@ def plan_placement(
 
 
 def first_that_fit(sizes: Mapping[int, int], room: float) -> tuple[int, ...]:
-    """The first buckets, in the mapping's order, whose states fit `room` bytes together.
+    """The first ones, in the mapping's order, whose states fit `room` bytes together.
 
     Of states of one size that is floor(room / bytes) of them (PatrickStar, arXiv:2108.05818).
     """
     kept: list[int] = []
-    for bucket, nbytes in sizes.items():
+    for each, nbytes in sizes.items():
         room -= nbytes
         if room < 0:
             break
-        kept.append(bucket)
+        kept.append(each)
     return tuple(kept)
 
 
 def _working_sets(trace: Trace) -> list[int]:
     """Bytes that each moment needs on the device, with the parameters of the next one, which come meanwhile."""
-    needed = [
-        {*moment.buckets, *(bucket for later in trace.moments[now + 1 : now + 2] for bucket in later.buckets)}
-        for now, moment in enumerate(trace.moments)
-    ]
+    needed = [{moment.unit for moment in trace.moments[now : now + 2]} for now in range(len(trace.moments))]
     return [
-        moment.non_model + sum(trace.nbytes[bucket] for bucket in buckets)
-        for moment, buckets in zip(trace.moments, needed, strict=True)
+        moment.non_model + sum(trace.nbytes[unit] for unit in units)
+        for moment, units in zip(trace.moments, needed, strict=True)
     ]
 
 
@@ -249,27 +244,27 @@ def _held(trace: Trace, stays: Iterable[Stay]) -> list[int]:
     held = [moment.non_model for moment in trace.moments]
     for stay in stays:
         for now in range(stay.fetch, stay.drop):
-            held[now] += trace.nbytes[stay.bucket]
+            held[now] += trace.nbytes[stay.unit]
     return held
 
 
 def _ahead(trace: Trace, stays: Iterable[Stay], free: list[int]) -> list[Stay]:
     """The stays with their fetches moved as far ahead as the free bytes permit; what is needed first chooses first.
 
-    A fetch that reaches the end of the bucket's last stay is none: with unequal sizes, a drop can make more room than was needed.
+    A fetch that reaches the end of the unit's last stay is none: with unequal sizes, a drop can make more room than was needed.
     """
     moved: list[Stay] = []
-    latest: dict[int, int] = {}  # index in `moved` of each bucket's last stay
+    latest: dict[int, int] = {}  # index in `moved` of each unit's last stay
     for stay in stays:
-        before = latest.get(stay.bucket)
+        before = latest.get(stay.unit)
         end = 0 if before is None else moved[before].drop
-        nbytes, start = trace.nbytes[stay.bucket], stay.fetch
+        nbytes, start = trace.nbytes[stay.unit], stay.fetch
         while start > end and free[start - 1] >= nbytes:
             start -= 1
             free[start] -= nbytes
         if before is not None and start == end:
-            moved[before] = Stay(stay.bucket, moved[before].fetch, stay.drop)
+            moved[before] = Stay(stay.unit, moved[before].fetch, stay.drop)
         else:
-            latest[stay.bucket] = len(moved)
-            moved.append(Stay(stay.bucket, start, stay.drop))
+            latest[stay.unit] = len(moved)
+            moved.append(Stay(stay.unit, start, stay.drop))
     return moved

@@ -1,8 +1,8 @@
-"""The string of uses of one iteration, and what else lay on the device meanwhile: what Gemini's planner plans from."""
+"""What one iteration uses, and what else lay on the device meanwhile: what Gemini's planner plans from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,61 +21,22 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Moment:
-    """What one moment of an iteration needs: from the first of its uses to the first of the next moment's."""
+    """One moment of an iteration: from the use of a unit to that of the next one."""
 
-    buckets: tuple[int, ...]  # which must lie on the device together
-    non_model: int  # bytes of all else on the device, at most
+    unit: int  # must lie on the device
+    non_model: int  # bytes of all else there, at most
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One recorded iteration.
-
-    Raises:
-        ValueError: a moment names a bucket without a size, or a size is negative.
-    """
+    """One recorded iteration."""
 
     moments: tuple[Moment, ...]
-    nbytes: Mapping[int, int]  # of each bucket's parameters, as they lie on the device
-
-    def __post_init__(self) -> None:
-        for number, moment in enumerate(self.moments):
-            for bucket in moment.buckets:
-                if bucket not in self.nbytes:
-                    raise ValueError(f"moment {number} uses bucket {bucket}, whose bytes are not given.")
-        if any(value < 0 for value in (*self.nbytes.values(), *(moment.non_model for moment in self.moments))):
-            raise ValueError("a trace holds numbers of bytes, and some are negative.")
-
-    @classmethod
-    def of(cls, uses: Iterable[tuple[int, int, int]], non_model: Sequence[int]) -> Trace:
-        """The trace of (moment, bucket, bytes) uses.
-
-        Args:
-            uses: in order; moments count from 0, and a moment may use several buckets.
-            non_model: bytes at each moment.
-
-        Raises:
-            ValueError: a bucket changes its size, or a moment lies outside `non_model` or before an earlier one.
-        """
-        buckets: list[list[int]] = [[] for _ in non_model]
-        nbytes: dict[int, int] = {}
-        last = 0
-        for moment, bucket, size in uses:
-            if not last <= moment < len(buckets):
-                raise ValueError(
-                    f"bucket {bucket} is used at moment {moment}, after moment {last} of a trace of {len(buckets)} moments: "
-                    "uses come in order, and every moment has its non-model bytes."
-                )
-            if nbytes.setdefault(bucket, size) != size:
-                raise ValueError(f"bucket {bucket} has {nbytes[bucket]} bytes first and {size} at moment {moment}.")
-            if bucket not in buckets[moment]:
-                buckets[moment].append(bucket)
-            last = moment
-        return cls(tuple(Moment(tuple(used), n) for used, n in zip(buckets, non_model, strict=True)), nbytes)
+    nbytes: Mapping[int, int]  # of each unit's parameters, as they lie on the device
 
 
 class Tracer:
-    """Records the `Trace` of one iteration: the engine calls `use` whenever it needs a bucket.
+    """Records the moments of one iteration: the engine calls `use` whenever it needs a unit.
 
     Args:
         meter: of the device.
@@ -84,13 +45,13 @@ class Tracer:
 
     def __init__(self, meter: Meter, model_bytes: Callable[[], int]) -> None:
         self._meter, self._model_bytes = meter, model_bytes
-        self._uses: list[tuple[int, int, int]] = []
+        self._units: list[int] = []
         self._non_model: list[int] = []
 
-    def use(self, bucket: int, nbytes: int) -> None:
-        """A moment begins, with the use of `bucket`; the one before has ended."""
+    def use(self, unit: int) -> None:
+        """A moment begins, with the use of `unit`; the one before has ended."""
         before = self.sample()
-        self._uses.append((len(self._non_model), bucket, nbytes))
+        self._units.append(unit)
         # What was there before the first one, from building the engine or an update, is none of the iteration's.
         self._non_model.append(before if self._non_model else 0)
 
@@ -101,7 +62,7 @@ class Tracer:
             self._non_model[-1] = max(self._non_model[-1], now)
         return now
 
-    def finish(self) -> Trace:
-        """The trace; the iteration is over."""
+    def finish(self) -> tuple[Moment, ...]:
+        """The moments; the iteration is over."""
         self.sample()
-        return Trace.of(self._uses, self._non_model)
+        return tuple(map(Moment, self._units, self._non_model))

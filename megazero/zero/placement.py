@@ -93,9 +93,9 @@ class Placement:
         self._optimizer.is_torn = True  # until its slices are of the memory that O lies in again
         for is_coming in (False, True):  # what goes makes room for what comes
             for unit in self._trained:
-                if (unit in plan.optimizer_buckets) == is_coming:
+                if (unit in plan.optimizer_units) == is_coming:
                     self._move_optimizer(unit, is_coming)
-                if (unit in plan.shard_buckets) == is_coming:
+                if (unit in plan.shard_units) == is_coming:
                     self._move_shards(unit, is_coming)
         self._optimizer.refresh()
         self._optimizer.is_torn = False

@@ -89,8 +89,8 @@ def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None) 
     assert plan.peak_bytes <= plan.budget == blocks * block_bytes(engine)
     units = (*range(4), ROOT)
     on_device = [u for u in units if not any(b.is_offloaded for b in engine.schedule.buckets_of(u))]
-    assert on_device == list(plan.optimizer_buckets)
-    return gathers, most / block_bytes(engine), on_device, list(plan.shard_buckets)
+    assert on_device == list(plan.optimizer_units)
+    return gathers, most / block_bytes(engine), on_device, list(plan.shard_units)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
