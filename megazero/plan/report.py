@@ -10,9 +10,8 @@ import torch
 from megazero.metrics import table
 from megazero.optim.loss_scaler import DTYPES
 from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
-from megazero.plan.job_plan import JobPlan
+from megazero.plan.job_plan import JobPlan, activation_modes
 from megazero.plan.limits import Limits
-from megazero.plan.modes import activation_modes
 from megazero.zero.memory import size
 
 HOME_NAMES = {"accelerator": "device", "cpu": "host", "nvme": "nvme"}

@@ -27,26 +27,6 @@ def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | 
     return bucket, bucket.segment_of(parameter), bucket.optimizer
 
 
-def _find_trained(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer]:
-    """Where a trained parameter lies.
-
-    Raises:
-        ValueError: it is frozen, or no engine holds it.
-    """
-    found, bucket = _find(parameter), bucket_of(parameter)
-    if found is not None:
-        return found
-    segment = None if bucket is None else bucket.segment_of(parameter)
-    if segment is not None and segment.group != NO_GROUP and parameter.requires_grad:
-        raise ValueError(
-            f"{segment.name} has been unfrozen, and has fp32 weights, gradient and optimizer state from the next forward on: "
-            "call engine(...) before."
-        )
-    raise ValueError(
-        "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
-    )
-
-
 @contextmanager
 def _collective(what: str) -> Iterator[None]:
     """Names the function in the error of a collective that the other ranks have not entered."""
@@ -149,7 +129,7 @@ def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
-    bucket, segment, _ = _trained(parameter, values, "safe_set_full_fp32_param")
+    bucket, segment, _ = _to_set(parameter, "safe_set_full_fp32_param", values)
     with bucket.master_to_write() as master:
         bucket.write(master, segment, values)
     bucket.publish_master()
@@ -164,7 +144,7 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
     if key == MASTER:
         safe_set_full_fp32_param(parameter, values)
         return
-    bucket, segment, optimizer = _trained(parameter, values, "safe_set_full_optimizer_state")
+    bucket, segment, optimizer = _to_set(parameter, "safe_set_full_optimizer_state", values)
     if key not in optimizer.state_keys_everywhere():
         raise KeyError(f"the optimizer has no state {key!r}: it has {optimizer.state_keys()}, after its first step.")
     with optimizer.state_at_hand(bucket, [key], writes=True) as states:
@@ -174,7 +154,7 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
 
 def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
-    bucket, segment, optimizer = _trained(parameter, values, "safe_set_full_grad")
+    bucket, segment, optimizer = _to_set(parameter, "safe_set_full_grad", values)
     if not gradient_of(bucket).is_reduced:
         raise RuntimeError(
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
@@ -186,9 +166,7 @@ def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes this rank's part of the fp32 master weight: 1-D, of the size that the getter returns. Collective."""
-    bucket, segment, _ = _find_trained(parameter)
-    bucket.refuse_if_held("setting a value")
-    bucket.channel.meet(f"safe_set_local_fp32_param of {segment.name}")
+    bucket, segment, _ = _to_set(parameter, "safe_set_local_fp32_param")
     with bucket.master_to_write() as master:
         _set_local(bucket.owned_part(master, segment)[0], values)
     bucket.publish_master()
@@ -229,11 +207,32 @@ def _set_local(part: Tensor, values: Tensor) -> None:
     part.detach().copy_(values)
 
 
-def _trained(parameter: nn.Parameter, values: Tensor, setter: str) -> tuple[Bucket, Segment, BucketOptimizer]:
-    """Where a parameter lies that `setter` may write to, when every data-parallel rank has come: half of it would be set else."""
-    bucket, segment, optimizer = _find_trained(parameter)
+def _to_set(
+    parameter: nn.Parameter, setter: str, values: Tensor | None = None
+) -> tuple[Bucket, Segment, BucketOptimizer]:
+    """Where a trained parameter lies that `setter` may write to, when every data-parallel rank has come.
+
+    Args:
+        values: of all of the parameter, to compare shapes.
+
+    Raises:
+        ValueError: it is not trained, or has another shape.
+        RuntimeError: a GatheredParameters context holds it, or a rank did not come: half of it would be set.
+    """
+    found, bucket = _find(parameter), bucket_of(parameter)
+    if found is None:
+        segment = None if bucket is None else bucket.segment_of(parameter)
+        if segment is not None and segment.group != NO_GROUP and parameter.requires_grad:
+            raise ValueError(
+                f"{segment.name} has been unfrozen, and has fp32 weights, gradient and optimizer state from the next forward "
+                "on: call engine(...) before."
+            )
+        raise ValueError(
+            "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
+        )
+    bucket, segment, optimizer = found
     bucket.refuse_if_held("setting a value")
-    if tuple(values.shape) != segment.shape:
+    if values is not None and tuple(values.shape) != segment.shape:
         raise ValueError(
             f"{segment.name}: values of shape {tuple(values.shape)} for a parameter of shape {segment.shape}."
         )

@@ -97,10 +97,6 @@ class MemoryPlan:
         """
         return self.resident + self.transient
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The plan as (name, value) rows of a table."""
-        return memory_rows(self, {})
-
 
 def plan_memory(
     model: nn.Module,

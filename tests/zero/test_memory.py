@@ -414,7 +414,7 @@ def test_table_1_of_the_zero_paper(numel):
 
 def test_rows_have_planned_beside_measured_and_say_what_comes_later():
     plan = plan_memory(Psi(1e9), ZeroConfig(1), data_parallel_size=4, dtype=torch.bfloat16)
-    assert [" ".join(row).split() for row in plan.rows()[:3]] == [
+    assert [" ".join(row).split() for row in memory_rows(plan, {})[:3]] == [
         "bytes per rank planned measured".split(),
         "parameters (P) 2.00 GB -".split(),
         "gradients (G) 4.00 GB -".split(),
