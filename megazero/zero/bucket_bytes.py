@@ -1,4 +1,4 @@
-"""Bytes of one bucket on a rank, state by state: arithmetic over its layout, the stage and the homes."""
+"""Bytes of a rank's buckets, state by state, and of what they need for a while: arithmetic over their plans, and the homes."""
 
 from __future__ import annotations
 
@@ -253,9 +253,9 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
 
 def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], settings: StateSettings) -> int:
     """Bytes of the units that are whole at the same time under the `stage3_*` limits, beside the root."""
-    sharded = _by_unit([need for need in needs if need.plan.sharding.parameters], lambda need: need.plan.layout.numel)
+    sharded = _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
     nbytes = _by_unit(needs, lambda need: need.whole_parameters)
-    residency = Residency([sharded.get(unit, 0) for unit in units], settings.zero.gather_limits)
+    residency = Residency([sharded[unit] for unit in units], settings.zero.gather_limits)
     live: set[int] = set()  # indices in `units`
     most = 0
 
