@@ -78,61 +78,57 @@ class Gemini(Residency):
         self._optimizer_bytes, self._shard_bytes = dict(optimizer_bytes), dict(shard_bytes)
         self._margin_ratio = margin_ratio
         self.plan: Plan | None = None
+        # An iteration is traced, or follows the plan, or has left it: then there is neither of these until its end.
+        self._tracer: Tracer | None = self._new_tracer()
         self._replay: Replay | None = None
-        self._tracer: Tracer | None = Tracer(meter, model_bytes)
-        self._on_demand = False  # until the end of an iteration that has left the plan
 
-    def use(self, index: int) -> list[int]:
-        """A unit is about to run in training: units to gather now, in this order; nothing while there is no plan."""
-        if self._tracer is not None:
+    def _new_tracer(self) -> Tracer:
+        return Tracer(self._meter, self._model_bytes)
+
+    def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
+        """Units to gather now, by the plan, which the root is not in; without a plan what the limits say."""
+        trains = trains and index >= 0
+        if self._tracer is not None and trains:
             self._tracer.use(index)
-        if self._replay is None or self._on_demand:
-            return []
-        try:
-            return list(self._replay.advance(index).fetch)
-        except Deviation as deviation:
-            logger.info(
-                "placement: %s Units are gathered on demand until the next iteration, which is traced", deviation
-            )
-            self._on_demand = True
-            return []
+        if self._replay is not None:
+            try:
+                return list(self._replay.advance(index).fetch) if trains else []
+            except Deviation as deviation:
+                logger.info(
+                    "placement: %s Units are gathered on demand until the next iteration, which is traced", deviation
+                )
+                self._replay = None
+        return super().ahead(index, step, live)
 
     @property
     def follows_plan(self) -> bool:
         """Whether the plan says what is gathered and what stays."""
-        return self._replay is not None and not self._on_demand
+        return self._replay is not None
 
     def stays(self, index: int, live: int) -> bool:
         """Whether the plan has the unit on the device at the next moment; without a plan what the limits say."""
-        if not self.follows_plan:
-            return super().stays(index, live)
-        assert self._replay is not None
-        return self._replay.stays(index)
+        return super().stays(index, live) if self._replay is None else self._replay.stays(index)
 
-    def finish(self) -> bool:
-        """The backward is over. Collective where it was traced: ranks agree on a plan. Returns whether there is a new plan.
+    def finish(self) -> None:
+        """The backward is over. Collective where it was traced: ranks agree on a plan.
 
         Raises:
             ValueError: the device's memory is too small for the units that run together.
         """
         if self._tracer is not None:
             moments, self._tracer = self._tracer.finish(), None
-            if not moments:  # nothing was trained
-                self._tracer = Tracer(self._meter, self._model_bytes)
-                return False
-            # The tracer has just measured, so that the most since then is what is in use now.
-            self.plan = self._planned(moments, self._meter.used_bytes() + self._meter.free_bytes())
-            self._replay, self._on_demand = Replay(self.plan), False
-            return True
-        if self._replay is not None and not self._on_demand:
+            if moments:  # else nothing was trained
+                # The tracer has just measured, so that the most since then is what is in use now.
+                self.plan = self._planned(moments, self._meter.used_bytes() + self._meter.free_bytes())
+                self._replay = Replay(self.plan)
+        elif self._replay is not None:
             try:
                 self._replay.finish()
             except Deviation as deviation:
                 logger.info("placement: %s The next iteration is traced", deviation)
-                self._on_demand = True
-        if self._on_demand:
-            self._replay, self._tracer, self._on_demand = None, Tracer(self._meter, self._model_bytes), False
-        return False
+                self._replay = None
+        if self._replay is None:
+            self._tracer = self._new_tracer()
 
     def _planned(self, mine: Sequence[Moment], budget: int) -> Plan:
         """The plan for the rank with the least memory and the largest activations, so that all gather alike."""

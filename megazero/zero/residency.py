@@ -31,13 +31,14 @@ class Residency:
     def __init__(self, sizes: Sequence[int], limits: GatherLimits) -> None:
         self.sizes, self.limits = list(sizes), limits
 
-    def ahead(self, index: int, step: int, live: int) -> list[int]:
+    def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
         """Units to gather while unit `index` runs, in the order of their turns.
 
         Args:
             index: -1 before the first.
             step: 1 in forward, -1 in backward.
             live: elements that are gathered now.
+            trains: else this is an evaluation, of which a plan knows nothing.
         """
         found: list[int] = []
         room = self.limits.prefetch
@@ -51,18 +52,8 @@ class Residency:
             room = None if room is None else room - size
         return found
 
-    @property
-    def follows_plan(self) -> bool:
-        """Whether `use` says what is gathered, instead of `ahead`."""
-        return False
-
-    def use(self, index: int) -> list[int]:
-        """A unit is about to run in training: units to gather now, by a plan."""
-        return []
-
-    def finish(self) -> bool:
-        """A backward is over. Returns whether there is a new plan."""
-        return False
+    def finish(self) -> None:
+        """A backward is over."""
 
     def after(self, index: int, step: int) -> range:
         """The units whose turn comes after `index`."""

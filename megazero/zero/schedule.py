@@ -297,8 +297,7 @@ class Schedule:
         if not self.overlap:
             return
         step = -1 if _in_backward() else 1
-        planned = self.residency.use(index) if index != ROOT and (step < 0 or torch.is_grad_enabled()) else []
-        ahead = planned if self.residency.follows_plan else self.residency.ahead(index, step, self._live)
+        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or torch.is_grad_enabled())
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._tiles)]
         for unit in ahead:
             for bucket in self._of_unit[unit]:

@@ -159,9 +159,10 @@ def test_a_peak_in_the_last_moment_does_not_make_the_device_larger(one_rank):
     meter = Scripted(100, [0, 5, 60], now=5)
     settings = {"group": comm.world(), "optimizer_bytes": {}, "shard_bytes": {}, "margin_ratio": 0.0}
     gemini = Gemini([1, 1], GatherLimits(), nbytes=[10, 10], meter=meter, model_bytes=lambda: 0, **settings)
-    gemini.use(0)
-    gemini.use(1)
-    assert gemini.finish() and gemini.plan.budget == 100
+    for unit in (0, 1):
+        gemini.ahead(unit, 1, 0)
+    gemini.finish()
+    assert gemini.plan.budget == 100
     assert [moment.non_model for moment in gemini.plan.moments] == [5, 60]
 
 
