@@ -6,25 +6,16 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.ranges import Cut, shard_shape
-from megazero.checkpoint.rank_files import Piece, Snapshot, whole_index, write_rank_file
+from megazero.checkpoint.rank_files import Piece, Snapshot, States, whole_index, write_rank_file
 from megazero.checkpoint.store import CheckpointFolder
 from megazero.checkpoint.writer import Stored
-
-
-class RankPiece(NamedTuple):
-    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
-
-    name: str
-    model_parallel_rank: int
-    start: int
-    stop: int
 
 
 def write_checkpoint(
@@ -32,7 +23,7 @@ def write_checkpoint(
     tag: str,
     index: dict[str, Any],
     blobs: dict[str, Tensor],
-    read: Callable[[RankPiece, str], Tensor],
+    read: Callable[[Piece, str], Tensor],
 ) -> Path:
     """The directory of a checkpoint that is written, whole, by this process alone; with a bar, where a person watches.
 
@@ -47,22 +38,21 @@ def write_checkpoint(
         OSError: a file could not be written. Then, and when `read` raises, nothing is left.
     """
 
-    def read_and_count(piece: RankPiece, state: str) -> Tensor:
+    def read_and_count(piece: Piece, state: str) -> Tensor:
         value = read(piece, state)
         bar.update(value.nbytes)
         return value
 
-    def to_write(piece: RankPiece) -> Piece:
+    def states_of(piece: Piece) -> States:
         shape, codes = (piece.stop - piece.start,), index["tensors"][piece.name]["states"]
-        states = {s: Stored(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
-        return Piece(piece.name, piece.model_parallel_rank, piece.start, states)
+        return {s: Stored(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
 
     folder = CheckpointFolder(directory)
     if (folder.path / tag).exists():
         raise FileExistsError(f"{folder.path / tag} exists already: choose another directory, or delete this one.")
     plan = _plan(index["tensors"], index["model_parallel_size"], index["data_parallel_size"])
-    snapshots = [Snapshot([to_write(p) for p in pieces], {} if rank else blobs) for rank, pieces in enumerate(plan)]
-    total = sum(stored.nbytes for each in snapshots for piece in each.pieces for stored in piece.states.values())
+    snapshots = [Snapshot({p: states_of(p) for p in pieces}, {} if rank else blobs) for rank, pieces in enumerate(plan)]
+    total = sum(state.nbytes for each in snapshots for states in each.pieces.values() for state in states.values())
     with tqdm(total=total, desc=f"writing {tag}", unit="B", unit_scale=True, disable=None) as bar:
         try:
             folder.prepare(tag)
@@ -77,9 +67,9 @@ def write_checkpoint(
     return folder.path / tag
 
 
-def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size: int) -> list[list[RankPiece]]:
+def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size: int) -> list[list[Piece]]:
     """By rank, what it holds: the parameters of a tensor-parallel rank lie one behind the other and are cut into equal parts."""
-    ranks: list[list[RankPiece]] = [[] for _ in range(model_parallel_size * data_parallel_size)]
+    ranks: list[list[Piece]] = [[] for _ in range(model_parallel_size * data_parallel_size)]
     for rank in range(model_parallel_size):
         held = []
         for name, entry in entries.items():
@@ -92,6 +82,6 @@ def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size:
             for part in range(data_parallel_size):
                 start, stop = max(ends[part] - offset, 0), min(ends[part + 1] - offset, numel)
                 if start < stop:
-                    ranks[part * model_parallel_size + rank].append(RankPiece(name, rank, start, stop))
+                    ranks[part * model_parallel_size + rank].append(Piece(name, rank, start, stop))
             offset += numel
     return ranks

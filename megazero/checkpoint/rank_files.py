@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,25 +18,17 @@ from megazero.checkpoint.ranges import Cut, shard_shape
 from megazero.checkpoint.writer import Stored, dtype_code, write_tensors
 from megazero.zero.bucket import MASTER
 
+States = dict[str, Tensor | Stored]
+"""What is saved of a piece, by name: 1-D tensors, which are the rank's own memory and no copies, or read from where they rest."""
 
-@dataclass(frozen=True)
-class Piece:
-    """A range of one tensor-parallel rank's flattened part of a parameter, with all that is saved of it.
 
-    Attributes:
-        start: the first element.
-        states: by name, 1-D tensors of one length: the rank's own memory, not copies; or what is read from where it rests.
-    """
+class Piece(NamedTuple):
+    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
 
     name: str
     model_parallel_rank: int
     start: int
-    states: Mapping[str, Tensor | Stored]
-
-    @property
-    def stop(self) -> int:
-        """The element behind the last."""
-        return self.start + next(iter(self.states.values())).shape[0]
+    stop: int
 
 
 @dataclass
@@ -44,17 +36,18 @@ class Snapshot:
     """What one rank has to write.
 
     Attributes:
+        pieces: what is saved of each; there is one of a parameter at most.
         blobs: tensors of this rank, not of the model, by key; the index holds their places under "blobs", by rank.
     """
 
-    pieces: list[Piece]
+    pieces: dict[Piece, States]
     blobs: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor | Stored]:
         """Everything by its key in the rank's file: weights first, so that reading them alone reads on."""
-        states = sorted({s for piece in self.pieces for s in piece.states}, key=lambda state: (state != MASTER, state))
-        found = {f"{s}/{piece.name}": piece.states[s] for s in states for piece in self.pieces if s in piece.states}
-        return {**found, **self.blobs}
+        found = [(state, piece.name, t) for piece, saved in self.pieces.items() for state, t in saved.items()]
+        found.sort(key=lambda each: (each[0] != MASTER, each[0]))
+        return {**{f"{state}/{name}": tensor for state, name, tensor in found}, **self.blobs}
 
     def staged(self) -> Snapshot:
         """A copy in host memory, which training does not change."""
@@ -65,7 +58,9 @@ class Snapshot:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
             return host.copy_(tensor.detach(), non_blocking=True)
 
-        pieces = [replace(piece, states={s: copy(t) for s, t in piece.states.items()}) for piece in self.pieces]
+        pieces: dict[Piece, States] = {
+            piece: {state: copy(tensor) for state, tensor in saved.items()} for piece, saved in self.pieces.items()
+        }
         blobs = {key: copy(tensor) for key, tensor in self.blobs.items()}
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
@@ -84,8 +79,8 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, An
     return {
         "file": {"bytes": written.nbytes, "crc32": written.crc32},
         "pieces": [
-            [p.name, p.model_parallel_rank, p.start, p.stop, {state: at[f"{state}/{p.name}"] for state in p.states}]
-            for p in snapshot.pieces
+            [*piece, {state: at[f"{state}/{piece.name}"] for state in saved}]
+            for piece, saved in snapshot.pieces.items()
         ],
         "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
     }

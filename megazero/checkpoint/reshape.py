@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import tag_at
-from megazero.checkpoint.offline import RankPiece, write_checkpoint
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.ranges import Cut
-from megazero.checkpoint.rank_files import tensor_entry
+from megazero.checkpoint.rank_files import Piece, tensor_entry
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import RNG
 
@@ -32,7 +32,7 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
         for name, old in reader.tensors.items()
     }
 
-    def read(piece: RankPiece, state: str) -> Tensor:
+    def read(piece: Piece, state: str) -> Tensor:
         out = torch.empty(piece.stop - piece.start, dtype=reader.dtype(piece.name, state))
         cut, rank = cuts[piece.name], piece.model_parallel_rank
         reader.read_part(piece.name, {state: out}, cut=cut, rank=rank, size=model_parallel_size, start=piece.start)

@@ -7,7 +7,6 @@ in the background needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from megazero import comm
 from megazero.checkpoint.plain import encode, plain_settings
-from megazero.checkpoint.rank_files import Piece, Snapshot, tensor_entry
+from megazero.checkpoint.rank_files import Piece, Snapshot, States, tensor_entry
 from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.training_state import CLIENT, CONSTANT, RNG, SCHEDULE, TrainingState, rng_states
 from megazero.checkpoint.writer import Stored
@@ -59,11 +58,11 @@ def save(
         "client_state": client,
     }
     blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
-    pieces = list(_pieces(state, buckets, keys))
+    pieces = _pieces(state, buckets, keys)
     if torch.distributed.get_rank() == 0:
         blobs = {**blobs, **client_tensors, **schedule_tensors}
         buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
-        pieces += [Piece(name, 0, 0, {CONSTANT: value}) for name, value in buffers.items()]
+        pieces |= {Piece(name, 0, 0, len(value)): {CONSTANT: value} for name, value in buffers.items()}
     return state.saver.save(
         Snapshot(pieces, blobs),
         index,
@@ -111,17 +110,19 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> 
     return {name: found[name] for name in [*(n for n in order if n in found), *(found.keys() - order.keys())]}
 
 
-def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> Iterator[Piece]:
+def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[Piece, States]:
     """This rank's shard of every bucket; what tensor-parallel ranks hold in common is saved by the first of them."""
-    rank = state.groups.model_parallel_rank
+    rank, found = state.groups.model_parallel_rank, {}
     for bucket in buckets:
         for segment in bucket.layout.segments:
             start, stop = bucket.saved_part(segment)
             if start < stop and (rank == 0 or segment.name in state.partitions):
-                yield Piece(segment.name, rank, start, _states(bucket, segment, keys, start, stop))
+                piece = Piece(segment.name, rank, start, stop)
+                found[piece] = _states(bucket, segment, keys, start, stop)
+    return found
 
 
-def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop: int) -> dict[str, Tensor | Stored]:
+def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop: int) -> States:
     """What this rank holds of [start, stop) of a parameter, 1-D: its own memory, or what is read from where it rests."""
     low, high = segment.start + start, segment.start + stop
     if not bucket.is_trainable:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.offline import RankPiece, write_checkpoint
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode
+from megazero.checkpoint.rank_files import Piece
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.writer import dtype_code
 from megazero.mpu.partition import Partition
@@ -59,7 +60,7 @@ def make(
         for name, states in values.items()
     }
 
-    def read(piece: RankPiece, state: str) -> torch.Tensor:
+    def read(piece: Piece, state: str) -> torch.Tensor:
         part = values[piece.name][state]
         if piece.name in cuts:
             part = cuts[piece.name].slice(part, piece.model_parallel_rank, model_parallel_size, padded[piece.name])

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import DTYPES
-from megazero.checkpoint.offline import RankPiece, write_checkpoint
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode, plain_settings
-from megazero.checkpoint.rank_files import tensor_entry
+from megazero.checkpoint.rank_files import Piece, tensor_entry
 from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.training_state import CLIENT, CONSTANT, SCHEDULE
 from megazero.zero.bucket import MASTER
@@ -68,7 +68,7 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """
     entries = {name: _entry(name, tensor) for name, tensor in foreign.tensors.items()}
 
-    def read(piece: RankPiece, state: str) -> Tensor:
+    def read(piece: Piece, state: str) -> Tensor:
         tensor, code = foreign.tensors[piece.name], entries[piece.name]["states"][state]
         value = tensor.states[state]().detach()
         if tuple(value.shape) != tuple(tensor.shape):
