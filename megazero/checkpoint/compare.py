@@ -143,7 +143,7 @@ def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
     numel, dtype = reader.numel(name), reader.dtype(name, state)
     for start in range(0, numel, _CHUNK_NUMEL):
         out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=dtype)
-        reader.read_part(name, {state: out}, start=start)
+        reader.read_part(name, state, out, start=start)
         yield out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megazero.checkpoint.format import (
     no_number,
 )
 from megazero.checkpoint.pieces import Pieces
-from megazero.checkpoint.ranges import Cut, shard_shape, shard_to_full
+from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full
 
 
 class Reader:
@@ -59,6 +59,8 @@ class Reader:
 
     def __init__(self, directory: str | Path, tag: str | None = None, content: bytes | None = None) -> None:
         is_first = content is None
+        # What was located last, and what was wanted: the states of a parameter lie alike.
+        self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
         tag = latest_tag(directory) if tag is None else check_tag(tag)
         self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
         if content is None:
@@ -134,7 +136,7 @@ class Reader:
         if math.prod(shape) * dtype.itemsize > self.nbytes:
             raise CheckpointError(f"{self.path}: {name} has shape {shape}, for which the files are too small")
         out = torch.empty(shape, dtype=dtype)
-        self.read_part(name, {state: out.reshape(-1)})
+        self.read_part(name, state, out.reshape(-1))
         return out
 
     def weight_state(self, name: str) -> str:
@@ -148,7 +150,8 @@ class Reader:
     def read_part(
         self,
         name: str,
-        outs: Mapping[str, Tensor],
+        state: str,
+        out: Tensor,
         *,
         cut: Cut | None = None,
         rank: int = 0,
@@ -158,28 +161,24 @@ class Reader:
         """Reads a range of the flattened part that a tensor-parallel rank holds; padding becomes zero.
 
         Args:
-            outs: for each state a 1-D tensor, all of one length; on another device or of another dtype values are converted.
+            out: 1-D; on another device or of another dtype values are converted.
             cut, rank, size: of the rank that wants it; by default the full parameter.
             start: in the flattened shard, of the first element.
         """
-        numel = {out.numel() for out in outs.values()}
-        if numel in (set(), {0}):
+        if not out.numel():
             return
-        pieces = self._pieces(name)
-        (length,) = numel
-        wanted = shard_to_full(self.shape(name), cut, rank, size).sources_from(start, start + length)
-        plan = wanted.then(pieces.full_to_saved)
-        if plan.numel != wanted.numel:
-            raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
-        for state, out in outs.items():
-            dtype = self.dtype(name, state)
-            is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
-            target = out.detach() if is_direct else torch.empty(length, dtype=dtype)
-            if wanted.numel < length:
-                target.zero_()
-            pieces.read(state, plan, bytes_of(target), f"{state} of {name}")
-            if not is_direct:
-                out.copy_(target)
+        dtype = self.dtype(name, state)
+        wanted = (name, cut, rank, size, start, out.numel())
+        if self._located is None or self._located[0] != wanted:
+            self._located = (wanted, *self._locate(*wanted))
+        _, pieces, plan = self._located
+        is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
+        target = out.detach() if is_direct else torch.empty(out.shape, dtype=dtype)
+        if plan.numel < out.numel():
+            target.zero_()
+        pieces.read(state, plan, bytes_of(target), f"{state} of {name}")
+        if not is_direct:
+            out.copy_(target)
 
     def missing(self, name: str) -> int:
         """How many elements of a parameter the index does not list."""
@@ -206,6 +205,17 @@ class Reader:
         shape, cut, dtypes = self.shape(name), self.cut(name), self.states(name)
         with self.well_formed(name):
             return Pieces(self.tensors[name]["pieces"], shape, cut, self.size, dtypes, self.files)
+
+    def _locate(
+        self, name: str, cut: Cut | None, rank: int, size: int, start: int, length: int
+    ) -> tuple[Pieces, RangeMap]:
+        """A parameter's pieces, and where they hold what `read_part` is asked for."""
+        pieces = self._pieces(name)
+        wanted = shard_to_full(self.shape(name), cut, rank, size).sources_from(start, start + length)
+        plan = wanted.then(pieces.full_to_saved)
+        if plan.numel != wanted.numel:
+            raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
+        return pieces, plan
 
     def _open(self, name: str, entry: dict[str, Any]) -> CheckedFile:
         if not PLAIN_NAME.fullmatch(name):

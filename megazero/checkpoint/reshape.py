@@ -35,7 +35,7 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
     def read(piece: Piece, state: str) -> Tensor:
         out = torch.empty(piece.stop - piece.start, dtype=reader.dtype(piece.name, state))
         cut, rank = cuts[piece.name], piece.model_parallel_rank
-        reader.read_part(piece.name, {state: out}, cut=cut, rank=rank, size=model_parallel_size, start=piece.start)
+        reader.read_part(piece.name, state, out, cut=cut, rank=rank, size=model_parallel_size, start=piece.start)
         return out
 
     sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}

@@ -18,7 +18,6 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import CONSTANT, RNG, SCHEDULE, TrainingState, set_rng_states
 from megazero.logging import ALIKE
 from megazero.zero.bucket import MASTER
-from megazero.zero.layout import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -48,39 +47,27 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
             )
         kinds = sorted({key for name in reader.tensors for key in reader.states(name)} - {MASTER, CONSTANT})
         state.optimizer.allocate_state(kinds, _saved_counters(reader))
+    rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for bucket in state.buckets:
         with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
             for segment, part, start in bucket.weight_parts():
-                if segment.name in reader.tensors:
-                    # A parameter may have been frozen when it was saved and be trained now, or the other way round.
-                    to_read = [(reader.weight_state(segment.name), part, start)]
-                    saved_keys = reader.states(segment.name)
-                    for key in (key for key in kinds if key in saved_keys):
-                        parts = state.optimizer.parts_of(states, bucket, key, segment)
-                        to_read += [(key, view, at.start) for view, at in parts]
-                    _read_segment(state, reader, segment, to_read)
+                if segment.name not in reader.tensors:
+                    continue
+                # A parameter may have been frozen when it was saved and be trained now, or the other way round.
+                to_read = [(start, reader.weight_state(segment.name), part)]
+                saved_keys = reader.states(segment.name)
+                for key in (key for key in kinds if key in saved_keys):
+                    parts = state.optimizer.parts_of(states, bucket, key, segment)
+                    to_read += [(at.start, key, view) for view, at in parts]
+                cut = state.cut(segment.name, segment.shape)
+                to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once
+                for first, key, out in to_read:
+                    reader.read_part(segment.name, key, out, cut=cut, rank=rank, size=size, start=first)
     for name, buffer in state.buffers().items():
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
-            reader.read_part(name, {CONSTANT: values})
+            reader.read_part(name, CONSTANT, values)
             buffer.copy_(values.view(buffer.shape))
-
-
-def _read_segment(
-    state: TrainingState, reader: Reader, segment: Segment, to_read: list[tuple[str, Tensor, int]]
-) -> None:
-    """Reads what belongs to the same elements together: their places are worked out once.
-
-    Args:
-        to_read: a state, what is to be filled with it, and its first element in the flattened parameter.
-    """
-    together: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for key, out, first in to_read:
-        together.setdefault((first, out.numel()), {})[key] = out
-    cut = state.cut(segment.name, segment.shape)
-    rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
-    for (first, _), outs in together.items():
-        reader.read_part(segment.name, outs, cut=cut, rank=rank, size=size, start=first)
 
 
 def continue_run(
