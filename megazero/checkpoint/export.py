@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megazero.checkpoint.loading import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Stored, shard_index, sharded, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
 from megazero.data.gpt2_bpe import find_gpt2_files
 from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
 from megazero.files import append_suffix, sync_folder, written_aside
@@ -181,7 +181,9 @@ def _write_weights(
         return (full.t() if transposed else full).to(dtype).contiguous()
 
     to_write = {
-        f"{PREFIX}{theirs}": Stored(dtype, shapes[ours][:: -1 if transposed else 1], partial(read, ours, transposed))
+        f"{PREFIX}{theirs}": LazyTensor(
+            dtype, shapes[ours][:: -1 if transposed else 1], partial(read, ours, transposed)
+        )
         for ours, theirs, transposed in matching_names(config)
     }
     files = sharded("model", ".safetensors", to_write, max_shard_bytes)

@@ -1,4 +1,4 @@
-"""The checkpoint format's foundations: names, checksums, and files that are checked block by block as they are read.
+"""The checkpoint format's foundations: names, and what an index begins with.
 
 Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -115,122 +113,11 @@ def has_own_checksum(content: bytes) -> bool:
     return head == b'{"crc32": %d' % crc32(rest)
 
 
-def no_number(text: str) -> None:
-    """For json.loads: refuses NaN and Infinity."""
-    raise ValueError(f"{text} is no number in JSON")
-
-
 def is_count(value: Any) -> bool:
     """Whether it is an integer from 0 on that fits into 64 bits: no bool, no 2.0."""
     return type(value) is int and 0 <= value < 2**63
 
 
-def integers(values: Sequence[Any]) -> np.ndarray:
-    """The values as int64, and no others: "1", 1.0 and what is too large are not what was written."""
-    array = np.array(values)
-    if len(values) and array.dtype.kind != "i":
-        raise ValueError(f"{str(values)[:60]} are not all integers")
-    return array.astype(np.int64)
-
-
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor, as [bytes] uint8."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-class CheckedFile:
-    """A file whose blocks are checked against their CRC-32 as they are read.
-
-    Args:
-        checksums: of every `block_bytes` of the file.
-
-    Raises:
-        ValueError: the number of checksums does not suit the size.
-    """
-
-    def __init__(self, path: Path, nbytes: int, checksums: list[int], block_bytes: int) -> None:
-        self._file: BufferedReader | None = None
-        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, list)
-        if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
-            found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
-            raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
-        self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
-        self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
-
-    def found_size(self) -> int | None:
-        """The bytes that it has in fact; None if it is missing."""
-        return self.path.stat().st_size if self.path.is_file() else None
-
-    def check_size(self) -> None:
-        """Returns if the file is there and as large as it should be. Reading asks before it opens the file.
-
-        Raises:
-            CheckpointError: it is not.
-        """
-        found = self.found_size()
-        if found != self.nbytes:
-            raise CheckpointError(
-                f"Checkpoint file {self.path} has {'no' if found is None else found} bytes where the index says {self.nbytes}: "
-                f"it is damaged. {REMEDY}"
-            )
-
-    def read_into(self, out: np.ndarray, start: int, what: str) -> None:
-        """Fills `out`, [bytes] uint8, from the file's bytes at `start` on; `what` is in messages what is read.
-
-        Raises:
-            CheckpointError: a block is not what was written.
-            OSError: the disk does not give it.
-        """
-        stop = start + len(out)
-        if not 0 <= start <= stop <= self.nbytes:
-            raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and the index says {start}..{stop} for {what}")
-        for block in range(start // self.block_bytes, -(-stop // self.block_bytes)):
-            low, high = self._bounds(block)
-            if start <= low and high <= stop:
-                self._read_block(block, what, out[low - start : high - start])
-                continue
-            if block != self._block:
-                self._content = self._read_block(block, what)
-                self._block = block
-            first, last = max(low, start), min(high, stop)
-            out[first - start : last - start] = self._content[first - low : last - low]
-
-    def verify(self) -> Iterator[tuple[int, int, bool]]:
-        """Reads the whole file: of every block [low, high) in bytes, and whether it is as it was written."""
-        for block in range(len(self.checksums)):
-            low, high = self._bounds(block)
-            try:
-                self._read_block(block, "a check")
-                yield low, high, True
-            except CheckpointError:
-                yield low, high, False
-
-    def close(self) -> None:
-        """Gives the descriptor back; a later read opens the file again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _bounds(self, block: int) -> tuple[int, int]:
-        return block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
-
-    def _read_block(self, block: int, what: str, out: np.ndarray | None = None) -> np.ndarray:
-        low, high = self._bounds(block)
-        out = np.empty(high - low, dtype=np.uint8) if out is None else out
-        if self._file is None:
-            self.check_size()
-            self._file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
-        self._file.seek(low)
-        try:
-            count = self._file.readinto(out.data)
-        except OSError as error:  # of a disk that fails; it does not say which file it was
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if count < high - low or crc32(out.data) != self.checksums[block]:
-            raise CheckpointError(
-                f"Checkpoint file {self.path} is damaged: bytes {low} to {high} are not what was written (read for "
-                f"{what}). {REMEDY}"
-            )
-        return out

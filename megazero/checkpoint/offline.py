@@ -15,7 +15,7 @@ from megazero.checkpoint.format import DTYPES
 from megazero.checkpoint.ranges import Cut, shard_shape
 from megazero.checkpoint.rank_files import Piece, Snapshot, States, whole_index, write_rank_file
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.writer import Stored
+from megazero.checkpoint.tensor_file import LazyTensor
 
 
 def write_checkpoint(
@@ -45,7 +45,7 @@ def write_checkpoint(
 
     def states_of(piece: Piece) -> States:
         shape, codes = (piece.stop - piece.start,), index["tensors"][piece.name]["states"]
-        return {s: Stored(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
+        return {s: LazyTensor(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
 
     folder = CheckpointFolder(directory)
     if (folder.path / tag).exists():

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megazero import __version__
-from megazero.checkpoint import writer
+from megazero.checkpoint import tensor_file
 from megazero.checkpoint.format import FORMAT, FORMAT_VERSION
 from megazero.checkpoint.ranges import Cut, shard_shape
-from megazero.checkpoint.writer import Stored, dtype_code, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, dtype_code, write_tensors
 from megazero.zero.bucket import MASTER
 
-States = dict[str, Tensor | Stored]
+States = dict[str, Tensor | LazyTensor]
 """What is saved of a piece, by name: 1-D tensors, which are the rank's own memory and no copies, or read from where they rest."""
 
 
@@ -43,7 +43,7 @@ class Snapshot:
     pieces: dict[Piece, States]
     blobs: dict[str, Tensor]
 
-    def tensors(self) -> dict[str, Tensor | Stored]:
+    def tensors(self) -> dict[str, Tensor | LazyTensor]:
         """Everything by its key in the rank's file: weights first, so that reading them alone reads on."""
         found = [(state, piece.name, t) for piece, saved in self.pieces.items() for state, t in saved.items()]
         found.sort(key=lambda each: (each[0] != MASTER, each[0]))
@@ -52,8 +52,8 @@ class Snapshot:
     def staged(self) -> Snapshot:
         """A copy in host memory, which training does not change."""
 
-        def copy(tensor: Tensor | Stored) -> Tensor:
-            if isinstance(tensor, Stored):
+        def copy(tensor: Tensor | LazyTensor) -> Tensor:
+            if isinstance(tensor, LazyTensor):
                 return tensor.read()
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
             return host.copy_(tensor.detach(), non_blocking=True)
@@ -120,7 +120,7 @@ def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[
         if found != numel:
             raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {numel}")
     head = {
-        **{"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": writer.BLOCK_BYTES},
+        **{"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": tensor_file.BLOCK_BYTES},
         **{"megazero_version": __version__, "torch_version": torch.__version__},
     }
     return {**index, **head, "files": files, "blobs": blobs, "tensors": tensors}

@@ -15,7 +15,7 @@ import torch
 from megazero import comm
 from megazero.checkpoint.rank_files import Snapshot, whole_index, write_rank_file
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.writer import naming
+from megazero.checkpoint.tensor_file import naming
 
 logger = logging.getLogger(__name__)
 

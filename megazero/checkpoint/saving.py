@@ -17,8 +17,8 @@ from megazero import comm
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.rank_files import Piece, Snapshot, States, tensor_entry
 from megazero.checkpoint.store import tag_of
+from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.training_state import CLIENT, CONSTANT, RNG, SCHEDULE, TrainingState, rng_states
-from megazero.checkpoint.writer import Stored
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment
@@ -135,7 +135,7 @@ def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop:
     }
 
 
-def _part(vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor | Stored:
+def _part(vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor | LazyTensor:
     if vector.resident is not None:
         with vector.at_hand(start, stop) as part:
             return part.to(dtype)  # itself, but for optimizers that keep 16 bits
@@ -144,7 +144,7 @@ def _part(vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor |
         with vector.at_hand(start, stop) as part:
             return part.to(dtype, copy=True)
 
-    return Stored(dtype, (stop - start,), read)
+    return LazyTensor(dtype, (stop - start,), read)
 
 
 def _optimizer(state: TrainingState) -> dict[str, Any]:

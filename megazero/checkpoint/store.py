@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path, tag_at
 from megazero.checkpoint.standalone import SCRIPT, place_script
-from megazero.checkpoint.writer import naming
+from megazero.checkpoint.tensor_file import naming
 from megazero.files import sync_folder, written_aside
 from megazero.option import option
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Stored, shard_index, sharded, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 
@@ -121,17 +121,17 @@ def _open(directory: str | Path, tag: str | int | None) -> Reader:
     return Reader(directory, None if tag is None else str(tag))
 
 
-def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, Stored]:
+def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, LazyTensor]:
     """What to write, by name."""
     kinds = {name: entry["kind"] for name, entry in reader.tensors.items()}
     return {name: _fp32(reader, name) for name, kind in kinds.items() if not (exclude_frozen and kind == "frozen")}
 
 
-def _fp32(reader: Reader, name: str) -> Stored:
+def _fp32(reader: Reader, name: str) -> LazyTensor:
     """Parameters in fp32, buffers in their own dtype."""
     own = reader.dtype(name, reader.weight_state(name))
     dtype = torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
-    return Stored(dtype, reader.shape(name), lambda: reader.read_weight(name).to(dtype))
+    return LazyTensor(dtype, reader.shape(name), lambda: reader.read_weight(name).to(dtype))
 
 
 def _announce(reader: Reader, output: Path, names: Iterable[str]) -> None:
@@ -165,7 +165,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _write_file(path: Path, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
     """Writes tensors, in a .bin under all of their names; safetensors files hold each once, as transformers has it."""
     if path.suffix == ".safetensors":
         _replace(path, lambda aside: write_tensors(aside, tensors))
@@ -173,7 +173,7 @@ def _write_file(path: Path, tensors: Mapping[str, Stored], aliases: Mapping[str,
         _replace(path, lambda aside: _write_torch(aside, tensors, aliases))
 
 
-def _write_torch(path: Path, tensors: Mapping[str, Stored], aliases: Mapping[str, str]) -> None:
+def _write_torch(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
     """torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".zero_to_fp32.") as file:
         state, start = {}, 0

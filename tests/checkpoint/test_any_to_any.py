@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.checkpoint import writer
-from megazero.checkpoint.format import CheckedFile
+from megazero.checkpoint import tensor_file
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
 from tests.ranks import run_ranks
@@ -195,7 +195,7 @@ def save_wide(directory: str) -> None:
     engine = wide_engine(1)
     engine.backward(engine())
     engine.step()
-    writer.BLOCK_BYTES = 4096
+    tensor_file.BLOCK_BYTES = 4096
     engine.save_checkpoint(directory)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megazero import comm, mpu
-from megazero.checkpoint import writer
+from megazero.checkpoint import tensor_file
 from megazero.checkpoint.format import CheckpointError, index_bytes, latest_tag
 from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine, weight_decay_groups
@@ -76,7 +76,7 @@ def digest(engine: Engine) -> int:
 
 def save_case(directory: str, block_bytes: int) -> list[int]:
     """Saves global_step1 to 3, and returns the digests at each."""
-    writer.BLOCK_BYTES = block_bytes
+    tensor_file.BLOCK_BYTES = block_bytes
     engine = make_engine()
     digests = []
     for step in range(1, 4):

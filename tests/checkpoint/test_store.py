@@ -25,9 +25,10 @@ from torch import nn
 from megazero import comm, mpu
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint import rank_files, store
-from megazero.checkpoint.format import CheckedFile, CheckpointError, latest_tag
+from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.standalone import place_script
+from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks

@@ -1,7 +1,7 @@
-"""Writes safetensors files as a stream, with checksums: no tensor is copied as a whole, and the file is on the disk at the end.
+"""A safetensors file: written as a stream, and read by ranges that are checked against the checksums of its blocks.
 
 The safetensors library writes from one block of bytes that holds all tensors; a rank's shards of the optimizer fill most of its
-memory, so here they go from where they lie to the file.
+memory, so here they go from where they lie to the file, and are on the disk at the end.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import DTYPES, bytes_of, crc32
+from megazero.checkpoint.format import DTYPES, REMEDY, CheckpointError, bytes_of, crc32, is_count
 
 BLOCK_BYTES = 1 << 20  # of a checksum
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -39,7 +41,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Stored:
+class LazyTensor:
     """A tensor that is not in memory, and is read or made when its turn to be written comes."""
 
     dtype: torch.dtype
@@ -100,7 +102,7 @@ class ChecksummedStream:
                 self._begun = self.nbytes
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> Written:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> Written:
     """Writes `tensors`, from any device, into a new safetensors file, in their order, and syncs it.
 
     Raises:
@@ -114,7 +116,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> Written
             stream = ChecksummedStream(file)
             stream.write(memoryview(header))
             for name, tensor in tensors.items():
-                values = tensor.read() if isinstance(tensor, Stored) else tensor
+                values = tensor.read() if isinstance(tensor, LazyTensor) else tensor
                 if (values.dtype, values.shape) != (tensor.dtype, tensor.shape):
                     found, announced = (f"{each.dtype} {tuple(each.shape)}" for each in (values, tensor))
                     raise ValueError(f"{name} is {found}, announced as {announced}")
@@ -127,7 +129,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> Written
     return Written(stream.nbytes, stream.crc32, offsets)
 
 
-def _header(tensors: Mapping[str, Tensor | Stored]) -> tuple[bytes, dict[str, int]]:
+def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> tuple[bytes, dict[str, int]]:
     """The file's beginning, and where in the file each tensor comes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
@@ -149,13 +151,111 @@ def _on_cpu(tensor: Tensor) -> Iterator[Tensor]:
     return (part.cpu() for part in flat.split(max(1, _CHUNK_BYTES // flat.element_size())))
 
 
-def sharded(stem: str, suffix: str, tensors: Mapping[str, Stored], limit: int) -> dict[str, dict[str, Stored]]:
+class CheckedFile:
+    """A file whose blocks are checked against their CRC-32 as they are read.
+
+    Args:
+        checksums: of every `block_bytes` of the file.
+
+    Raises:
+        ValueError: the number of checksums does not suit the size.
+    """
+
+    def __init__(self, path: Path, nbytes: int, checksums: list[int], block_bytes: int) -> None:
+        self._file: BufferedReader | None = None
+        is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, list)
+        if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
+            found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
+            raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
+        self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
+        self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
+
+    def found_size(self) -> int | None:
+        """The bytes that it has in fact; None if it is missing."""
+        return self.path.stat().st_size if self.path.is_file() else None
+
+    def check_size(self) -> None:
+        """Returns if the file is there and as large as it should be. Reading asks before it opens the file.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        found = self.found_size()
+        if found != self.nbytes:
+            raise CheckpointError(
+                f"Checkpoint file {self.path} has {'no' if found is None else found} bytes where the index says {self.nbytes}: "
+                f"it is damaged. {REMEDY}"
+            )
+
+    def read_into(self, out: np.ndarray, start: int, what: str) -> None:
+        """Fills `out`, [bytes] uint8, from the file's bytes at `start` on; `what` is in messages what is read.
+
+        Raises:
+            CheckpointError: a block is not what was written.
+            OSError: the disk does not give it.
+        """
+        stop = start + len(out)
+        if not 0 <= start <= stop <= self.nbytes:
+            raise CheckpointError(f"{self.path} has {self.nbytes} bytes, and the index says {start}..{stop} for {what}")
+        for block in range(start // self.block_bytes, -(-stop // self.block_bytes)):
+            low, high = self._bounds(block)
+            if start <= low and high <= stop:
+                self._read_block(block, what, out[low - start : high - start])
+                continue
+            if block != self._block:
+                self._content = self._read_block(block, what)
+                self._block = block
+            first, last = max(low, start), min(high, stop)
+            out[first - start : last - start] = self._content[first - low : last - low]
+
+    def verify(self) -> Iterator[tuple[int, int, bool]]:
+        """Reads the whole file: of every block [low, high) in bytes, and whether it is as it was written."""
+        for block in range(len(self.checksums)):
+            low, high = self._bounds(block)
+            try:
+                self._read_block(block, "a check")
+                yield low, high, True
+            except CheckpointError:
+                yield low, high, False
+
+    def close(self) -> None:
+        """Gives the descriptor back; a later read opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _bounds(self, block: int) -> tuple[int, int]:
+        return block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
+
+    def _read_block(self, block: int, what: str, out: np.ndarray | None = None) -> np.ndarray:
+        low, high = self._bounds(block)
+        out = np.empty(high - low, dtype=np.uint8) if out is None else out
+        if self._file is None:
+            self.check_size()
+            self._file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
+        self._file.seek(low)
+        try:
+            count = self._file.readinto(out.data)
+        except OSError as error:  # of a disk that fails; it does not say which file it was
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if count < high - low or crc32(out.data) != self.checksums[block]:
+            raise CheckpointError(
+                f"Checkpoint file {self.path} is damaged: bytes {low} to {high} are not what was written (read for "
+                f"{what}). {REMEDY}"
+            )
+        return out
+
+
+def sharded(stem: str, suffix: str, tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str, LazyTensor]]:
     """By the names of files, as transformers has them, the tensors in each, in order.
 
     Args:
         limit: of the bytes in a file; a single larger tensor has one of its own.
     """
-    shards: list[dict[str, Stored]] = [{}]
+    shards: list[dict[str, LazyTensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
         if shards[-1] and held + tensor.nbytes > limit:
@@ -168,7 +268,7 @@ def sharded(stem: str, suffix: str, tensors: Mapping[str, Stored], limit: int) -
     return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
 
 
-def shard_index(shards: Mapping[str, Mapping[str, Stored]]) -> dict[str, dict[str, Any]]:
+def shard_index(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, dict[str, Any]]:
     """What the .index.json beside several files holds: in which of them each tensor is, and the bytes of all."""
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
