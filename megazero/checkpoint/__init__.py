@@ -2,9 +2,9 @@
 
 To read it, begin with docs/checkpoint_format.md; then
 
-- saving: `saving` (what of a run), `saver` (all ranks together), `rank_files`, `store` (the directory)
+- saving: `saving` (what of a run), `saver` (all ranks together), `writer` (files and index), `store` (the directory)
 - loading: `ranges` (which elements are which), `reader` (any range of any parameter), `restore`, `loading`
 - both: `format` (names), `tensor_file` (one file), `plain` (the user's own state), `training_state`
-- without a job: `offline` (writes whole checkpoints), `reshape`, `importers`, `export`, `zero_to_fp32`, `standalone`
+- without a job: `reshape`, `importers`, `export`, `zero_to_fp32`, `standalone`
 - for a person: `__main__` (the commands), `listing`, `compare`, `verify`
 """

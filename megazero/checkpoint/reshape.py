@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import tag_at
-from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.ranges import Cut
-from megazero.checkpoint.rank_files import Piece, tensor_entry
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import RNG
+from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
 
 
 def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, data_parallel_size: int) -> Path:

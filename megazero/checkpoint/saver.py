@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.rank_files import Snapshot, whole_index, write_rank_file
 from megazero.checkpoint.store import CheckpointFolder
 from megazero.checkpoint.tensor_file import naming
+from megazero.checkpoint.writer import Snapshot, whole_index, write_rank_file
 
 logger = logging.getLogger(__name__)
 

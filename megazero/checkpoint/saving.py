@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megazero import comm
 from megazero.checkpoint.plain import encode, plain_settings
-from megazero.checkpoint.rank_files import Piece, Snapshot, States, tensor_entry
 from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.training_state import CLIENT, CONSTANT, RNG, SCHEDULE, TrainingState, rng_states
+from megazero.checkpoint.writer import Piece, Snapshot, States, tensor_entry
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment

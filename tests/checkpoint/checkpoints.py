@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode
-from megazero.checkpoint.rank_files import Piece
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import dtype_code
+from megazero.checkpoint.writer import Piece, write_checkpoint
 from megazero.mpu.partition import Partition
 
 TAG = "global_step6"

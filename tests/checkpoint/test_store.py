@@ -24,7 +24,7 @@ from torch import nn
 
 from megazero import comm, mpu
 from megazero.checkpoint import format as checkpoint_format
-from megazero.checkpoint import rank_files, store
+from megazero.checkpoint import store, writer
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.standalone import place_script
@@ -120,7 +120,7 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(rank_files, "write_tensors", full_disk)
+    monkeypatch.setattr(writer, "write_tensors", full_disk)
     train(engine, 1)
     with pytest.raises(OSError, match="No space left"):
         engine.save_checkpoint(str(tmp_path))
@@ -175,13 +175,13 @@ def flip(path, at: int) -> None:
 def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, tmp_path, monkeypatch):
     engine = make_engine(1)
     train(engine, 1)
-    go_on, write = threading.Event(), rank_files.write_tensors
+    go_on, write = threading.Event(), writer.write_tensors
 
     def slow(path, tensors):
         assert go_on.wait(20)
         return write(path, tensors)
 
-    monkeypatch.setattr(rank_files, "write_tensors", slow)
+    monkeypatch.setattr(writer, "write_tensors", slow)
     engine.save_checkpoint(str(tmp_path), in_background=True)
     assert latest_tag(tmp_path) is None
     want = train(engine, 2)
@@ -194,7 +194,7 @@ def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, 
 
 def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, monkeypatch):
     engine = make_engine(1)
-    monkeypatch.setattr(rank_files, "write_tensors", _no_space)
+    monkeypatch.setattr(writer, "write_tensors", _no_space)
     engine.save_checkpoint(str(tmp_path), in_background=True)
     with pytest.raises(OSError, match=r"global_step0 was not saved: OSError: .*No space left"):
         engine.save_checkpoint(str(tmp_path))
@@ -430,11 +430,11 @@ def test_what_one_rank_cannot_write_or_copy_raises_on_all(tmp_path):
 def _one_rank_fails(directory: str) -> None:
     engine, is_second = make_engine(1), torch.distributed.get_rank() == 1
     if is_second:
-        rank_files.write_tensors = _no_space
+        writer.write_tensors = _no_space
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         engine.save_checkpoint(directory)
     if is_second:
-        rank_files.Snapshot.staged = _no_memory
+        writer.Snapshot.staged = _no_memory
     with pytest.raises(MemoryError if is_second else OSError, match="no host memory"):
         engine.save_checkpoint(directory, in_background=True)
     assert latest_tag(directory) is None
@@ -544,13 +544,13 @@ def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
 
 def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, monkeypatch):
     first, second = make_engine(1), None
-    go_on, write = threading.Event(), rank_files.write_tensors
-    monkeypatch.setattr(rank_files, "write_tensors", lambda *a: (go_on.wait(20), write(*a))[1])
+    go_on, write = threading.Event(), writer.write_tensors
+    monkeypatch.setattr(writer, "write_tensors", lambda *a: (go_on.wait(20), write(*a))[1])
     first.save_checkpoint(str(tmp_path), tag="A", in_background=True)
     mpu.destroy_model_parallel()
     second = make_engine(1)
     go_on.set()
-    monkeypatch.setattr(rank_files, "write_tensors", write)
+    monkeypatch.setattr(writer, "write_tensors", write)
     second.save_checkpoint(str(tmp_path), tag="B")
     first.wait_for_checkpoint()
     assert set(store.list_tags(tmp_path)) == {"A", "B"}

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import DTYPES
-from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode, plain_settings
-from megazero.checkpoint.rank_files import Piece, tensor_entry
 from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.training_state import CLIENT, CONSTANT, SCHEDULE
+from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
 from megazero.zero.bucket import MASTER
 
 
