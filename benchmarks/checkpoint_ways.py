@@ -76,7 +76,7 @@ class MegazeroWay(Way):
 
     def is_writing(self) -> bool:
         """As the engine's saver says."""
-        thread = self.side.engine._checkpointed.saver._thread
+        thread = self.side.engine._saver._thread
         return thread is not None and thread.is_alive()
 
     def wait(self) -> None:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
-from megazero.checkpoint import loading, saving
+from megazero.checkpoint import loader
+from megazero.checkpoint.capture import capture
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.saver import Saver
+from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
@@ -151,6 +154,7 @@ class Engine:
         self._checkpointed = TrainingState(
             model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
+        self._saver = Saver()
         self._watch = ModelWatch(self.buckets)
         self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
@@ -470,17 +474,16 @@ class Engine:
         self.channel.meet_world("save_checkpoint")
         self._optimizer.finish()
         self._optimizer.refuse_torn()
-        return saving.save(
+        snapshot, index = capture(
             self._checkpointed,
-            save_dir,
-            tag,
             client_state or {},
             save_optimizer=save_optimizer and self.optimizer is not None,
             save_rng=save_rng,
-            save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
-            keep_last=keep_last,
-            in_background=in_background,
+        )
+        tag = tag_of(self.global_steps) if tag is None else tag
+        return self._saver.save(
+            snapshot, index, save_dir, tag, save_latest=save_latest, keep_last=keep_last, in_background=in_background
         )
 
     def claim_checkpoints(self, save_dir: str) -> None:
@@ -490,7 +493,7 @@ class Engine:
             DirectoryInUseError: another job saves there.
             OSError: it cannot be created or written.
         """
-        self._checkpointed.saver.claim(save_dir)
+        self._saver.claim(save_dir)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no save is under way in the background.
@@ -498,7 +501,7 @@ class Engine:
         Raises:
             RuntimeError: what went wrong there.
         """
-        self._checkpointed.saver.wait()
+        self._saver.wait()
 
     def load_checkpoint(
         self,
@@ -535,7 +538,8 @@ class Engine:
         self.channel.meet_world("load_checkpoint")
         self._optimizer.finish()
         self._follow_requires_grad()  # what has been unfrozen since gets its moments back
-        reader = loading.load(
+        self._saver.wait()
+        reader = loader.load(
             self._checkpointed,
             load_dir,
             tag,
@@ -552,7 +556,7 @@ class Engine:
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
             self.schedule.step = self.global_steps
-        return reader.path, loading.client_state(reader)
+        return reader.path, loader.client_state(reader)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
@@ -578,7 +582,7 @@ class Engine:
         Waits for a save in the background.
         """
         try:
-            self._checkpointed.saver.close()
+            self._saver.close()
         finally:
             self._dissolve()
 

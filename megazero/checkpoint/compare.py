@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megazero.checkpoint.format import bytes_of
+from megazero.checkpoint.format import CONSTANT, bytes_of
 from megazero.checkpoint.listing import columns, is_nested, shortened
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import CONSTANT
 from megazero.zero.bucket import MASTER
 
 WEIGHTS = "weights"  # trained or not: a parameter may be frozen in one of the two

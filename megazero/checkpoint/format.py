@@ -21,6 +21,9 @@ except ImportError:
     from zlib import crc32
 
 FORMAT, FORMAT_VERSION = "megazero", 2
+CONSTANT = "constant"  # the one state of parameters that are not trained, and of buffers
+# What the keys of tensors begin with that are no part of the model.
+RNG, CLIENT, SCHEDULE = "rng/", "client", "lr_scheduler"
 # As in safetensors.
 DTYPES = {
     "F64": torch.float64,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import (
+    CONSTANT,
     DTYPES,
     FORMAT,
     FORMAT_VERSION,
@@ -142,7 +143,7 @@ class Reader:
 
     def weight_state(self, name: str) -> str:
         """The state that holds a parameter's values: "master", in fp32, or "constant" of what is not trained."""
-        return "master" if "master" in self.states(name) else "constant"
+        return "master" if "master" in self.states(name) else CONSTANT
 
     def read_weight(self, name: str) -> Tensor:
         """The full parameter or buffer: fp32 for what is trained."""

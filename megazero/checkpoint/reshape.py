@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import tag_at
+from megazero.checkpoint.format import RNG, tag_at
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import RNG
 from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
 
 

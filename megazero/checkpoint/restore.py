@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import is_count
+from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import CONSTANT, RNG, SCHEDULE, TrainingState, set_rng_states
+from megazero.checkpoint.training_state import TrainingState, set_rng_states
 from megazero.logging import ALIKE
 from megazero.zero.bucket import MASTER
 

@@ -8,17 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megazero.checkpoint.ranges import Cut
-from megazero.checkpoint.saver import Saver
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.mpu.random import RngState
 from megazero.zero.bucket import Bucket
 from megazero.zero.optimizer import BucketOptimizer
 
-CONSTANT = "constant"  # parameters that are not trained, and buffers: they have no optimizer state
-# What the names of tensors begin with that are no part of the model.
-RNG, CLIENT, SCHEDULE = "rng/", "client", "lr_scheduler"
-_TRACKED = "tracker/"  # and what the names of the tracker's streams begin with, behind RNG
+_TRACKED = "tracker/"  # what the names of the tracker's streams begin with
 
 
 @dataclass
@@ -35,7 +31,6 @@ class TrainingState:
     global_steps: int = 0
     skipped_steps: int = 0
     counters: dict[str, int] = field(default_factory=dict)  # the engine's others, by name
-    saver: Saver = field(default_factory=Saver)
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers, each once.

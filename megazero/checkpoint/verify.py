@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megazero.checkpoint.format import DTYPES, CheckpointError, checkpoint_path
-from megazero.checkpoint.loading import client_state
+from megazero.checkpoint.format import DTYPES, RNG, CheckpointError, checkpoint_path
+from megazero.checkpoint.loader import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
-from megazero.checkpoint.training_state import RNG
 from megazero.logging import some
 
 

@@ -221,7 +221,7 @@ def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     monkeypatch.setattr(store, "_remove", slow)
     engine.save_checkpoint(str(tmp_path), client_state={"second": True}, keep_last=1, in_background=in_background)
     if in_background:
-        engine._checkpointed.saver._thread.join()
+        engine._saver._thread.join()
     assert latest_tag(tmp_path) == "global_step2" and store.list_tags(tmp_path) == ["global_step2"]
     assert leftovers(tmp_path) == [".global_step1.partial", ".global_step2.replaced"]
     go_on.set()
@@ -241,14 +241,14 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         "folder.publish('global_step1', {}, True, 0)"
     )
     engine = write_one(tmp_path)
-    engine._checkpointed.saver.close()  # lets the others save here
+    engine._saver.close()  # lets the others save here
     for end, status in (("dies", 9), ("ends", 0)):
         assert subprocess.run([sys.executable, "-c", code, str(tmp_path), end]).returncode == status
         assert leftovers(tmp_path) == ([".global_step1.replaced"] if end == "dies" else [])
         assert latest_tag(tmp_path) == "global_step1"
         engine.claim_checkpoints(str(tmp_path))
         assert not leftovers(tmp_path)
-        engine._checkpointed.saver.close()
+        engine._saver.close()
 
 
 def test_two_jobs_on_one_directory_are_detected(world, tmp_path):

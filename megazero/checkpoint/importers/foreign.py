@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import DTYPES
+from megazero.checkpoint.format import CLIENT, CONSTANT, DTYPES, SCHEDULE
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.store import tag_of
-from megazero.checkpoint.training_state import CLIENT, CONSTANT, SCHEDULE
 from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
 from megazero.zero.bucket import MASTER
 

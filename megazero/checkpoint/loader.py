@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.format import REMEDY, CheckpointError, latest_tag
+from megazero.checkpoint.format import CLIENT, REMEDY, CheckpointError, latest_tag
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states, tensors_of
 from megazero.checkpoint.store import list_tags
-from megazero.checkpoint.training_state import CLIENT, TrainingState
+from megazero.checkpoint.training_state import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ def load(
         OSError: it cannot be read.
         ValueError: it is of a model of another shape, or of another optimizer.
     """
-    state.saver.wait()
     with_optimizer = load_optimizer_states and not load_module_only
 
     def read(reader: Reader) -> None:

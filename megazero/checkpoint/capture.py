@@ -7,41 +7,34 @@ in the background needs.
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero import comm
+from megazero.checkpoint.format import CLIENT, CONSTANT, RNG, SCHEDULE
 from megazero.checkpoint.plain import encode, plain_settings
-from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.tensor_file import LazyTensor
-from megazero.checkpoint.training_state import CLIENT, CONSTANT, RNG, SCHEDULE, TrainingState, rng_states
+from megazero.checkpoint.training_state import TrainingState, rng_states
 from megazero.checkpoint.writer import Piece, Snapshot, States, tensor_entry
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment
 
 
-def save(
+def capture(
     state: TrainingState,
-    directory: str | Path,
-    tag: str | None,
     client_state: dict[str, Any],
     *,
     save_optimizer: bool,
     save_rng: bool,
-    save_latest: bool,
     exclude_frozen: bool,
-    keep_last: int,
-    in_background: bool,
-) -> Path:
-    """Writes one checkpoint and returns its directory. Collective over the world.
+) -> tuple[Snapshot, dict[str, Any]]:
+    """What this rank has to write, and the index for `Saver.save`. Collective over the world.
 
     Raises:
         TypeError: `client_state` holds what is no plain data; the message has the path to it.
-        Exception: as `Saver.save`.
     """
     for bucket in state.buckets:
         bucket.adopt_written()
@@ -63,15 +56,7 @@ def save(
         blobs = {**blobs, **client_tensors, **schedule_tensors}
         buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
         pieces |= {Piece(name, 0, 0, len(value)): {CONSTANT: value} for name, value in buffers.items()}
-    return state.saver.save(
-        Snapshot(pieces, blobs),
-        index,
-        directory,
-        tag_of(state.global_steps) if tag is None else tag,
-        save_latest=save_latest,
-        keep_last=keep_last,
-        in_background=in_background,
-    )
+    return Snapshot(pieces, blobs), index
 
 
 def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
