@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megazero.checkpoint.compare import compare, report
-from megazero.checkpoint.export import export_huggingface
+from megazero.checkpoint.commands.diff import compare, report
+from megazero.checkpoint.commands.export import export_huggingface
+from megazero.checkpoint.commands.ls import describe, describe_directory, locate, open_checkpoint
+from megazero.checkpoint.commands.reshape import reshape
+from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
 from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
-from megazero.checkpoint.listing import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.reshape import reshape
-from megazero.checkpoint.verify import verify
 from megazero.optim.loss_scaler import DTYPES
 from megazero.zero.memory import size
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.__main__ import main
-from megazero.checkpoint.compare import compare
+from megazero.checkpoint.commands.diff import compare
 from tests.checkpoint.checkpoints import CLIENT_STATE, TAG, make, tensors
 
 

@@ -13,8 +13,8 @@ import torch
 
 from megazero import __version__
 from megazero.checkpoint.__main__ import main
+from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import index_bytes
-from megazero.checkpoint.verify import verify
 from tests.checkpoint.checkpoints import TAG, make
 
 

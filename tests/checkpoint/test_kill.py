@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megazero import comm, mpu
+from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import latest_tag
 from megazero.checkpoint.store import list_tags
 from megazero.checkpoint.tensor_file import ChecksummedStream
-from megazero.checkpoint.verify import verify
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
 from tests.ranks import _context, run_ranks

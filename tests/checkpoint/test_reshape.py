@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megazero.checkpoint import reshape as reshape_module
 from megazero.checkpoint.__main__ import main
+from megazero.checkpoint.commands import reshape as reshape_module
+from megazero.checkpoint.commands.reshape import reshape
+from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import SCHEDULE, CheckpointError
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, write_foreign
 from megazero.checkpoint.loader import client_state
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.reshape import reshape
 from megazero.checkpoint.restore import tensors_of
-from megazero.checkpoint.verify import verify
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config
 from tests.checkpoint.checkpoints import TAG, make, tensors

@@ -1,4 +1,4 @@
-"""Reads Hugging Face's GPT-2 directories; `megazero.checkpoint.export` writes them.
+"""Reads Hugging Face's GPT-2 directories; `megazero.checkpoint.commands.export` writes them.
 
 DIR/config.json
 DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json

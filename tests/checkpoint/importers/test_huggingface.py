@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megazero.checkpoint.export import write_huggingface
+from megazero.checkpoint.commands.export import write_huggingface
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megazero.checkpoint.commands.ls import columns, is_nested, shortened
 from megazero.checkpoint.format import CONSTANT, bytes_of
-from megazero.checkpoint.listing import columns, is_nested, shortened
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.zero.bucket import MASTER
