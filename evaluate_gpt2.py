@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megazero.arguments import load_components
-from megazero.checkpoint.loader import client_state
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script

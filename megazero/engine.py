@@ -539,7 +539,7 @@ class Engine:
         self._optimizer.finish()
         self._follow_requires_grad()  # what has been unfrozen since gets its moments back
         self._saver.wait()
-        reader = loader.load(
+        path, client = loader.load(
             self._checkpointed,
             load_dir,
             tag,
@@ -556,7 +556,7 @@ class Engine:
         if not load_module_only:
             self.micro_steps, self._since_update, self._boundary = 0, 0, None
             self.schedule.step = self.global_steps
-        return reader.path, loader.client_state(reader)
+        return path, client
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
-from megazero.checkpoint.loader import client_state
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
 from megazero.data.build import TOKENIZER_FLAGS

@@ -10,7 +10,7 @@ from typing import Any
 
 from megazero import comm
 from megazero.checkpoint.format import CheckpointError, latest_tag
-from megazero.checkpoint.loader import client_state
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
 from megazero.data.build import TOKENIZER_FLAGS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.checkpoint.format import CLIENT, CONSTANT, RNG, SCHEDULE
+from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.training_state import TrainingState, rng_states
@@ -39,7 +39,7 @@ def capture(
     for bucket in state.buckets:
         bucket.adopt_written()
     # What the user has made need not be plain on every rank.
-    client, client_tensors = comm.together(lambda: encode(client_state, prefix=CLIENT))
+    client, client_tensors = comm.together(lambda: encode(client_state))
     schedule, schedule_tensors = comm.together(lambda: _schedule(state))
     keys = state.optimizer.state_keys_everywhere() if save_optimizer else []
     buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.format import CLIENT, REMEDY, CheckpointError, latest_tag
-from megazero.checkpoint.plain import decode
+from megazero.checkpoint.format import REMEDY, CheckpointError, latest_tag
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.restore import continue_run, read_states, tensors_of
+from megazero.checkpoint.restore import continue_run, read_states
 from megazero.checkpoint.store import list_tags
 from megazero.checkpoint.training_state import TrainingState
 
@@ -32,8 +32,8 @@ def load(
     strict: bool,
     fallback: bool,
     prepare: Callable[[Reader], None] | None,
-) -> Reader:
-    """Reads a checkpoint into the parts, and returns its reader. Collective over the world.
+) -> tuple[Path, dict[str, Any]]:
+    """Reads a checkpoint into the parts, and returns its directory and client state. Collective over the world.
 
     Learning rates are the checkpoint's, as they come with the optimizer's state, unless the present scheduler starts anew.
     All other settings of parameter groups (weight decay, betas, ...) are those of this run.
@@ -51,33 +51,21 @@ def load(
     """
     with_optimizer = load_optimizer_states and not load_module_only
 
-    def read(reader: Reader) -> None:
+    def read(reader: Reader) -> dict[str, Any]:
         if prepare is not None:
             prepare(reader)
         read_states(state, reader, with_optimizer, strict)
         if not load_module_only:
             continue_run(state, reader, with_optimizer, load_lr_scheduler_states, load_rng)
-        client_state(reader)  # here already, where damage that only some rank meets is told to the others
+        client = client_state(reader)
         reader.close()
+        return client
 
-    reader = _first_intact(directory, _of_first_rank(lambda: _candidates(directory, tag, fallback)), read, fallback)
+    tags = _of_first_rank(lambda: _candidates(directory, tag, fallback))
+    path, client = _first_intact(directory, tags, read, fallback)
     for bucket in state.buckets:
         bucket.adopt_parts()
-    return reader
-
-
-def client_state(reader: Reader) -> dict[str, Any]:
-    """What the user had saved beside the model.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    with reader.well_formed("blobs"):
-        tensors, encoded = tensors_of(reader, CLIENT), reader.index["client_state"]
-    try:
-        return decode(encoded, tensors)
-    except (ValueError, RecursionError, SyntaxError) as error:
-        raise CheckpointError(f"{reader.path}: {error}") from error
+    return path, client
 
 
 def _of_first_rank(action: Callable[[], Any]) -> Any:
@@ -107,21 +95,21 @@ def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[
 
 
 def _first_intact(
-    directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], None], fallback: bool
-) -> Reader:
-    """The first checkpoint that `read` can read on every rank. Collective."""
+    directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], dict[str, Any]], fallback: bool
+) -> tuple[Path, dict[str, Any]]:
+    """The first checkpoint that `read` can read on every rank, and what it gave. Collective."""
     remaining = list(tags)
     while True:
         error = None
         try:
             reader = _open(directory, remaining.pop(0))
-            read(reader)
+            client = read(reader)
         except Exception as caught:  # told to the others first, who would wait for this rank
             error = caught
         mine = None if error is None else (isinstance(error, (CheckpointError, OSError)), str(error))
         found = [(rank, *each) for rank, each in enumerate(comm.all_gathered_objects(mine)) if each is not None]
         if not found:
-            return reader
+            return reader.path, client
         rank, is_damaged, message = found[0]
         if is_damaged and fallback:
             message = message.removesuffix(REMEDY)  # which advises just that

@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megazero.checkpoint.format import CLIENT, CheckpointError
+from megazero.checkpoint.reader import Reader
+
 MARK = "$"
 _JSON_INT_BITS = 63  # larger ones are in hexadecimal: other readers of JSON round them, and Python limits digits
 _DICTS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -50,7 +53,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def encode(value: Any, path: str = "client_state", prefix: str = "client") -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, path: str = "client_state", prefix: str = CLIENT) -> tuple[Any, dict[str, Tensor]]:
     """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names `prefix`/0, `prefix`/1, ...
 
     Supported are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter (keys may
@@ -84,6 +87,20 @@ def decode(encoded: Any, tensors: dict[str, Tensor]) -> Any:
         return _decode_marked(encoded, tensors)
     except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
         raise ValueError(f"the saved client state is damaged at {str(encoded)[:100]}: {error!r}") from error
+
+
+def client_state(reader: Reader) -> dict[str, Any]:
+    """What the user had saved beside the model.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with reader.well_formed("client_state"):
+        encoded = reader.index["client_state"]
+    try:
+        return decode(encoded, reader.blobs(CLIENT))
+    except (ValueError, RecursionError, SyntaxError) as error:
+        raise CheckpointError(f"{reader.path}: {error}") from error
 
 
 class _Encoder:

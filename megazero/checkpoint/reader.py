@@ -186,17 +186,20 @@ class Reader:
         """How many elements of a parameter the index does not list."""
         return self.numel(name) - self._pieces(name).full_to_saved.numel
 
-    def blob(self, entry: Sequence[Any]) -> Tensor:
-        """A tensor of one rank, not of the model, from its [file, offset, dtype, shape] in the index."""
-        with self.well_formed("a blob"):
-            file, offset, code, shape = entry
-            nbytes = math.prod(shape) * DTYPES[code].itemsize
-            if not all(map(is_count, (file, offset, *shape))) or offset + nbytes > self.files[file].nbytes:
-                raise ValueError(f"{entry} points beyond its file")
-            out = torch.empty(shape, dtype=DTYPES[code])
-            if out.numel():
-                self.files[file].read_into(bytes_of(out), offset, "what was saved beside the model")
-            return out
+    def blobs(self, prefix: str, rank: int = 0) -> dict[str, Tensor]:
+        """The tensors that a rank has saved beside the model, by key: those whose key begins with `prefix`."""
+        with self.well_formed("blobs"):
+            entries = self.index["blobs"][rank].items()
+            return {key: self._blob(*entry) for key, entry in entries if key.startswith(prefix)}
+
+    def _blob(self, file: int, offset: int, code: str, shape: Sequence[int]) -> Tensor:
+        nbytes = math.prod(shape) * DTYPES[code].itemsize
+        if not all(map(is_count, (file, offset, *shape))) or offset + nbytes > self.files[file].nbytes:
+            raise ValueError(f"{nbytes} bytes of {shape} at {offset} of file {file} lie beyond it")
+        out = torch.empty(shape, dtype=DTYPES[code])
+        if out.numel():
+            self.files[file].read_into(bytes_of(out), offset, "what was saved beside the model")
+        return out
 
     def close(self) -> None:
         """Gives all descriptors back."""

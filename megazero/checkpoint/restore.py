@@ -90,7 +90,7 @@ def continue_run(
         if index["loss_scaler"] is not None:
             state.optimizer.loss_scaler.load_state_dict(_numbers(index["loss_scaler"]))
     with reader.well_formed("lr_scheduler"):
-        schedule = decode(index["lr_scheduler"], tensors_of(reader, SCHEDULE)) if continue_schedule else None
+        schedule = decode(index["lr_scheduler"], reader.blobs(SCHEDULE)) if continue_schedule else None
     if not with_optimizer or index.get("optimizer") is None:
         logger.warning(
             "the optimizer starts with empty moments: its state was not loaded from %s", reader.path, extra=ALIKE
@@ -110,11 +110,6 @@ def continue_run(
     if load_rng:
         with reader.well_formed("its random generators"):
             _load_rng(state, reader)
-
-
-def tensors_of(reader: Reader, kind: str) -> dict[str, Tensor]:
-    """The tensors of a nested state of the first rank: `CLIENT` or `SCHEDULE`."""
-    return {key: reader.blob(at) for key, at in reader.index["blobs"][0].items() if key.startswith(f"{kind}/")}
 
 
 def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) -> None:
@@ -144,8 +139,8 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
     index, groups = reader.index, state.groups
     saved = index["model_parallel_size"], index["data_parallel_size"]
     is_same_world = saved == (groups.model_parallel_size, groups.data_parallel_size)
-    blobs = index["blobs"][torch.distributed.get_rank()] if is_same_world else {}
-    states = {key.removeprefix(RNG): reader.blob(at) for key, at in blobs.items() if key.startswith(RNG)}
+    blobs = reader.blobs(RNG, torch.distributed.get_rank()) if is_same_world else {}
+    states = {key.removeprefix(RNG): state for key, state in blobs.items()}
     if states:
         set_rng_states(states)
     else:

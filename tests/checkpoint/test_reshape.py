@@ -15,10 +15,8 @@ from megazero.checkpoint.commands.reshape import reshape
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import SCHEDULE, CheckpointError
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, write_foreign
-from megazero.checkpoint.loader import client_state
-from megazero.checkpoint.plain import decode
+from megazero.checkpoint.plain import client_state, decode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.restore import tensors_of
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config
 from tests.checkpoint.checkpoints import TAG, make, tensors
@@ -156,7 +154,7 @@ def test_a_foreign_checkpoint_becomes_one_of_ours(tmp_path):
         "counters_of": {},
         "groups": [{"lr": 0.1, "betas": [0.9, 0.95]}],
     }
-    schedule = decode(index["lr_scheduler"], tensors_of(reader, SCHEDULE))
+    schedule = decode(index["lr_scheduler"], reader.blobs(SCHEDULE))
     assert schedule["sizes"] == (1, 2) and schedule["rates"].equal(torch.tensor([0.1]))
     client = client_state(reader)
     assert client["history"] == [float("inf")] and client["rng"].equal(torch.arange(3, dtype=torch.uint8))

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.commands.ls import columns, is_nested, shortened
-from megazero.checkpoint.format import CONSTANT, bytes_of
+from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.zero.bucket import MASTER
@@ -148,23 +148,23 @@ def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
 
 def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
     """Every counter and setting by its path, as text."""
-    blobs = (reader.index.get("blobs") or [{}])[0]
+    tensors = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
     for key in _SETTINGS:
         if reader.index.get(key) is not None:
-            yield from _flat(reader, blobs, key, reader.index[key])
+            yield from _flat(tensors, key, reader.index[key])
 
 
-def _flat(reader: Reader, blobs: dict[str, Any], path: str, value: Any) -> Iterator[tuple[str, str]]:
+def _flat(tensors: dict[str, Tensor], path: str, value: Any) -> Iterator[tuple[str, str]]:
     kind = value.get(MARK) if isinstance(value, dict) else None
     if kind in ("tensor", "numpy"):
-        content = zlib.crc32(bytes_of(reader.blob(blobs[value["name"]])).tobytes())
+        content = zlib.crc32(bytes_of(tensors[value["name"]]).data)
         yield path, f"{kind} {value['dtype']} {value['shape']} with CRC-32 {content:08x}"
     elif isinstance(value, dict) and kind is None:
         for key, item in value.items():
-            yield from _flat(reader, blobs, f"{path}.{key}", item)
+            yield from _flat(tensors, f"{path}.{key}", item)
     elif (items := value if isinstance(value, list) else value.get("items") if kind else None) and is_nested(items):
         for number, item in enumerate(items):
-            yield from _flat(reader, blobs, f"{path}[{number}]", item)
+            yield from _flat(tensors, f"{path}[{number}]", item)
     else:
         yield path, json.dumps(value, ensure_ascii=False)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.loader import client_state
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
 from megazero.data.gpt2_bpe import find_gpt2_files

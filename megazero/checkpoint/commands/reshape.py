@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import RNG, tag_at
+from megazero.checkpoint.format import CLIENT, SCHEDULE, tag_at
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
@@ -37,7 +37,7 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
         return out
 
     sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}
-    blobs = {key: reader.blob(at) for key, at in reader.index["blobs"][0].items() if not key.startswith(RNG)}
+    blobs = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
     index = {**reader.index, **sizes, "tensors": entries}
     return write_checkpoint(directory, tag_at(reader.path), index, blobs, read)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megazero.checkpoint.format import DTYPES, RNG, CheckpointError, checkpoint_path
-from megazero.checkpoint.loader import client_state
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.logging import some

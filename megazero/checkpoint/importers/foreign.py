@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import CLIENT, CONSTANT, DTYPES, SCHEDULE
+from megazero.checkpoint.format import CONSTANT, DTYPES, SCHEDULE
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.store import tag_of
 from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
@@ -74,7 +74,7 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
             raise ValueError(f"{state} of {piece.name} has shape {found}, announced as {announced}.")
         return value.to(DTYPES[code]).reshape(-1)[piece.start : piece.stop]
 
-    client_state, client_tensors = encode(foreign.client_state, prefix=CLIENT)
+    client_state, client_tensors = encode(foreign.client_state)
     schedule, schedule_tensors = encode(foreign.lr_scheduler, "lr_scheduler", SCHEDULE)
     index = {
         **{"model_parallel_size": 1, "data_parallel_size": 1, "zero_stage": 0, "device": "cpu"},
