@@ -44,29 +44,6 @@ def capture(
     keys = state.optimizer.state_keys_everywhere() if save_optimizer else []
     buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]
     index = {
-        **_index(state),
-        "tensors": _described(state, buckets, keys),
-        "optimizer": _optimizer(state) if save_optimizer else None,
-        "lr_scheduler": schedule,
-        "client_state": client,
-    }
-    blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
-    pieces = _pieces(state, buckets, keys)
-    if torch.distributed.get_rank() == 0:
-        blobs = {**blobs, **client_tensors, **schedule_tensors}
-        buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
-        pieces |= {Piece(name, 0, 0, len(value)): {CONSTANT: value} for name, value in buffers.items()}
-    return Snapshot(pieces, blobs), index
-
-
-def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
-    saved = None if state.lr_scheduler is None else state.lr_scheduler.state_dict()
-    return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
-
-
-def _index(state: TrainingState) -> dict[str, Any]:
-    """What the index says of ranks and counters."""
-    return {
         "model_parallel_size": state.groups.model_parallel_size,
         "data_parallel_size": state.groups.data_parallel_size,
         "zero_stage": state.stage,
@@ -76,7 +53,20 @@ def _index(state: TrainingState) -> dict[str, Any]:
         "counters": dict(state.counters),
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
         "aliases": state.aliases(),
+        "tensors": _described(state, buckets, keys),
+        "optimizer": _optimizer(state) if save_optimizer else None,
+        "lr_scheduler": schedule,
+        "client_state": client,
     }
+    blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
+    if torch.distributed.get_rank() == 0:
+        blobs = {**blobs, **client_tensors, **schedule_tensors}
+    return Snapshot(_pieces(state, buckets, keys), blobs), index
+
+
+def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
+    saved = None if state.lr_scheduler is None else state.lr_scheduler.state_dict()
+    return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
 def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[str, dict[str, Any]]:
@@ -96,7 +86,7 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> 
 
 
 def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[Piece, States]:
-    """This rank's shard of every bucket; what tensor-parallel ranks hold in common is saved by the first of them."""
+    """This rank's shard of every bucket; what tensor-parallel ranks hold in common, and buffers, are saved by the first rank."""
     rank, found = state.groups.model_parallel_rank, {}
     for bucket in buckets:
         for segment in bucket.layout.segments:
@@ -104,6 +94,9 @@ def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dic
             if start < stop and (rank == 0 or segment.name in state.partitions):
                 piece = Piece(segment.name, rank, start, stop)
                 found[piece] = _states(bucket, segment, keys, start, stop)
+    if torch.distributed.get_rank() == 0:
+        buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
+        found |= {Piece(name, 0, 0, len(value)): {CONSTANT: value} for name, value in buffers.items()}
     return found
 
 
