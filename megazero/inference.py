@@ -128,6 +128,6 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             cut, out = cut_of(cuts.get(name), tuple(parameter.shape), size), parameter.view(-1)
-            reader.read_part(name, reader.weight_state(name), out, cut=cut, rank=rank, size=size)
+            reader.read_part(name, reader.entry(name).weight_state, out, cut=cut, rank=rank, size=size)
     logger.info("loaded %s: %s parameters", reader.path, f"{architecture.num_parameters():,}")
     return model.eval(), groups

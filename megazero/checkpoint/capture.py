@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE
+from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, TensorEntry
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.training_state import TrainingState, rng_states
-from megazero.checkpoint.writer import Piece, Snapshot, States, tensor_entry
+from megazero.checkpoint.writer import Piece, Snapshot, States
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment
@@ -69,7 +69,7 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
     return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
-def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[str, dict[str, Any]]:
+def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[str, TensorEntry]:
     """Everything that is saved of the module, in its order; `keys` are the optimizer's states."""
     found = {}
     for bucket in buckets:
@@ -78,9 +78,9 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> 
         for segment in bucket.layout.segments:
             kind = "trained" if bucket.is_trainable else "frozen"
             shape, cut = state.full_shape(segment.name, segment.shape), state.cut(segment.name, segment.shape)
-            found[segment.name] = tensor_entry(kind, shape, cut, states)
+            found[segment.name] = TensorEntry(kind, shape, cut, states)
     for name, value in state.buffers().items():
-        found[name] = tensor_entry("buffer", value.shape, None, {CONSTANT: value.dtype})
+        found[name] = TensorEntry("buffer", tuple(value.shape), None, {CONSTANT: value.dtype})
     order = state.module.state_dict(keep_vars=True)
     return {name: found[name] for name in [*(n for n in order if n in found), *(found.keys() - order.keys())]}
 

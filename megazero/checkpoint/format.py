@@ -1,4 +1,4 @@
-"""The checkpoint format's foundations: names, and what an index begins with.
+"""The checkpoint format's foundations: names, the index as bytes, and what it says of a tensor.
 
 Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
 """
@@ -6,14 +6,19 @@ Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; n
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megazero.checkpoint.ranges import Cut, shard_shape
 
 try:
     from isal.isal_zlib import crc32  # zlib's numbers, several times as fast
@@ -40,6 +45,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -51,6 +57,74 @@ REMEDY = (
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or of another format."""
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The dtype as safetensors writes it: "F32".
+
+    Raises:
+        TypeError: the format has none for it.
+    """
+    if dtype not in _CODES:
+        raise TypeError(f"tensors of {dtype} cannot be saved: safetensors files hold {', '.join(map(str, _CODES))}")
+    return _CODES[dtype]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What an index says of a parameter or buffer, but for the places of its elements.
+
+    Attributes:
+        kind: "trained", "frozen" or "buffer".
+        shape: full and without padding.
+        cut: how the tensor-parallel ranks that saved it had cut it; None: each of them had all of it.
+        states: dtypes of what is saved, by name: "master" and the optimizer's states, or "constant" alone.
+
+    Raises:
+        TypeError: a dtype cannot be saved.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    cut: Cut | None
+    states: Mapping[str, torch.dtype]
+
+    def __post_init__(self) -> None:
+        for dtype in self.states.values():
+            dtype_code(dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_state(self) -> str:
+        """The state that holds the values: "master", in fp32, or "constant" of what is not trained."""
+        return "master" if "master" in self.states else CONSTANT
+
+    def as_json(self, pieces: list[Any]) -> dict[str, Any]:
+        """The entry in the index."""
+        codes = {state: dtype_code(dtype) for state, dtype in self.states.items()}
+        cut = self.cut and asdict(self.cut)
+        return {"kind": self.kind, "shape": list(self.shape), "cut": cut, "states": codes, "pieces": pieces}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], size: int) -> TensorEntry:
+        """The inverse of `as_json`, where `size` tensor-parallel ranks have saved.
+
+        Raises:
+            ValueError: it is not what a writer could have written. Other errors mean the same.
+        """
+        shape, cut = tuple(saved["shape"]), saved["cut"]
+        if not all(map(is_count, shape)):
+            raise ValueError(f"shape {shape}")
+        if cut is not None:
+            cut = Cut(cut["dim"], cut["stride"], cut["padded"])
+            if not all(map(is_count, (cut.dim, cut.stride, cut.padded))) or not 1 <= cut.stride <= max(1, cut.padded):
+                raise ValueError(f"{cut}")
+            shard_shape(shape, cut, size)  # raises where it cannot be
+        return cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
 
 
 def check_tag(tag: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import (
-    CONSTANT,
     DTYPES,
     FORMAT,
     FORMAT_VERSION,
     PLAIN_NAME,
     REMEDY,
     CheckpointError,
+    TensorEntry,
     bytes_of,
     check_tag,
     checkpoint_path,
@@ -50,7 +50,7 @@ class Reader:
     Attributes:
         path: its directory.
         index: the content of index.json.
-        tensors: of the index: what is known of every parameter and buffer, by name.
+        tensors: what the index says of every parameter and buffer, by name.
         nbytes: of all files together.
 
     Raises:
@@ -88,66 +88,32 @@ class Reader:
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
             self.nbytes = sum(file.nbytes for file in self.files)
-            self.tensors: dict[str, Any] = dict(self.index["tensors"])
             self.size: int = self.index["model_parallel_size"]
             if not is_count(self.size) or not 1 <= self.size <= len(self.files):
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
+        with self.well_formed("tensors"):
+            self.tensors = {name: self._parse(name, saved) for name, saved in self.index["tensors"].items()}
         for file in self.files if is_first else ():
             file.check_size()
 
-    def states(self, name: str) -> dict[str, torch.dtype]:
-        """What is saved of a parameter or buffer: "master" and the optimizer's, or "constant" alone."""
-        with self.well_formed(name):
-            return {state: DTYPES[code] for state, code in self.tensors[name]["states"].items()}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full and without padding."""
-        with self.well_formed(name):
-            shape = tuple(self.tensors[name]["shape"])
-            if not all(map(is_count, shape)):
-                raise ValueError(f"shape {shape}")
-            return shape
-
-    def numel(self, name: str) -> int:
-        """Elements of the full parameter."""
-        return math.prod(self.shape(name))
-
-    def cut(self, name: str) -> Cut | None:
-        """How the ranks that saved it had cut it."""
-        with self.well_formed(name):
-            entry, shape = self.tensors[name]["cut"], self.shape(name)
-            if entry is None:
-                return None
-            cut = Cut(entry["dim"], entry["stride"], entry["padded"])
-            if not all(map(is_count, (cut.dim, cut.stride, cut.padded))) or not 1 <= cut.stride <= max(1, cut.padded):
-                raise ValueError(f"{cut}")
-            shard_shape(shape, cut, self.size)  # raises where it cannot be
-            return cut
-
-    def dtype(self, name: str, state: str) -> torch.dtype:
-        """In which a state is saved."""
-        states = self.states(name)
-        if state not in states:
-            found = ", ".join(states) or "nothing"
-            raise CheckpointError(f"{self.path}: the index has no {state} of {name}, only {found}")
-        return states[state]
+    def entry(self, name: str) -> TensorEntry:
+        """What is saved of a parameter or buffer."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: the index has no {name}")
+        return self.tensors[name]
 
     def read(self, name: str, state: str) -> Tensor:
         """The full, unpadded tensor, in its saved dtype, on the CPU."""
-        shape, dtype = self.shape(name), self.dtype(name, state)
-        if math.prod(shape) * dtype.itemsize > self.nbytes:
-            raise CheckpointError(f"{self.path}: {name} has shape {shape}, for which the files are too small")
-        out = torch.empty(shape, dtype=dtype)
+        entry, dtype = self.entry(name), self._dtype(name, state)
+        if entry.numel * dtype.itemsize > self.nbytes:
+            raise CheckpointError(f"{self.path}: {name} has shape {entry.shape}, for which the files are too small")
+        out = torch.empty(entry.shape, dtype=dtype)
         self.read_part(name, state, out.reshape(-1))
         return out
 
-    def weight_state(self, name: str) -> str:
-        """The state that holds a parameter's values: "master", in fp32, or "constant" of what is not trained."""
-        return "master" if "master" in self.states(name) else CONSTANT
-
     def read_weight(self, name: str) -> Tensor:
         """The full parameter or buffer: fp32 for what is trained."""
-        return self.read(name, self.weight_state(name))
+        return self.read(name, self.entry(name).weight_state)
 
     def read_part(
         self,
@@ -169,7 +135,7 @@ class Reader:
         """
         if not out.numel():
             return
-        dtype = self.dtype(name, state)
+        dtype = self._dtype(name, state)
         wanted = (name, cut, rank, size, start, out.numel())
         if self._located is None or self._located[0] != wanted:
             self._located = (wanted, *self._locate(*wanted))
@@ -184,7 +150,7 @@ class Reader:
 
     def missing(self, name: str) -> int:
         """How many elements of a parameter the index does not list."""
-        return self.numel(name) - self._pieces(name).full_to_saved.numel
+        return self.entry(name).numel - self._pieces(name).full_to_saved.numel
 
     def blobs(self, prefix: str, rank: int = 0) -> dict[str, Tensor]:
         """The tensors that a rank has saved beside the model, by key: those whose key begins with `prefix`."""
@@ -206,17 +172,28 @@ class Reader:
         for file in self.files:
             file.close()
 
-    def _pieces(self, name: str) -> Pieces:
-        shape, cut, dtypes = self.shape(name), self.cut(name), self.states(name)
+    def _parse(self, name: str, saved: Any) -> TensorEntry:
         with self.well_formed(name):
-            return Pieces(self.tensors[name]["pieces"], shape, cut, self.size, dtypes, self.files)
+            return TensorEntry.from_json(saved, self.size)
+
+    def _dtype(self, name: str, state: str) -> torch.dtype:
+        states = self.entry(name).states
+        if state not in states:
+            found = ", ".join(states) or "nothing"
+            raise CheckpointError(f"{self.path}: the index has no {state} of {name}, only {found}")
+        return states[state]
+
+    def _pieces(self, name: str) -> Pieces:
+        entry = self.entry(name)
+        with self.well_formed(name):
+            return Pieces(self.index["tensors"][name]["pieces"], entry, self.size, self.files)
 
     def _locate(
         self, name: str, cut: Cut | None, rank: int, size: int, start: int, length: int
     ) -> tuple[Pieces, RangeMap]:
         """A parameter's pieces, and where they hold what `read_part` is asked for."""
         pieces = self._pieces(name)
-        wanted = shard_to_full(self.shape(name), cut, rank, size).sources_from(start, start + length)
+        wanted = shard_to_full(self.entry(name).shape, cut, rank, size).sources_from(start, start + length)
         plan = wanted.then(pieces.full_to_saved)
         if plan.numel != wanted.numel:
             raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
@@ -250,8 +227,7 @@ class Pieces:
 
     Args:
         rows: [rank, start, stop, file, offsets] of every piece, as they are in the index.
-        shape, cut, size: of the full parameter, and how `size` tensor-parallel ranks had cut it.
-        dtypes: by state.
+        size: how many tensor-parallel ranks have saved it.
 
     Attributes:
         full_to_saved: elements of the flattened full parameter -> elements in saved order.
@@ -263,23 +239,22 @@ class Pieces:
     def __init__(
         self,
         rows: Sequence[Sequence[Any]],
-        shape: Sequence[int],
-        cut: Cut | None,
+        entry: TensorEntry,
         size: int,
-        dtypes: Mapping[str, torch.dtype],
         files: Sequence[CheckedFile],
     ) -> None:
-        self._files, self._dtypes = files, dtypes
+        self._files, self._dtypes, dtypes = files, entry.states, entry.states.values()
+        shape, cut = entry.shape, entry.cut
         rank, start, stop, self._file = (_integers([row[i] for row in rows]) for i in range(4))
         offsets = _integers([row[4] for row in rows]).reshape(len(rows), len(dtypes))
-        self._offset = dict(zip(dtypes, offsets.T, strict=True))
+        self._offset = dict(zip(entry.states, offsets.T, strict=True))
         ranks, numel, length = size if cut else 1, math.prod(shard_shape(shape, cut, size)), stop - start
         if numel * ranks > sum(file.nbytes for file in files):
             raise ValueError(f"it would be larger than all files: shape {shape}, {cut}")
         is_wrong = (rank < 0) | (rank >= ranks) | (start < 0) | (start >= stop) | (stop > numel)
         is_wrong |= (self._file < 0) | (self._file >= len(files))
         nbytes = np.array([file.nbytes for file in files])[np.clip(self._file, 0, len(files) - 1)]
-        last = nbytes[:, None] - length[:, None] * [dtype.itemsize for dtype in dtypes.values()]
+        last = nbytes[:, None] - length[:, None] * [dtype.itemsize for dtype in dtypes]
         is_wrong |= ((offsets < 0) | (offsets > last)).any(axis=1)
         order = np.lexsort((start, rank))
         is_overlap = (rank[order][1:] == rank[order][:-1]) & (start[order][1:] < stop[order][:-1])

@@ -45,18 +45,18 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
                 f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
                 "or start it anew with --no-load-optim (load_optimizer_states=False)."
             )
-        kinds = sorted({key for name in reader.tensors for key in reader.states(name)} - {MASTER, CONSTANT})
+        kinds = sorted({key for entry in reader.tensors.values() for key in entry.states} - {MASTER, CONSTANT})
         state.optimizer.allocate_state(kinds, _saved_counters(reader))
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for bucket in state.buckets:
         with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
             for segment, part, start in bucket.weight_parts():
-                if segment.name not in reader.tensors:
+                entry = reader.tensors.get(segment.name)
+                if entry is None:
                     continue
                 # A parameter may have been frozen when it was saved and be trained now, or the other way round.
-                to_read = [(start, reader.weight_state(segment.name), part)]
-                saved_keys = reader.states(segment.name)
-                for key in (key for key in kinds if key in saved_keys):
+                to_read = [(start, entry.weight_state, part)]
+                for key in (key for key in kinds if key in entry.states):
                     parts = state.optimizer.parts_of(states, bucket, key, segment)
                     to_read += [(at.start, key, view) for view, at in parts]
                 cut = state.cut(segment.name, segment.shape)
@@ -151,7 +151,7 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
     segments = [segment for bucket in state.buckets for segment in bucket.layout.segments]
     wanted = {s.name: state.full_shape(s.name, s.shape) for s in segments}
     wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
-    saved = {name: reader.shape(name) for name in reader.tensors}
+    saved = {name: entry.shape for name, entry in reader.tensors.items()}
     names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()
     different = [name for name in names if saved.get(name) != wanted.get(name)]
     if different:
@@ -171,7 +171,7 @@ def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
         common, others = reader.index["optimizer"]["counters"], reader.index["optimizer"].get("counters_of") or {}
         for values in (common, *(value for value in others.values() if value is not None)):
             _numbers(values)
-        names = [name for name, entry in reader.tensors.items() if entry["kind"] == "trained"]
+        names = [name for name, entry in reader.tensors.items() if entry.kind == "trained"]
         return {name: values for name in names if (values := others.get(name, common)) is not None}
 
 

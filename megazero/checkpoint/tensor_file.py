@@ -20,24 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import DTYPES, REMEDY, CheckpointError, bytes_of, crc32, is_count
+from megazero.checkpoint.format import REMEDY, CheckpointError, bytes_of, crc32, dtype_code, is_count
 
 BLOCK_BYTES = 1 << 20  # of a checksum
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 1 << 24  # of a copy from a device
 _WRITE_OUT_BYTES = 1 << 24  # written at a time by the disk, while the next are on their way into memory
 _ALIGNMENT = 64  # bytes, of the first tensor
-
-
-def dtype_code(dtype: torch.dtype) -> str:
-    """The dtype as safetensors writes it: "F32".
-
-    Raises:
-        TypeError: the format has none for it.
-    """
-    if dtype not in _CODES:
-        raise TypeError(f"tensors of {dtype} cannot be saved: safetensors files hold {', '.join(map(str, _CODES))}")
-    return _CODES[dtype]
 
 
 @dataclass(frozen=True)

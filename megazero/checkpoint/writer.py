@@ -6,8 +6,8 @@ Ranks do it together through `saver`. `write_checkpoint` does it without ranks, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from megazero import __version__
 from megazero.checkpoint import tensor_file
-from megazero.checkpoint.format import DTYPES, FORMAT, FORMAT_VERSION
-from megazero.checkpoint.ranges import Cut, shard_shape
+from megazero.checkpoint.format import FORMAT, FORMAT_VERSION, TensorEntry, dtype_code
+from megazero.checkpoint.ranges import shard_shape
 from megazero.checkpoint.store import CheckpointFolder
-from megazero.checkpoint.tensor_file import LazyTensor, dtype_code, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.zero.bucket import MASTER
 
 States = dict[str, Tensor | LazyTensor]
@@ -92,43 +92,34 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, An
     }
 
 
-def tensor_entry(kind: str, shape: Iterable[int], cut: Cut | None, states: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """A parameter or buffer as the index describes it; `whole_index` adds its pieces.
-
-    Args:
-        kind: "trained", "frozen" or "buffer".
-        shape: full and unpadded.
-
-    Raises:
-        TypeError: a dtype cannot be saved.
-    """
-    codes = {state: dtype_code(dtype) for state, dtype in states.items()}
-    return {"kind": kind, "shape": list(shape), "cut": cut and asdict(cut), "states": codes}
-
-
 def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[str, Any]:
     """The index, from what `write_rank_file` gave for every rank and all that does not depend on where things lie.
+
+    Args:
+        index: "tensors" are each a `TensorEntry`; the rest is as it will be.
 
     Raises:
         RuntimeError: together they have not written every parameter exactly once. It would be a fault of this library.
     """
     files, blobs = {}, []
-    tensors = {name: {**entry, "pieces": []} for name, entry in index["tensors"].items()}
+    entries: dict[str, TensorEntry] = index["tensors"]
+    pieces: dict[str, list[Any]] = {name: [] for name in entries}
     for rank, part in enumerate(parts):
         files[rank_file(rank)] = part["file"]
         blobs.append(part["blobs"])
         for name, model_parallel_rank, start, stop, offsets in part["pieces"]:
-            at = [offsets[state] for state in tensors[name]["states"]]
-            tensors[name]["pieces"].append([model_parallel_rank, start, stop, rank, at])
-    for name, entry in tensors.items():
-        padded = shard_shape(entry["shape"], entry["cut"] and Cut(**entry["cut"]), size=1)
-        numel, found = math.prod(padded), sum(stop - start for _, start, stop, _, _ in entry["pieces"])
+            at = [offsets[state] for state in entries[name].states]
+            pieces[name].append([model_parallel_rank, start, stop, rank, at])
+    for name, entry in entries.items():
+        padded = shard_shape(entry.shape, entry.cut, size=1)
+        numel, found = math.prod(padded), sum(stop - start for _, start, stop, _, _ in pieces[name])
         if found != numel:
             raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {numel}")
     head = {
         **{"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": tensor_file.BLOCK_BYTES},
         **{"megazero_version": __version__, "torch_version": torch.__version__},
     }
+    tensors = {name: entry.as_json(pieces[name]) for name, entry in entries.items()}
     return {**index, **head, "files": files, "blobs": blobs, "tensors": tensors}
 
 
@@ -160,8 +151,8 @@ def write_checkpoint(
         return value
 
     def states_of(piece: Piece) -> States:
-        shape, codes = (piece.stop - piece.start,), index["tensors"][piece.name]["states"]
-        return {s: LazyTensor(DTYPES[code], shape, partial(read_and_count, piece, s)) for s, code in codes.items()}
+        shape, states = (piece.stop - piece.start,), index["tensors"][piece.name].states
+        return {s: LazyTensor(dtype, shape, partial(read_and_count, piece, s)) for s, dtype in states.items()}
 
     folder = CheckpointFolder(directory)
     if (folder.path / tag).exists():
@@ -183,15 +174,14 @@ def write_checkpoint(
     return folder.path / tag
 
 
-def _plan(entries: dict[str, Any], model_parallel_size: int, data_parallel_size: int) -> list[list[Piece]]:
+def _plan(entries: dict[str, TensorEntry], model_parallel_size: int, data_parallel_size: int) -> list[list[Piece]]:
     """By rank, what it holds: the parameters of a tensor-parallel rank lie one behind the other and are cut into equal parts."""
     ranks: list[list[Piece]] = [[] for _ in range(model_parallel_size * data_parallel_size)]
     for rank in range(model_parallel_size):
         held = []
         for name, entry in entries.items():
-            cut = entry["cut"] and Cut(**entry["cut"])
-            if cut is not None or rank == 0:  # what is not cut is the same on all ranks, and the first saves it
-                held.append((name, math.prod(shard_shape(entry["shape"], cut, model_parallel_size))))
+            if entry.cut is not None or rank == 0:  # what is not cut is the same on all ranks, and the first saves it
+                held.append((name, math.prod(shard_shape(entry.shape, entry.cut, model_parallel_size))))
         total, offset = sum(numel for _, numel in held), 0
         ends = [total * part // data_parallel_size for part in range(data_parallel_size + 1)]
         for name, numel in held:

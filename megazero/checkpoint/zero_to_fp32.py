@@ -123,20 +123,21 @@ def _open(directory: str | Path, tag: str | int | None) -> Reader:
 
 def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, LazyTensor]:
     """What to write, by name."""
-    kinds = {name: entry["kind"] for name, entry in reader.tensors.items()}
-    return {name: _fp32(reader, name) for name, kind in kinds.items() if not (exclude_frozen and kind == "frozen")}
+    kept = [name for name, entry in reader.tensors.items() if not (exclude_frozen and entry.kind == "frozen")]
+    return {name: _fp32(reader, name) for name in kept}
 
 
 def _fp32(reader: Reader, name: str) -> LazyTensor:
     """Parameters in fp32, buffers in their own dtype."""
-    own = reader.dtype(name, reader.weight_state(name))
-    dtype = torch.float32 if own.is_floating_point and reader.tensors[name]["kind"] != "buffer" else own
-    return LazyTensor(dtype, reader.shape(name), lambda: reader.read_weight(name).to(dtype))
+    entry = reader.tensors[name]
+    own = entry.states[entry.weight_state]
+    dtype = torch.float32 if own.is_floating_point and entry.kind != "buffer" else own
+    return LazyTensor(dtype, entry.shape, lambda: reader.read_weight(name).to(dtype))
 
 
 def _announce(reader: Reader, output: Path, names: Iterable[str]) -> None:
     index = reader.index
-    total = sum(reader.numel(name) for name in names if reader.tensors[name]["kind"] != "buffer")
+    total = sum(reader.tensors[name].numel for name in names if reader.tensors[name].kind != "buffer")
     ranks = index["model_parallel_size"] * index["data_parallel_size"]
     print(f"Processing zero checkpoint at {reader.path.name}")
     print(f"Detected checkpoint of type zero stage {index['zero_stage']}, world_size: {ranks}")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.plain import encode
+from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tensor_file import dtype_code
 from megazero.checkpoint.writer import Piece, write_checkpoint
 from megazero.mpu.partition import Partition
 
@@ -48,14 +49,12 @@ def make(
     cuts = {name: cut for name, cut in CUTS.items() if name in values}
     padded = {"words": 16, "qkv": 36, "down": 24}
     entries = {
-        name: {
-            "kind": "trained" if "master" in states else "frozen" if name == "frozen" else "buffer",
-            "shape": list(next(iter(states.values())).shape),
-            "cut": {"dim": cuts[name].dim, "stride": cuts[name].stride, "padded": padded[name]}
-            if name in cuts
-            else None,
-            "states": {state: dtype_code(value.dtype) for state, value in states.items()},
-        }
+        name: TensorEntry(
+            "trained" if "master" in states else "frozen" if name == "frozen" else "buffer",
+            tuple(next(iter(states.values())).shape),
+            Cut(cuts[name].dim, cuts[name].stride, padded[name]) if name in cuts else None,
+            {state: value.dtype for state, value in states.items()},
+        )
         for name, states in values.items()
     }
 

@@ -127,7 +127,9 @@ def check_states(engine: Engine, reference: dict[str, dict[str, Tensor]]) -> Non
 
 def load_case(directory: str, size: int, tags: list[str], dtype: torch.dtype | None, thin: int) -> list[list[float]]:
     reader = Reader(directory, "reference")
-    reference = {name: {state: reader.read(name, state) for state in reader.states(name)} for name in reader.tensors}
+    reference = {
+        name: {state: reader.read(name, state) for state in reader.tensors[name].states} for name in reader.tensors
+    }
     losses = []
     for stage in STAGES:
         engine = make_engine(size, stage, dtype, seed=99)

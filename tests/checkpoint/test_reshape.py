@@ -104,8 +104,8 @@ def as_foreign(reader: Reader) -> ForeignCheckpoint:
     """A checkpoint of ours as an importer would give it."""
     found = {}
     for name, entry in reader.tensors.items():
-        read = {state: lambda name=name, state=state: reader.read(name, state) for state in entry["states"]}
-        found[name] = ForeignTensor(reader.shape(name), entry["kind"], read)
+        read = {state: lambda name=name, state=state: reader.read(name, state) for state in entry.states}
+        found[name] = ForeignTensor(entry.shape, entry.kind, read)
     optimizer = reader.index["optimizer"]
     return ForeignCheckpoint(
         found,

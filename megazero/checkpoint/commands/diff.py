@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.commands.ls import columns, is_nested, shortened
-from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of
+from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of, dtype_code
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.zero.bucket import MASTER
@@ -104,17 +104,18 @@ def _pairs(found: Comparison, a: Reader, b: Reader, weights_only: bool) -> Itera
             form_a, form_b = _form(a, name, states_a[state]), _form(b, name, states_b[state])
             if form_a != form_b:
                 found.forms.append((f"{state} of {name}", form_a, form_b))
-            if a.shape(name) == b.shape(name):
+            if a.tensors[name].shape == b.tensors[name].shape:
                 yield name, state, states_a[state], states_b[state]
     found.only += [(f"{state} of {count} parameters", side) for (state, side), count in missing.items()]
 
 
 def _states(reader: Reader, name: str) -> dict[str, str]:
-    return {WEIGHTS if state in (MASTER, CONSTANT) else state: state for state in reader.states(name)}
+    return {WEIGHTS if state in (MASTER, CONSTANT) else state: state for state in reader.tensors[name].states}
 
 
 def _form(reader: Reader, name: str, state: str) -> str:
-    return f"{reader.tensors[name]['states'][state]} {list(reader.shape(name))}"
+    entry = reader.tensors[name]
+    return f"{dtype_code(entry.states[state])} {list(entry.shape)}"
 
 
 def _compare_values(what: str, a: Reader, b: Reader, name: str, states: Sequence[str]) -> ValueDifference | None:
@@ -134,12 +135,12 @@ def _compare_values(what: str, a: Reader, b: Reader, name: str, states: Sequence
     for x in _chunks(a, name, states[0]):
         size = x.to(_WIDE).abs()
         largest = max(largest, float(size.where(size.isfinite(), 0).max()))
-    return ValueDifference(what, count, a.numel(name), max_abs, max_abs / largest if largest else math.inf)
+    return ValueDifference(what, count, a.tensors[name].numel, max_abs, max_abs / largest if largest else math.inf)
 
 
 def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
     """The flattened tensor, in parts that leave memory to others."""
-    numel, dtype = reader.numel(name), reader.dtype(name, state)
+    numel, dtype = reader.tensors[name].numel, reader.tensors[name].states[state]
     for start in range(0, numel, _CHUNK_NUMEL):
         out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=dtype)
         reader.read_part(name, state, out, start=start)

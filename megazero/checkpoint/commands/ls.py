@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.format import CheckpointError, checkpoint_path, latest_tag
+from megazero.checkpoint.format import CheckpointError, checkpoint_path, dtype_code, latest_tag
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.store import list_tags
@@ -89,13 +89,12 @@ def describe(reader: Reader) -> list[str]:
     """Everything that the index of one checkpoint says: its parameters, counters and settings."""
     rows, kinds, numels, nbytes = [], Counter[str](), Counter[str](), Counter[str]()
     for name, entry in reader.tensors.items():
-        kind, numel, states = str(entry["kind"]), reader.numel(name), reader.states(name)
-        codes = dict.fromkeys(entry["states"].values())
-        shape = " x ".join(map(str, reader.shape(name))) or "scalar"
-        rows.append((name, kind, shape, ", ".join(codes), ", ".join(states)))
-        kinds[kind] += 1
-        numels[kind] += numel
-        nbytes.update({state: numel * dtype.itemsize for state, dtype in states.items()})
+        codes = dict.fromkeys(map(dtype_code, entry.states.values()))
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        rows.append((name, entry.kind, shape, ", ".join(codes), ", ".join(entry.states)))
+        kinds[entry.kind] += 1
+        numels[entry.kind] += entry.numel
+        nbytes.update({state: entry.numel * dtype.itemsize for state, dtype in entry.states.items()})
     lines = columns(("NAME", "KIND", "SHAPE", "DTYPE", "STATES"), rows)
     totals = [(kind, f"{count} tensors, {numels[kind]:,} elements") for kind, count in kinds.items()]
     totals += [(state, size(count)) for state, count in nbytes.items()]

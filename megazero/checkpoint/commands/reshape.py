@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import CLIENT, SCHEDULE, tag_at
+from megazero.checkpoint.format import CLIENT, SCHEDULE, TensorEntry, tag_at
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
+from megazero.checkpoint.writer import Piece, write_checkpoint
 
 
 def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, data_parallel_size: int) -> Path:
@@ -24,27 +25,24 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
         CheckpointError: what is read is damaged.
         OSError: as `write_checkpoint`.
     """
-    cuts = {name: _new_cut(reader, name, model_parallel_size) for name in reader.tensors}
-    entries = {
-        name: tensor_entry(old["kind"], reader.shape(name), cuts[name], reader.states(name))
-        for name, old in reader.tensors.items()
-    }
+    size = model_parallel_size
+    entries = {name: replace(old, cut=_new_cut(name, old, size)) for name, old in reader.tensors.items()}
 
     def read(piece: Piece, state: str) -> Tensor:
-        out = torch.empty(piece.stop - piece.start, dtype=reader.dtype(piece.name, state))
-        cut, rank = cuts[piece.name], piece.model_parallel_rank
-        reader.read_part(piece.name, state, out, cut=cut, rank=rank, size=model_parallel_size, start=piece.start)
+        entry, rank = entries[piece.name], piece.model_parallel_rank
+        out = torch.empty(piece.stop - piece.start, dtype=entry.states[state])
+        reader.read_part(piece.name, state, out, cut=entry.cut, rank=rank, size=size, start=piece.start)
         return out
 
-    sizes = {"model_parallel_size": model_parallel_size, "data_parallel_size": data_parallel_size}
+    sizes = {"model_parallel_size": size, "data_parallel_size": data_parallel_size}
     blobs = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
     index = {**reader.index, **sizes, "tensors": entries}
     return write_checkpoint(directory, tag_at(reader.path), index, blobs, read)
 
 
-def _new_cut(reader: Reader, name: str, size: int) -> Cut | None:
+def _new_cut(name: str, entry: TensorEntry, size: int) -> Cut | None:
     """The cut over `size` ranks; where a vocabulary does not divide, with as little padding as possible."""
-    cut, shape = reader.cut(name), reader.shape(name)
+    cut, shape = entry.cut, entry.shape
     if cut is None or cut.padded % (size * cut.stride) == 0:
         return cut
     if cut.stride > 1:

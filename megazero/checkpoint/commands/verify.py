@@ -57,7 +57,7 @@ def verify(directory: str | Path, tag: str) -> Verification:
         for name in reader.tensors:
             with _noting(found):
                 if missing := reader.missing(name):
-                    numel = reader.numel(name)
+                    numel = reader.tensors[name].numel
                     found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
         if not found.problems:
             client_state(reader)
@@ -77,8 +77,8 @@ def _extents(reader: Reader) -> list[list[_Extent]]:
     """What lies where in each file, in order."""
     extents: list[list[_Extent]] = [[] for _ in reader.files]
     for name, entry in reader.tensors.items():
-        for _, start, stop, file, offsets in entry["pieces"]:
-            for (state, dtype), low in zip(reader.states(name).items(), offsets, strict=True):
+        for _, start, stop, file, offsets in reader.index["tensors"][name]["pieces"]:
+            for (state, dtype), low in zip(entry.states.items(), offsets, strict=True):
                 extents[file].append(_Extent(low, low + (stop - start) * dtype.itemsize, f"{state} of {name}"))
     for rank, blobs in enumerate(reader.index["blobs"]):
         for key, (file, low, code, shape) in blobs.items():

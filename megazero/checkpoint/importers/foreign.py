@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import CONSTANT, DTYPES, SCHEDULE
+from megazero.checkpoint.format import CONSTANT, SCHEDULE, TensorEntry
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.store import tag_of
-from megazero.checkpoint.writer import Piece, tensor_entry, write_checkpoint
+from megazero.checkpoint.writer import Piece, write_checkpoint
 from megazero.zero.bucket import MASTER
 
 
@@ -67,12 +67,12 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     entries = {name: _entry(name, tensor) for name, tensor in foreign.tensors.items()}
 
     def read(piece: Piece, state: str) -> Tensor:
-        tensor, code = foreign.tensors[piece.name], entries[piece.name]["states"][state]
+        tensor, dtype = foreign.tensors[piece.name], entries[piece.name].states[state]
         value = tensor.states[state]().detach()
         if tuple(value.shape) != tuple(tensor.shape):
             found, announced = list(value.shape), list(tensor.shape)
             raise ValueError(f"{state} of {piece.name} has shape {found}, announced as {announced}.")
-        return value.to(DTYPES[code]).reshape(-1)[piece.start : piece.stop]
+        return value.to(dtype).reshape(-1)[piece.start : piece.stop]
 
     client_state, client_tensors = encode(foreign.client_state)
     schedule, schedule_tensors = encode(foreign.lr_scheduler, "lr_scheduler", SCHEDULE)
@@ -92,7 +92,7 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     return write_checkpoint(directory, tag_of(foreign.global_steps), index, blobs, read)
 
 
-def _entry(name: str, tensor: ForeignTensor) -> dict[str, Any]:
+def _entry(name: str, tensor: ForeignTensor) -> TensorEntry:
     if tensor.kind == "trained" and MASTER in tensor.states:
         states = dict.fromkeys(tensor.states, torch.float32)
     elif tensor.kind in ("frozen", "buffer") and tensor.states.keys() == {CONSTANT}:
@@ -100,7 +100,7 @@ def _entry(name: str, tensor: ForeignTensor) -> dict[str, Any]:
     else:
         found = ", ".join(tensor.states) or "none"
         raise ValueError(f"{name} is {tensor.kind!r} with the states {found}: it has no weights.")
-    return tensor_entry(tensor.kind, tensor.shape, None, states)
+    return TensorEntry(tensor.kind, tuple(tensor.shape), None, states)
 
 
 def _optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
