@@ -57,11 +57,7 @@ class Saver:
         """
         self.wait()
         folder, path = self.claim(directory), Path(directory) / tag
-
-        def publish() -> None:
-            folder.publish(tag, whole_index(_parts(folder.aside(tag)), index), save_latest, keep_last)
-
-        write = partial(self._write, folder, tag, publish)
+        write = partial(self._write, folder, tag, index, save_latest, keep_last)
         try:
             if in_background:
                 staged = comm.together(snapshot.staged, self._group)  # one rank's host may have no room for it
@@ -112,11 +108,20 @@ class Saver:
                 folder.release()
             self._folders.clear()
 
-    def _write(self, folder: CheckpointFolder, tag: str, publish: Callable[[], None], snapshot: Snapshot) -> None:
+    def _write(
+        self,
+        folder: CheckpointFolder,
+        tag: str,
+        index: dict[str, Any],
+        save_latest: bool,
+        keep_last: int,
+        snapshot: Snapshot,
+    ) -> None:
+        aside = folder.aside(tag)
         self._on_first_rank(lambda: folder.prepare(tag))
         try:
-            comm.together(lambda: _write_part(folder.aside(tag), snapshot), self._group)
-            self._on_first_rank(publish)
+            comm.together(lambda: _write_part(aside, snapshot), self._group)
+            self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
         except BaseException:
             if torch.distributed.get_rank() == 0:
                 folder.discard(tag)
