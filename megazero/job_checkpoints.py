@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megazero import comm
+from megazero.checkpoint.folder import list_tags
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.store import list_tags
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE

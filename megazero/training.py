@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from megazero import comm
-from megazero.checkpoint.store import DirectoryInUseError
+from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
 from megazero.data.build import build_datasets
 from megazero.data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import generate_samples
-from megazero.checkpoint.store import CheckpointFolder
+from megazero.checkpoint.folder import CheckpointFolder
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.tiny import TINY_MODEL, make_corpus, run_job
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.store import CheckpointFolder
+from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tensor_file import naming
 from megazero.checkpoint.writer import Snapshot, whole_index, write_rank_file
 

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from megazero import __version__
 from megazero.checkpoint import tensor_file
+from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import FORMAT, FORMAT_VERSION, TensorEntry, dtype_code
 from megazero.checkpoint.ranges import shard_shape
-from megazero.checkpoint.store import CheckpointFolder
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.zero.bucket import MASTER
 

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
+from megazero.checkpoint import folder, writer
 from megazero.checkpoint import format as checkpoint_format
-from megazero.checkpoint import store, writer
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.standalone import place_script
@@ -124,7 +124,7 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
     train(engine, 1)
     with pytest.raises(OSError, match="No space left"):
         engine.save_checkpoint(str(tmp_path))
-    assert latest_tag(tmp_path) == "global_step1" and store.list_tags(tmp_path) == ["global_step1"]
+    assert latest_tag(tmp_path) == "global_step1" and folder.list_tags(tmp_path) == ["global_step1"]
     assert not list(tmp_path.glob(".*.partial")), "a full disk needs the room"
     engine.load_checkpoint(str(tmp_path))
     monkeypatch.undo()
@@ -207,7 +207,7 @@ def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, m
 def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     world, tmp_path, monkeypatch, in_background
 ):
-    engine, go_on, remove, deleted = make_engine(1), threading.Event(), store._remove, []
+    engine, go_on, remove, deleted = make_engine(1), threading.Event(), folder._remove, []
 
     def slow(path):
         if path.exists():
@@ -218,27 +218,27 @@ def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     for _ in range(2):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path))
-    monkeypatch.setattr(store, "_remove", slow)
+    monkeypatch.setattr(folder, "_remove", slow)
     engine.save_checkpoint(str(tmp_path), client_state={"second": True}, keep_last=1, in_background=in_background)
     if in_background:
         engine._saver._thread.join()
-    assert latest_tag(tmp_path) == "global_step2" and store.list_tags(tmp_path) == ["global_step2"]
+    assert latest_tag(tmp_path) == "global_step2" and folder.list_tags(tmp_path) == ["global_step2"]
     assert leftovers(tmp_path) == [".global_step1.partial", ".global_step2.replaced"]
     go_on.set()
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), in_background=in_background)
     assert sorted(deleted) == [".global_step1.partial", ".global_step2.replaced"]
     engine.wait_for_checkpoint()
-    assert not leftovers(tmp_path) and store.list_tags(tmp_path) == ["global_step2", "global_step3"]
+    assert not leftovers(tmp_path) and folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
 def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_claims_next(world, tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from megazero.checkpoint import store\n"
-        "remove = store._remove\n"
-        "store._remove = lambda path: (time.sleep(0.3), os._exit(9) if sys.argv[2] == 'dies' else remove(path))\n"
-        "folder = store.CheckpointFolder(sys.argv[1]); folder.prepare('global_step1'); "
-        "folder.publish('global_step1', {}, True, 0)"
+        "import os, sys, time; from pathlib import Path; from megazero.checkpoint import folder\n"
+        "remove = folder._remove\n"
+        "folder._remove = lambda path: (time.sleep(0.3), os._exit(9) if sys.argv[2] == 'dies' else remove(path))\n"
+        "mine = folder.CheckpointFolder(sys.argv[1]); mine.prepare('global_step1'); "
+        "mine.publish('global_step1', {}, True, 0)"
     )
     engine = write_one(tmp_path)
     engine._saver.close()  # lets the others save here
@@ -253,14 +253,14 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
 
 def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
     code = (
-        "import sys; from megazero.checkpoint.store import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
+        "import sys; from megazero.checkpoint.folder import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
         "folder.claim(); print(flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     claimed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
     assert claimed.stdout.readline()
     engine = make_engine(1)
-    with pytest.raises(store.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
+    with pytest.raises(folder.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
         engine.claim_checkpoints(str(tmp_path))
     claimed.kill()
     claimed.wait()
@@ -281,9 +281,9 @@ def is_locked(directory) -> bool:
 
 
 def test_the_lock_is_held_until_the_last_engine_of_the_process_lets_go(tmp_path):
-    first, second, other = (store.CheckpointFolder(tmp_path / name) for name in ("a", "a", "b"))
-    for folder in (first, second, other):
-        folder.claim()
+    first, second, other = (folder.CheckpointFolder(tmp_path / name) for name in ("a", "a", "b"))
+    for each in (first, second, other):
+        each.claim()
     first.release()
     assert is_locked(tmp_path / "a")
     second.release()
@@ -297,9 +297,9 @@ def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path,
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store.fcntl, "lockf", refused)
-    with pytest.raises(store.DirectoryInUseError, match="another job"):
-        store.CheckpointFolder(tmp_path).claim()
+    monkeypatch.setattr(folder.fcntl, "lockf", refused)
+    with pytest.raises(folder.DirectoryInUseError, match="another job"):
+        folder.CheckpointFolder(tmp_path).claim()
 
 
 def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
@@ -363,7 +363,7 @@ def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
     for _ in range(3):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path), keep_last=2)
-    assert store.list_tags(tmp_path) == ["global_step2", "global_step3"]
+    assert folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
 def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_users(world, tmp_path):
@@ -523,10 +523,10 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
 def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_only(world, tmp_path):
     engine = write_one(tmp_path)
     engine.save_checkpoint(str(tmp_path), tag="best", save_latest=False, keep_last=1)
-    assert store.list_tags(tmp_path) == ["global_step1", "best"]
+    assert folder.list_tags(tmp_path) == ["global_step1", "best"]
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=1)
-    assert store.list_tags(tmp_path) == ["best", "global_step2"]
+    assert folder.list_tags(tmp_path) == ["best", "global_step2"]
 
 
 def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
@@ -553,7 +553,7 @@ def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, mon
     monkeypatch.setattr(writer, "write_tensors", write)
     second.save_checkpoint(str(tmp_path), tag="B")
     first.wait_for_checkpoint()
-    assert set(store.list_tags(tmp_path)) == {"A", "B"}
+    assert set(folder.list_tags(tmp_path)) == {"A", "B"}
 
 
 def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
