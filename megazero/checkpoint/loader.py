@@ -1,4 +1,4 @@
-"""How a checkpoint comes back into a training run: all ranks take the same one, and each restores what it needs of it."""
+"""Loads a checkpoint on all ranks: they take the same one, or go back to the same older one, and each restores its part."""
 
 from __future__ import annotations
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.checkpoint import tensor_file
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
+from tests.checkpoint.checkpoints import make, tensors
 from tests.ranks import run_ranks
 
 WORLDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1)]  # (tensor-parallel, data-parallel)
@@ -225,6 +227,17 @@ def test_a_rank_reads_the_bytes_that_it_needs_rounded_to_blocks(ranks, tmp_path)
         for states, read in ((3, whole), (1, weights)):
             assert 4 * owned * states * 0.99 <= read, "padding apart"
             assert read <= 4 * owned * states + states * segments * 3 * block, (read, owned)
+
+
+def test_the_states_of_a_parameter_are_located_once(tmp_path):
+    reader, located, locate = make(tmp_path), [], Reader._locate
+    with patch.object(Reader, "_locate", lambda *wanted: (located.append(wanted[1:]), locate(*wanted))[1]):
+        for name in ("words", "qkv"):
+            for state, value in tensors()[name].items():
+                assert reader.read(name, state).equal(value)
+    assert [name for name, *_ in located] == ["words", "qkv"]
+    with pytest.raises(CheckpointError, match="the index has no nothing"):
+        reader.read_weight("nothing")
 
 
 def memory_case(directory: str) -> tuple[int, int]:
