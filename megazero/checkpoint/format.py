@@ -99,6 +99,11 @@ class TensorEntry:
         return math.prod(self.shape)
 
     @property
+    def saved_numel(self) -> int:
+        """Elements that all ranks together save of each state: with padding."""
+        return math.prod(shard_shape(self.shape, self.cut, size=1))
+
+    @property
     def weight_state(self) -> str:
         """The state that holds the values: "master", in fp32, or "constant" of what is not trained."""
         return "master" if "master" in self.states else CONSTANT

@@ -104,10 +104,7 @@ class Reader:
 
     def read(self, name: str, state: str) -> Tensor:
         """The full, unpadded tensor, in its saved dtype, on the CPU."""
-        entry, dtype = self.entry(name), self._dtype(name, state)
-        if entry.numel * dtype.itemsize > self.nbytes:
-            raise CheckpointError(f"{self.path}: {name} has shape {entry.shape}, for which the files are too small")
-        out = torch.empty(entry.shape, dtype=dtype)
+        out = torch.empty(self.entry(name).shape, dtype=self._dtype(name, state))
         self.read_part(name, state, out.reshape(-1))
         return out
 
@@ -174,7 +171,10 @@ class Reader:
 
     def _parse(self, name: str, saved: Any) -> TensorEntry:
         with self.well_formed(name):
-            return TensorEntry.from_json(saved, self.size)
+            entry = TensorEntry.from_json(saved, self.size)
+            if entry.saved_numel * max(dtype.itemsize for dtype in entry.states.values()) > self.nbytes:
+                raise ValueError(f"it would be larger than all files: shape {entry.shape}, {entry.cut}")
+            return entry
 
     def _dtype(self, name: str, state: str) -> torch.dtype:
         states = self.entry(name).states
@@ -249,8 +249,6 @@ class Pieces:
         offsets = _integers([row[4] for row in rows]).reshape(len(rows), len(dtypes))
         self._offset = dict(zip(entry.states, offsets.T, strict=True))
         ranks, numel, length = size if cut else 1, math.prod(shard_shape(shape, cut, size)), stop - start
-        if numel * ranks > sum(file.nbytes for file in files):
-            raise ValueError(f"it would be larger than all files: shape {shape}, {cut}")
         is_wrong = (rank < 0) | (rank >= ranks) | (start < 0) | (start >= stop) | (stop > numel)
         is_wrong |= (self._file < 0) | (self._file >= len(files))
         nbytes = np.array([file.nbytes for file in files])[np.clip(self._file, 0, len(files) - 1)]

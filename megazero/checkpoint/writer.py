@@ -111,10 +111,9 @@ def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[
             at = [offsets[state] for state in entries[name].states]
             pieces[name].append([model_parallel_rank, start, stop, rank, at])
     for name, entry in entries.items():
-        padded = shard_shape(entry.shape, entry.cut, size=1)
-        numel, found = math.prod(padded), sum(stop - start for _, start, stop, _, _ in pieces[name])
-        if found != numel:
-            raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {numel}")
+        found = sum(stop - start for _, start, stop, _, _ in pieces[name])
+        if found != entry.saved_numel:
+            raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {entry.saved_numel}")
     head = {
         **{"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": tensor_file.BLOCK_BYTES},
         **{"megazero_version": __version__, "torch_version": torch.__version__},
