@@ -113,16 +113,21 @@ class LossScaler:
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
         if not self.dynamic:
             self._check_static(where)
-            return
-        if not overflow:
+        elif overflow:
+            self.clean_steps = 0
+            self.hysteresis_left -= 1
+            self._after_overflow(where)
+        else:
             self.clean_steps += 1
-            if self.clean_steps % self.window == 0:
-                self.scale *= 2
-            if self.consecutive_hysteresis or self.clean_steps % self.window == 0:
-                self.hysteresis_left = self.hysteresis
-            return
-        self.clean_steps = 0
-        self.hysteresis_left -= 1
+            self._after_clean_step()
+
+    def _after_clean_step(self) -> None:
+        if self.clean_steps % self.window == 0:
+            self.scale *= 2
+        if self.consecutive_hysteresis or self.clean_steps % self.window == 0:
+            self.hysteresis_left = self.hysteresis
+
+    def _after_overflow(self, where: str) -> None:
         if self.hysteresis_left > 0:
             return
         if self.scale <= self.min_scale:

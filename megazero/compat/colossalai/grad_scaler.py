@@ -49,19 +49,13 @@ class DynamicGradScaler(LossScaler):
         )
         self.growth_factor, self.backoff_factor, self.max_scale = growth_factor, backoff_factor, float(max_scale)
 
-    def update(self, overflow: bool, where: str = "") -> None:
-        """Adapts the scale to the outcome of one step; `where` is for messages."""
-        self.cur_iter += 1
-        self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
-        if not overflow:
-            self.clean_steps += 1
-            if self.clean_steps >= self.window:
-                self.clean_steps, self.hysteresis_left = 0, self.hysteresis
-                self.scale = min(self.scale * self.growth_factor, self.max_scale)
-            return
+    def _after_clean_step(self) -> None:
+        if self.clean_steps >= self.window:
+            self.clean_steps, self.hysteresis_left = 0, self.hysteresis
+            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+
+    def _after_overflow(self, where: str) -> None:
         old = self.scale
-        self.clean_steps = 0
-        self.hysteresis_left -= 1
         if self.hysteresis_left <= 0:
             self.scale = max(self.scale * self.backoff_factor, self.min_scale)
         log = logger.warning if old <= self.min_scale else logger.info
