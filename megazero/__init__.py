@@ -21,8 +21,8 @@ __git_hash__: str | None = None  # a release has a version; a checkout has git
 __git_branch__: str | None = None
 
 _HOMES = {
-    "initialize": "megazero.deepspeed.initialize",
-    "add_config_arguments": "megazero.deepspeed.initialize",
+    "initialize": "megazero.deepspeed.api",
+    "add_config_arguments": "megazero.deepspeed.api",
     "init_distributed": "megazero.comm",
     "DeepSpeedEngine": "megazero.deepspeed.engine",
     "DeepSpeedConfigError": "megazero.json_config",

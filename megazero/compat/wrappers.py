@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
+from megazero.deepspeed.api import initialize
 from megazero.deepspeed.engine import DeepSpeedEngine
-from megazero.deepspeed.initialize import initialize
 from megazero.logging import setup_logging
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler

@@ -1,5 +1,5 @@
 """`import megazero as deepspeed`: DeepSpeed's `initialize` and engine over megazero's own.
 
-Read `initialize` first; it makes `engine`, which adds DeepSpeed's calls to `megazero.engine.Engine`, those for checkpoints in
-`checkpoints`. What becomes of the caller's optimizer, groups and schedule is in `optimizer`, of an `mpu` in `mpu`.
+Read `api` first: its `initialize` makes the `engine`, which adds DeepSpeed's calls to `megazero.engine.Engine`, those for
+checkpoints in `checkpoints`. What becomes of the caller's optimizer, groups and schedule is in `optimizer`, of an `mpu` in `mpu`.
 """
