@@ -57,7 +57,6 @@ class Placement:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
         self._device = MemoryHome(comm.local_device())  # of shards of P; every bucket knows its O's
         units = range(len(schedule.unit_sizes))
-        sharded = [[bucket for bucket in schedule.buckets_of(unit) if bucket.sharding.parameters] for unit in units]
         self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
         self._sharded = {
             unit: [b for b in schedule.buckets_of(unit) if b.weights.shard is not None] for unit in (*units, ROOT)
@@ -67,7 +66,7 @@ class Placement:
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
             config.gather_limits,
-            nbytes=[sum(b.layout.numel * b.weights.flat.element_size() for b in of_unit) for of_unit in sharded],
+            nbytes=[sum(b.weights.flat.nbytes for b in self._sharded[unit]) for unit in units],
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,

@@ -315,7 +315,7 @@ class Schedule:
         """Bytes of units' sharded parameters that are gathered, or on their way; without the root."""
         units = (bucket for bucket in self._sharded if bucket.unit != ROOT)
         there = (bucket for bucket in units if bucket.weights.is_allocated)
-        return sum(bucket.layout.numel * bucket.weights.flat.element_size() for bucket in there)
+        return sum(bucket.weights.flat.nbytes for bucket in there)
 
     @property
     def unit_sizes(self) -> list[int]:

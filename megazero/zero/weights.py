@@ -81,7 +81,7 @@ class Weights:
         if self.is_allocated:
             return
         assert self.shard is not None, "only what is sharded is ever released"
-        self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
         gather = partial(self._channel.all_gather_, self.flat, self.name)
         self._gather_work = self._arrival.fill(self.shard, self.part, gather)
 
