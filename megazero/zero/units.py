@@ -119,9 +119,7 @@ class BucketPlan:
     parameters: dict[str, nn.Parameter]
     layout: BucketLayout
     sharding: Sharding
-    grad_dtype: torch.dtype = (
-        torch.float32
-    )  # of G: fp32 keeps what many micro-batches add up to, the compute dtype halves it
+    grad_dtype: torch.dtype = torch.float32  # of G: keeps what many micro-batches add up to; P's halves it
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
 
     @property
