@@ -181,10 +181,9 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
     bucket, segment, optimizer = found
     if part.shape != values.shape:
         raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
-    low, _ = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)
-    first = low - segment.start  # of this rank's part in the flattened parameter
     with optimizer.state_at_hand(bucket, [key], writes=True) as states:
         for view, place in optimizer.parts_of(states, bucket, key, segment):
+            first = bucket.owned_part(states[key], segment)[1].start
             view.copy_(values[place.start - first : place.stop - first])
 
 

@@ -15,7 +15,7 @@ from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import asked_directly, set_bucket
-from megazero.zero.storage import is_same_memory, storage_id, view_of
+from megazero.zero.storage import is_same_memory, part_of, storage_id, view_of
 from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights
 
@@ -347,9 +347,7 @@ class Bucket:
 
     def owned_part(self, owned: Tensor, segment: Segment) -> tuple[Tensor, slice]:
         """What a tensor of the owned range holds of one parameter: a 1-D view, and where it lies in the flattened parameter."""
-        offset = self.owned_range.start
-        low, high = segment.clip(offset, self.owned_range.stop)
-        return owned[low - offset : high - offset], slice(low - segment.start, high - segment.start)
+        return part_of(owned, self.owned_range.start, segment)
 
     def write(self, owned: Tensor, segment: Segment, values: Tensor) -> None:
         """Writes this rank's part of one parameter's full `values` into a tensor of the owned range."""
@@ -363,17 +361,17 @@ class Bucket:
         """
         self.refuse_if_held("loading")
         if self.is_trainable:
-            target, place = self.master_to_write(), self.owned_range
+            target, start = self.master_to_write(), self.owned_range.start
         elif self.weights.shard is not None:
             self.weights.settle()
-            target, place = self.weights.shard.at_hand(writes=True), self.shard_range
+            target, start = self.weights.shard.at_hand(writes=True), self.shard_range.start
         else:
-            target, place = nullcontext(self.weights.flat), slice(0, self.layout.numel)
+            target, start = nullcontext(self.weights.flat), 0
         with target as values:
             for segment in self.layout.segments:
-                low, high = segment.clip(place.start, place.stop)
-                if low < high:
-                    yield segment, values[low - place.start : high - place.start].detach(), low - segment.start
+                part, place = part_of(values, start, segment)
+                if part.numel():
+                    yield segment, part.detach(), place.start
 
     def adopt_parts(self) -> None:
         """Brings P up to date with what was filled. Collective."""

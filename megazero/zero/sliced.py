@@ -16,7 +16,7 @@ from megazero import comm
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
-from megazero.zero.storage import is_same_memory
+from megazero.zero.storage import is_same_memory, part_of
 
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
 
@@ -244,10 +244,9 @@ class SlicedOptimizer:
         """
         for piece in self.slices_of(bucket):
             if key in states and key in self.state.get(piece.master, {}):
-                low, high = segment.clip(piece.span.start, piece.span.stop)
-                if low < high:
-                    origin = bucket.owned_range.start
-                    yield states[key][low - origin : high - origin], slice(low - segment.start, high - segment.start)
+                part, place = part_of(states[key][piece.start : piece.stop], piece.span.start, segment)
+                if part.numel():
+                    yield part, place
 
     def state_keys(self) -> list[str]:
         """Names of the optimizer's tensors per element, on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""

@@ -1,4 +1,4 @@
-"""Which tensors lie in one memory. Asked of their storages, so that it holds for tensors without any (meta, fake) as well."""
+"""Which tensors lie in one memory, asked of their storages, so that meta and fake ones may be; and what is a parameter's part."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ def storage_id(tensor: Tensor) -> int:
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both begin at the same place of one storage."""
     return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
+
+
+def part_of(values: Tensor, start: int, segment: Segment) -> tuple[Tensor, slice]:
+    """What a bucket's elements from `start` on hold of a parameter: a 1-D view, and where it lies in the flattened parameter."""
+    low, high = segment.clip(start, start + values.numel())
+    return values[low - start : high - start], slice(low - segment.start, high - segment.start)
 
 
 def view_of(flat: Tensor, segment: Segment) -> Tensor:
