@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise"
 
+_ALWAYS_LOGGED = "with --save, all that is logged is in DIR/metrics.jsonl and DIR/tensorboard"
+_ONE_ENGINE = "there is one implementation"
+
 # Flags of Megatron-LM's first GPT-2 trainer, and of later ones, that ask for what always happens here: accepted, with the reason.
 ALWAYS_SO = {
     "--lazy-loader": "data is always memory-mapped",
@@ -41,6 +44,11 @@ ALWAYS_SO = {
     "--deepspeed-activation-checkpointing": "there is one activation checkpointing: --checkpoint-activations",
     "--zero-contigious-gradients": "the gradients of a unit lie in one buffer",
     "--zero-reduce-scatter": "a rank gets the gradients that it needs and no others",
+    "--deep-init": "output layers are always scaled by 1/sqrt(2 x layers), as GPT-2's are",
+    "--use-flash-attn": "attention is torch's scaled_dot_product_attention, whose kernel is the fastest that the device has",
+    "--use-mcore-models": _ONE_ENGINE,
+    "--log-throughput": _ALWAYS_LOGGED,
+    "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
 }
 
 # Flags of the ZeRO-3 examples, and of later Megatrons, that tune what is done another way here: accepted, and named in the log.
@@ -74,15 +82,12 @@ _ITERATIONS = "runs are counted in iterations: --train-iters, --lr-decay-iters, 
 _RECOMPUTED_TOGETHER = (
     "use --checkpoint-activations, with --checkpoint-num-layers for blocks that are recomputed together"
 )
-_ALWAYS_LOGGED = "with --save, all that is logged is in DIR/metrics.jsonl and DIR/tensorboard"
-_ONE_ENGINE = "there is one implementation"
 
 # Flags of the same trainers that cannot mean anything here, or something else: refused, with what to do.
 REFUSED = {
     "--pretrained-bert": "BERT is not trained here",
     "--fp32-tokentypes": "token types belong to BERT",
     "--fp32-embedding": "parameters have one dtype; the optimizer's copy of every one of them is fp32",
-    "--deep-init": "output layers are always scaled by 1/sqrt(2 x layers), as GPT-2's are",
     "--presplit-sentences": "sentences are BERT's; GPT-2 reads documents",
     "--max-preds-per-seq": "masked prediction belongs to BERT",
     "--eval-max-preds-per-seq": "masked prediction belongs to BERT",
@@ -137,8 +142,6 @@ REFUSED = {
     "--grad-reduce-in-bf16": "use --grad-dtype compute",
     "--DDP-impl": _ONE_ENGINE,
     "--transformer-impl": _ONE_ENGINE,
-    "--use-mcore-models": _ONE_ENGINE,
-    "--use-flash-attn": "attention is torch's scaled_dot_product_attention, whose kernel is the fastest that the device has",
     "--apply-query-key-layer-scaling": "softmax is in fp32 without it",
     "--fp16-lm-cross-entropy": "the loss is always fp32",
     "--data-impl": "the kind of a data file is seen from its name",
@@ -153,9 +156,20 @@ REFUSED = {
     "--use-checkpoint-opt_param-scheduler": "the learning-rate schedule is that of the flags",
     "--distributed-timeout-minutes": "use --distributed-timeout-s",
     "--wandb-project": _ALWAYS_LOGGED,
-    "--log-throughput": _ALWAYS_LOGGED,
-    "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
     "--tensorboard-log-interval": "use --log-interval",
+}
+
+# The values of those flags that ask for what is so here: accepted.
+AS_IT_IS = {
+    "--pipeline-model-parallel-size": ("1",),
+    "--context-parallel-size": ("1",),
+    "--expert-model-parallel-size": ("1",),
+    "--position-embedding-type": ("learned_absolute",),
+    "--normalization": ("LayerNorm",),
+    "--DDP-impl": ("local", "torch"),
+    "--transformer-impl": ("local",),
+    "--data-impl": ("infer", "mmap"),
+    "--dataloader-type": ("single",),
 }
 
 
@@ -237,6 +251,8 @@ def make_parser(components: Sequence[type], description: str) -> argparse.Argume
     for flag in NO_EFFECT:
         kind: dict[str, Any] = {} if flag in _WITH_VALUE else {"action": "store_true"}
         parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS, **kind)
+    for flag in AS_IT_IS:
+        parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS)
     if ZeroConfig in components:
         for flag, meaning in CPU_OPTIMIZER.items():
             parser.add_argument(
@@ -252,8 +268,16 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
         ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
     """
     known = [name for action in parser._actions for name in action.option_strings]
-    flags = dict.fromkeys(argument.partition("=")[0] for argument in argv)
-    if refused := [flag for flag in flags if flag in REFUSED and flag not in known]:  # all of a script's at once
+    values = {}
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
+        flag, has_value, value = argument.partition("=")
+        values[flag] = value if has_value else following
+    refused = [  # all of a script's at once
+        flag
+        for flag, value in values.items()
+        if (value not in AS_IT_IS[flag] if flag in AS_IT_IS else flag in REFUSED and flag not in known)
+    ]
+    if refused:
         raise ValueError(" ".join(f"{flag} does not apply here: {REFUSED[flag]}. Drop it." for flag in refused))
     given, rest = parser.parse_known_args(argv)
     idle = [f"{flag} ({why})" for flag, why in NO_EFFECT.items() if any(a.partition("=")[0] == flag for a in argv)]

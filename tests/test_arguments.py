@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megazero.arguments import ALWAYS_SO, CPU_OPTIMIZER, REFUSED, load_config, make_parser
+from megazero.arguments import ALWAYS_SO, AS_IT_IS, CPU_OPTIMIZER, REFUSED, load_config, make_parser
 from megazero.config import Config
 from megazero.zero.config import ZeroConfig
 
@@ -78,8 +79,17 @@ def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
 
 
 def test_all_flags_that_cannot_apply_are_named_at_once():
-    with pytest.raises(ValueError, match="^--lr-warmup-iters does not .* use --warmup.* --DDP-impl does not"):
-        load_config(["--lr-warmup-iters", "10", "--DDP-impl=local", "--num-layers", "2"])
+    with pytest.raises(ValueError, match="^--lr-warmup-iters does not .* use --warmup.* --num-experts does not"):
+        load_config(["--lr-warmup-iters", "10", "--num-experts=8", "--num-layers", "2"])
+
+
+@pytest.mark.parametrize("flag", sorted(AS_IT_IS))
+def test_a_value_that_asks_for_what_is_so_anyway_is_accepted_and_another_refused(flag):
+    for value in AS_IT_IS[flag]:
+        assert load_config([flag, value]) == load_config([f"{flag}={value}"]) == load_config([])
+    for given in ([flag, "2"], [f"{flag}=2"], [flag]):
+        with pytest.raises(ValueError, match=f"^{flag} does not apply here: .*{re.escape(REFUSED[flag])}. Drop it.$"):
+            load_config(given)
 
 
 @pytest.mark.parametrize(
