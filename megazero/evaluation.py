@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm, mpu
+from megazero.logging import counted
 from megazero.metrics import perplexity
 
 
@@ -81,7 +82,7 @@ def sliding_window_perplexity(
     stream = torch.as_tensor(tokens, dtype=torch.int64)
     if stream.numel() < 2:
         raise ValueError(
-            f"the text has {stream.numel()} tokens; perplexity needs at least 2 (the first is not predicted)."
+            f"the text has {counted(stream.numel(), 'token')}; perplexity needs at least 2 (the first is not predicted)."
         )
     length = min(seq_length, stream.numel() - 1)
     starts, counts = sliding_windows(stream.numel() - 1, seq_length, overlapping_eval)

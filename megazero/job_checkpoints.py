@@ -15,7 +15,7 @@ from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, counted
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def load(job: Job) -> None:
     )
     if not flags.finetune:
         _warn_of_other_samples(job, client)
-    logger.info("loaded %s: continuing after iteration %d, %d samples", path, job.iteration, job.consumed_samples)
+    samples = counted(job.consumed_samples, "sample")
+    logger.info("loaded %s: continuing after iteration %d, %s", path, job.iteration, samples)
 
 
 def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Log output: plain lines on rank 0, warnings from every rank with its number; and long lists cut short for a message."""
+"""Log output: plain lines on rank 0, warnings from every rank with its number; lists and numbers as a message has them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ ALIKE = {"alike": True}  # logger.warning(..., extra=ALIKE): every rank says the
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first of the names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(number: int, thing: str) -> str:
+    """How many of a thing: "1 rank", "2 ranks", "3 micro-batches"."""
+    return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("batch") else "s")
 
 
 class _RankFilter(logging.Filter):

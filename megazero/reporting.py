@@ -17,6 +17,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from megazero.job import Job
+from megazero.logging import counted
 from megazero.metrics import MetricsWriter, StepReport, plot_losses, table
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.zero.config import ZeroConfig
@@ -46,19 +47,16 @@ def describe_start(job: Job) -> str:
     """Two tables: what is about to run, and the memory that it takes, as planned and as held before the first step."""
     model, groups, training = job.config.model, job.groups, job.config.training
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
-    size = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    size = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
     zero = job.engine.zero
-    batch = f"{job.global_batch_size} sequences x {job.config.data.seq_length} tokens"
-    micro = f"{steps} micro-batch{'es' * (steps > 1)} of {training.batch_size} sequences"
+    batch = f"{counted(job.global_batch_size, 'sequence')} x {job.config.data.seq_length} tokens"
+    micro = f"{counted(steps, 'micro-batch')} of {counted(training.batch_size, 'sequence')}"
     rows = [
         ("parameters", f"{model.num_parameters():,} ({size})"),
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
-        ("batch", f"{batch}: {micro} on each of {dp} data-parallel ranks"),
+        ("batch", f"{batch}: {micro} on each of {counted(dp, 'data-parallel rank')}"),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
-        (
-            "ZeRO",
-            f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}",
-        ),
+        ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
     ]
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
@@ -68,7 +66,7 @@ def describe_start(job: Job) -> str:
 def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:
     shards = zero.num_shards(data_parallel_size)
     sets = f", in {data_parallel_size // shards} sets that hold copies" if shards < data_parallel_size else ""
-    return f"{shards} data-parallel ranks{sets}"
+    return f"{counted(shards, 'data-parallel rank')}{sets}"
 
 
 def _homes(zero: ZeroConfig) -> str:
@@ -174,7 +172,10 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
     if not job.has_logged:
         held, peak = (measure(job.device) / 2**20 for measure in (memory_bytes, peak_memory_bytes))
         logger.info(
-            "after %d iterations memory (MB) | allocated: %.1f | max allocated: %.1f", job.iteration, held, peak
+            "after %s memory (MB) | allocated: %.1f | max allocated: %.1f",
+            counted(job.iteration, "iteration"),
+            held,
+            peak,
         )
     memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
     if torch.distributed.get_rank() == 0:

@@ -122,6 +122,7 @@ def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path)
 def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus, tmp_path):
     cut = flags(corpus, tmp_path, 4, "--exit-interval", "2", "--eval-iters", "1")
     done = run_job(cut, 1)
+    assert "1 micro-batch of 2 sequences on each of 1 data-parallel rank\n" in done.stdout
     assert "stopping after iteration 2: --exit-interval 2" in done.stdout and "perplexity" not in done.stdout
     done = run_job(cut, 1)
     assert "stopping after" not in done.stdout and "validation perplexity" in done.stdout

@@ -20,6 +20,7 @@ from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
+from megazero.logging import counted
 from megazero.optim.loss_scaler import DTYPES
 from megazero.zero.memory import size
 
@@ -114,8 +115,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         _show([f"{what}: all is as it was written"])
         return 0
     _show([what, *(f"  {problem}" for problem in found.problems)])
-    number = f"{len(found.problems)} problem{'s' if len(found.problems) > 1 else ''}"
-    _show([f"{number}: copy the checkpoint again, or continue from another one"])
+    _show([f"{counted(len(found.problems), 'problem')}: copy the checkpoint again, or continue from another one"])
     return 1
 
 

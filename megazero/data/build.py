@@ -15,6 +15,7 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megazero.logging import counted
 from megazero.option import option
 
 Dataset = GPT2Dataset | BlendedDataset
@@ -161,8 +162,9 @@ class _Builder:
         documents = split_ranges((shares[0], shares[1], shares[2]), len(source))[part]
         if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
             raise ValueError(
-                f"--split {self.config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has {len(source)} documents, "
-                f"and a share of {shares[part]:.4f} of them is none that holds text. Add documents, give the part a "
-                "larger weight or one of 0 (--split 100,0,0 trains on all), or data of its own (--valid-data, --test-data)."
+                f"--split {self.config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "
+                f"{counted(len(source), 'document')}, and a share of {shares[part]:.4f} of them is none that holds text. "
+                "Add documents, give the part a larger weight or one of 0 (--split 100,0,0 trains on all), or data of its "
+                "own (--valid-data, --test-data)."
             )
         return documents

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.logging import counted
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +70,14 @@ class GPT2Dataset:
             level = logging.WARNING if self.tokens_per_epoch <= seq_length else logging.INFO
             logger.log(
                 level,
-                "%s of %s: %d documents, %d tokens, %d samples of %d tokens asked for: %d epochs",
+                "%s of %s: %s, %d tokens, %s of %d tokens asked for: %s",
                 name,
                 indexed.prefix,
-                documents[1] - documents[0],
+                counted(documents[1] - documents[0], "document"),
                 self.tokens_per_epoch,
-                num_samples,
+                counted(num_samples, "sample"),
                 seq_length,
-                epochs,
+                counted(epochs, "epoch"),
             )
             return build_index(indexed.sizes, documents, num_samples, seq_length, seed)._asdict()
 

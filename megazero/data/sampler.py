@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from megazero.logging import counted
+
 T = TypeVar("T")
 
 
@@ -52,8 +54,8 @@ class DataParallelBatchSampler:
         self.first = data_parallel_rank * self.samples_per_rank
         if consumed_samples + self.global_batch_size > total_samples:
             raise ValueError(
-                f"no complete global batch is left: {total_samples} samples, {consumed_samples} consumed, global batch size "
-                f"{micro_batch_size} x {micro_batches_per_step} x {data_parallel_size} = {self.global_batch_size}. "
+                f"no complete global batch is left: {counted(total_samples, 'sample')}, {consumed_samples} consumed, global "
+                f"batch size {micro_batch_size} x {micro_batches_per_step} x {data_parallel_size} = {self.global_batch_size}. "
                 "Lower the batch size, or give more data."
             )
 

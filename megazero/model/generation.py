@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero import comm, mpu
+from megazero.logging import counted
 from megazero.model.cache import KeyValueCache
 from megazero.model.gpt2 import GPT2Model
 
@@ -158,6 +159,6 @@ def _check(
             )
         if len(prompt) + max_new_tokens > available:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens and {max_new_tokens} are to be generated, but the model has "
+                f"prompt {i} has {counted(len(prompt), 'token')} and {max_new_tokens} are to be generated, but the model has "
                 f"--max-position-embeddings {available}. Shorten the prompt or generate fewer tokens."
             )

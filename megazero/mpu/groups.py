@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megazero.comm import ProcessGroup
+from megazero.logging import counted
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int]
     if size < 1 or world_size % size:
         sizes = ", ".join(str(d) for d in allowed or range(1, world_size + 1) if world_size % d == 0)
         raise ValueError(
-            f"--model-parallel-size {size} does not divide the world of {world_size} ranks into equal groups. "
+            f"--model-parallel-size {size} does not divide the world of {counted(world_size, 'rank')} into equal groups. "
             f"Use one of {sizes}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megazero.logging import counted
 from megazero.plan.fit import changes
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
@@ -79,8 +80,7 @@ def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
     if limits.device is not None and plan.setup.shape.device_type == "cuda":
         axes.axvline(limits.device / 1e9, color="black", linestyle="--", label="device memory")
     model = plan.setup.model.num_parameters()
-    ranks = plan.setup.world_size
-    axes.set_title(f"{model / 1e9:.3g} billion parameters, {ranks} rank{'s' if ranks > 1 else ''}")
+    axes.set_title(f"{model / 1e9:.3g} billion parameters, {counted(plan.setup.world_size, 'rank')}")
     axes.set_xlabel("GB on each rank's device")
     axes.margins(x=0.15)
     figure.legend(loc="outside lower center", ncols=6, fontsize="small")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megazero.logging import counted
 from megazero.metrics import table
 from megazero.optim.loss_scaler import DTYPES
 from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
@@ -60,12 +61,14 @@ def as_text(plan: JobPlan, limits: Limits) -> str:
 def _job(plan: JobPlan) -> str:
     setup, shape = plan.setup, plan.setup.shape
     model = setup.model
-    width = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.require_vocab_size():,}"
+    width = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.require_vocab_size():,}"
     ranks = (
         f"{setup.world_size} = {shape.model_parallel_size} tensor-parallel x {setup.data_parallel_size} data-parallel"
     )
     shards = f" over {setup.states.num_shards} ranks each" if setup.states.zero.shard_size else ""
-    batch = f"{shape.batch_size} sequences x {shape.seq_length} tokens, {setup.states.micro_batches} per step"
+    batch = (
+        f"{counted(shape.batch_size, 'sequence')} x {shape.seq_length} tokens, {setup.states.micro_batches} per step"
+    )
     rows = [
         ("parameters", f"{model.num_parameters():,} ({width})"),
         ("ranks", f"{ranks}, {setup.ranks_per_node} on a node"),
@@ -126,8 +129,7 @@ def _node(plan: JobPlan) -> str:
         ("host memory", f"{size(plan.per_node(plan.host)):>10}"),
         ("disk", f"{size(plan.per_node(plan.disk)):>10}"),
     ]
-    ranks = plan.setup.ranks_per_node
-    return table(f"offloaded, on a node of {ranks} rank{'s' if ranks > 1 else ''}", rows)
+    return table(f"offloaded, on a node of {counted(plan.setup.ranks_per_node, 'rank')}", rows)
 
 
 def _traffic(plan: JobPlan) -> str:

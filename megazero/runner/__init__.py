@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megazero.logging import counted
 from megazero.runner.arguments import HOSTFILE, parse
 from megazero.runner.commands import (
     Program,
@@ -233,8 +234,7 @@ def _environment_file() -> dict[str, str]:
 
 def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:
     where = ", ".join(f"{host} ({len(slots)})" for host, slots in nodes.items())
-    count = sum(map(len, nodes.values()))
-    logger.info("%d rank%s on %s", count, "s" if count > 1 else "", where)
+    logger.info("%s on %s", counted(sum(map(len, nodes.values())), "rank"), where)
     for host, command in commands.items():
         logger.debug("%s: %s", host, shlex.join(command))
 

@@ -45,7 +45,7 @@ def every_size_case():
         assert not mpu.model_parallel_is_initialized()
         comm.all_reduced(mine, groups.model)  # layers that hold a group outlive the reset
     with pytest.raises(
-        ValueError, match=f"--model-parallel-size {world + 1} does not divide the world of {world} ranks"
+        ValueError, match=f"--model-parallel-size {world + 1} does not divide the world of {world} ranks? "
     ):
         mpu.initialize_model_parallel(world + 1)
 
