@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megazero import mpu
+from tests.ranks import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 DOCS = README.parent / "docs"
@@ -30,6 +31,18 @@ def test_the_library_example_runs_and_changes_the_weights():
     finally:
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def library_example_case() -> tuple[list, list]:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(compile(code, "README", "exec"), names)
+    return names["tokens"].tolist(), names["model"].word_embeddings.weight.tolist()
+
+
+def test_the_library_example_trains_on_other_data_on_each_rank():
+    (tokens, weight), (other_tokens, other_weight) = run_ranks(2, library_example_case)
+    assert tokens != other_tokens and weight == other_weight
 
 
 def test_the_zero_tutorial_runs_from_top_to_bottom():
