@@ -137,8 +137,8 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), capped as Megatron-LM does so that an untrained model prints a number."""
-    return math.exp(min(20.0, loss))
+    """exp(loss); inf where that is more than a float can be. Megatron-LM's stops at exp(20)."""
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
