@@ -56,7 +56,9 @@ ALIASES = {
 class Parser(argparse.ArgumentParser):
     """Raises a ValueError of one line, and names a flag that does not exist before one that is missing for its sake."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
         """The flags.
 
         Raises:

@@ -34,7 +34,8 @@ def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
         )
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}."
-    return f"rank {rank} ended with exit status {failure.exitcode}; its message is {f'under {log_dir}' if log_dir else 'above'}."
+    where = f"under {log_dir}" if log_dir else "above"
+    return f"rank {rank} ended with exit status {failure.exitcode}; its message is {where}."
 
 
 def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:

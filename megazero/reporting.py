@@ -113,7 +113,8 @@ class MemoryWatch:
 
     def stop(self) -> dict[str, int]:
         """Removes the hooks and returns what `describe_memory` shows."""
-        self._look()  # Adam on the host is no step of the torch optimizer, whose hooks so do not see the moments that it makes
+        # Adam on the host is no step of the torch optimizer, whose hooks so do not see the moments that it makes.
+        self._look()
         for handle in self._handles:
             handle.remove()
         return self.most

@@ -83,7 +83,9 @@ class EngineModule(nn.Module):
         dtype = self.engine.config.cast_to
         return self.engine(*moved(args, floating=dtype), **moved(kwargs, floating=dtype))
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Tensor]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Tensor]:
         """Full values under the names of the user's own model, copies on the CPU, the same on every rank. Collective."""
         state = {prefix + name: value for name, value in self.engine.module_state_dict().items()}
         if destination is None:

@@ -83,7 +83,8 @@ def read_blocks(
                     if cut > start:
                         yield Block(path, file_number, start, cut, data and data[: cut - start])
                     start, data = cut, b""
-                    fault = f"a line of {stop - cut} bytes, more than the {max_line_bytes} allowed (--max-line-mb of data_tools)"
+                    allowed = f"the {max_line_bytes} allowed (--max-line-mb of data_tools)"
+                    fault = f"a line of {stop - cut} bytes, more than {allowed}"
                 position = stop if is_plain else disk.tell()
                 yield Block(path, file_number, start, stop, data, position - done, fault)
                 start, done = stop, position

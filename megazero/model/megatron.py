@@ -7,6 +7,7 @@ New code takes `TransformerBlock` and `GPT2Model`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ from megazero.model.mlp import ParallelMLP
 from megazero.mpu.init import InitMethod
 
 
-def _gpt2_config(hidden_size: int, num_attention_heads: int = 1, **options: object) -> GPT2Config:
-    config = GPT2Config(hidden_size=hidden_size, num_attention_heads=num_attention_heads, **options)  # type: ignore[arg-type]
+def _gpt2_config(hidden_size: int, num_attention_heads: int = 1, **options: Any) -> GPT2Config:
+    config = GPT2Config(hidden_size=hidden_size, num_attention_heads=num_attention_heads, **options)
     config.check_parallel(mpu.get_model_parallel_world_size())
     return config
 

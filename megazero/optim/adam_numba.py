@@ -127,8 +127,8 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 @_njit(error_model="numpy")  # which divides without looking for zero
 def _updated(
-    w: Any, g: Any, m: Any, v: Any, divisor: Any, l2: Any, decay: Any, lerp: Any, lerp_back: Any, is_small: Any, beta2: Any,
-    rest2: Any, root: Any, eps: Any, minus_step: Any,
+    w: Any, g: Any, m: Any, v: Any, divisor: Any, l2: Any, decay: Any, lerp: Any, lerp_back: Any,
+    is_small: Any, beta2: Any, rest2: Any, root: Any, eps: Any, minus_step: Any,
 ) -> Any:  # fmt: skip
     """One weight and its moments after an update; `adam_pass` says what the numbers are."""
     if divisor is not None:

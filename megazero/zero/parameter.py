@@ -265,5 +265,6 @@ _QUESTIONS = {
 }
 _MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _GEOMETRY = {
-    *(_T.shape.__get__, _T.ndim.__get__, _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement),  # type: ignore[attr-defined]
+    *(_T.shape.__get__, _T.ndim.__get__),  # type: ignore[attr-defined]
+    *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement),
 }

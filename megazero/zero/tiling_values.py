@@ -45,5 +45,6 @@ def write(tile: nn.Module, name: str, value: Tensor) -> None:
     parameter = getattr(tile, name)
     cut = getattr(tile, "partitions", {}).get(name)
     if cut is not None:
-        value = cut.slice_like(parameter.shape, value, tile.group.rank(), tile.group.size())  # type: ignore[operator,union-attr]
+        group: Any = tile.group
+        value = cut.slice_like(parameter.shape, value, group.rank(), group.size())
     parameter.copy_(value)

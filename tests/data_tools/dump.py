@@ -9,7 +9,10 @@ from pydoc_data.topics import topics
 
 import zstandard
 
-GERMAN = "Der Ausschuss traf sich am Dienstag, um über die neue Bücherei zu sprechen, die sich die Stadt seit Jahren wünscht. "
+GERMAN = (
+    "Der Ausschuss traf sich am Dienstag, um über die neue Bücherei zu sprechen, "
+    "die sich die Stadt seit Jahren wünscht. "
+)
 
 
 def english(count: int) -> list[tuple[str, str]]:

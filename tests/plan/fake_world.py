@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  (makes collectives of fake tensors known, below torch 2.9)
+
+# makes collectives of fake tensors known, below torch 2.9
+import torch.distributed._tools.fake_collectives  # noqa: F401
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily

@@ -66,14 +66,13 @@ def engine_case(path: str) -> None:
             options = {"zero": {**zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
             engine = make_engine(GPT2Model(config, dtype=dtype), stage, **options)
             live.watch(bucket.weights.flat for bucket in engine.buckets)
-            for _ in range(
-                2 + ("delayed_param_update" in zero)
-            ):  # moments come with the first, what is delayed after it
+            # moments come with the first, what is delayed after it
+            for _ in range(2 + ("delayed_param_update" in zero)):
                 live.restart()
                 for _ in range(micro_batches):
                     engine.backward(engine(ids, targets=ids).mean())
                     engine.step()
-        what = f"stage {stage}, {dtype}, batch {batch_size}, {recompute}, {micro_batches}, {zero}, {n} ranks: {plan.moments}"
+        what = f"{stage=}, {dtype=}, {batch_size=}, {recompute=}, {micro_batches=}, {zero=}, {n=}: {plan.moments}"
         held = live.peak["cpu"] - staging
         if n == 1 and plan.disk and micro_batches > 1:
             # A sum from the file comes to hand when its unit's activations are gone. So the peaks of the host and of the device,
