@@ -12,8 +12,9 @@ from typing import get_type_hints
 
 import pytest
 
-from megazero.arguments import ALWAYS_SO, AS_IT_IS, CPU_OPTIMIZER, REFUSED, load_config, make_parser
+from megazero.arguments import CPU_OPTIMIZER, load_config, make_parser
 from megazero.config import Config
+from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, REFUSED
 from megazero.zero.config import ZeroConfig
 
 # The GPT-2 script of Megatron-LM's first tree, word for word but for the launcher.

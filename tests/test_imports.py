@@ -9,7 +9,19 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"option", "nested", "json_source", "comm", "files", "launch", "logging", "nvme", "timers", "throughput"},
+    {
+        "option",
+        "nested",
+        "json_source",
+        "comm",
+        "files",
+        "foreign_flags",
+        "launch",
+        "logging",
+        "nvme",
+        "timers",
+        "throughput",
+    },
     {"mpu", "optim", "metrics", "entry", "runner"},
     {"ops", "zero", "data"},
     {"json_config"},
