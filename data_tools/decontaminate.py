@@ -24,9 +24,9 @@ from data_tools.documents import Document, document_blocks, list_inputs
 from data_tools.line_functions import Dropped
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shards import contents_of, run_documents
-from megazero.data.contents import check_unchanged
-from megazero.data.progress import Progress
-from megazero.data.results import BlockResult, Counts, read_documents
+from megazero.lines.contents import check_unchanged
+from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult, Counts, read_documents
 
 _WORD = re.compile(r"\w+")
 _SPACED = "".join(chr(point) if _WORD.match(chr(point)) else " " for point in range(128))

@@ -32,11 +32,11 @@ from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, describe, run_lines
-from megazero.data.cache import key_of
-from megazero.data.jsonl import Block
-from megazero.data.outputs import full_disk_named
-from megazero.data.resumable import Reason
 from megazero.files import append_suffix, locked, written_aside
+from megazero.lines.contents import key_of
+from megazero.lines.jsonl import Block
+from megazero.lines.outputs import full_disk_named
+from megazero.lines.resumable import Reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from data_tools.dedup_minhash import U64, band_keys
 from data_tools.dedup_signatures import Documents, Rows, SignatureFiles, same_content, similarity
-from megazero.data.progress import Progress
-from megazero.data.workers import ordered_map
+from megazero.lines.progress import Progress
+from megazero.lines.workers import ordered_map
 
 Pairs = npt.NDArray[np.int64]  # [n, 2] documents that are copies of each other
 Keys = Iterator[tuple[U64, Documents]]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.progress import Progress
 from megazero.files import append_suffix
+from megazero.lines.progress import Progress
 
 Rows = np.ndarray  # of `row_type`
 Documents = npt.NDArray[np.int64]  # numbers of documents in the order of the input, from 0

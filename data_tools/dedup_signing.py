@@ -13,10 +13,10 @@ from data_tools.dedup_signatures import SignatureFiles, ids_path, row_type
 from data_tools.documents import document_id
 from data_tools.options import RunOptions
 from data_tools.shards import run_blocks
-from megazero.data.cache import key_of
-from megazero.data.partial_shard import Shard
-from megazero.data.results import BlockResult, Counts, read_documents
-from megazero.data.resumable import Item
+from megazero.lines.contents import key_of
+from megazero.lines.partial_shard import Shard
+from megazero.lines.results import BlockResult, Counts, read_documents
+from megazero.lines.resumable import Item
 
 
 def sign(

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_tools.optional import require
-from megazero.data.jsonl import MAX_LINE_BYTES, Block, read_blocks
-from megazero.data.partial_shard import JOURNAL
 from megazero.files import append_suffix, is_compressed
+from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
+from megazero.lines.partial_shard import JOURNAL
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.partial_shard import JOURNAL
 from megazero.files import append_suffix, locked, written_aside
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.partial_shard import JOURNAL
 
 logger = logging.getLogger(__name__)
 

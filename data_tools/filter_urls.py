@@ -25,8 +25,8 @@ from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, no_search, run_lines
-from megazero.data.cache import key_of
-from megazero.data.jsonl import LineError
+from megazero.lines.contents import key_of
+from megazero.lines.jsonl import LineError
 
 SHORTEST = 9
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?|\[[0-9a-f:.]+\]", re.IGNORECASE)

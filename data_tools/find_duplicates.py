@@ -33,10 +33,10 @@ from data_tools.documents import ID_KEYS, in_pieces, list_inputs
 from data_tools.done_marker import marker_path, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.options import add_run_options, run_options
-from megazero.data.jsonl import check_strict
-from megazero.data.outputs import check_ours
-from megazero.data.partial_shard import JOURNAL
 from megazero.files import append_suffix
+from megazero.lines.jsonl import check_strict
+from megazero.lines.outputs import check_ours
+from megazero.lines.partial_shard import JOURNAL
 
 logger = logging.getLogger(__name__)
 

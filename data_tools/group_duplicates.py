@@ -18,10 +18,9 @@ from typing import Any
 from data_tools.documents import in_pieces
 from data_tools.done_marker import read_marker, written_marked
 from data_tools.options import add_run_options
-from megazero.data.cache import key_of
-from megazero.data.contents import check_unchanged, describe_files
-from megazero.data.progress import Progress
 from megazero.files import DAMAGE, decompressed, open_bytes
+from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.progress import Progress
 
 _BYTES_PER_NAME = 256  # beside its letters: a string, and its places in dictionaries and lists
 _READ_BYTES = 1 << 20

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from data_tools.optional import require
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.progress import Progress
 from megazero.files import written_aside
+from megazero.lines.progress import Progress
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 _CHUNK = 1 << 20  # tokens, or documents, in memory at a time

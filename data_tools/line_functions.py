@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from data_tools.documents import Document, compress, document_id, dump
-from megazero.data.jsonl import LineError, read_object
-from megazero.data.results import BlockResult, Counts, filled_lines
-from megazero.data.resumable import Item
+from megazero.lines.jsonl import LineError, read_object
+from megazero.lines.results import BlockResult, Counts, filled_lines
+from megazero.lines.resumable import Item
 
 
 class Dropped(Exception):

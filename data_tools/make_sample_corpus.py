@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.documents import dump
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.progress import Progress
-from megazero.data.workers import available_cores, ordered_map
 from megazero.files import append_suffix, locked, written_aside
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.progress import Progress
+from megazero.lines.workers import available_cores, ordered_map
 
 PACKAGES = ("numpy", "torch")
 HAS_PRIVATE_CODE = {"torch"}  # whose folders with a leading underscore hold code with few words

@@ -18,10 +18,10 @@ from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, run_blocks, run_lines
-from megazero.data.cache import key_of
-from megazero.data.jsonl import read_object
-from megazero.data.results import BlockResult, Counts
-from megazero.data.resumable import Item
+from megazero.lines.contents import key_of
+from megazero.lines.jsonl import read_object
+from megazero.lines.results import BlockResult, Counts
+from megazero.lines.resumable import Item
 
 DUPLICATE_ID = "duplicate id"
 

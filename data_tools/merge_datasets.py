@@ -23,18 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.documents import check_named_once
 from data_tools.done_marker import marker_path, read_marker, write_marker
-from megazero.data.cache import key_of
-from megazero.data.contents import check_unchanged, describe_files
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.partial_shard import JOURNAL, PartialShard, Shard
 from megazero.data.preprocess import publish_corpus
-from megazero.data.progress import Progress
-from megazero.data.results import BlockResult, Counts
-from megazero.data.resumable import Item, WorkOptions, fill, read_pieces
 from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path
 from megazero.files import append_suffix, locked
+from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.partial_shard import JOURNAL, PartialShard, Shard
+from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult, Counts
+from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
 
 logger = logging.getLogger(__name__)
 

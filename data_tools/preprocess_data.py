@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.documents import document_blocks, list_inputs
 from data_tools.options import RunOptions, add_run_options
-from megazero.data.contents import describe_files
 from megazero.data.encoding import SURROGATES
-from megazero.data.partial_shard import DROPPED_SUFFIX
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megazero.lines.contents import describe_files
+from megazero.lines.partial_shard import DROPPED_SUFFIX
 
 logger = logging.getLogger(__name__)
 

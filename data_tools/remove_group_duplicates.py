@@ -22,7 +22,7 @@ from data_tools.group_duplicates import bytes_of_names, named_groups
 from data_tools.line_functions import Dropped
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shards import contents_of, run_documents
-from megazero.data.contents import check_unchanged
+from megazero.lines.contents import check_unchanged
 
 
 def check_is_first(key: str, id_keys: Sequence[str], first: Mapping[str, str], document: Document) -> Document:

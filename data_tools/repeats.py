@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from data_tools.documents import document_blocks
 from data_tools.options import RunOptions
-from megazero.data.jsonl import Block, LineError, block_lines
-from megazero.data.partial_shard import Shard
-from megazero.data.progress import Progress
-from megazero.data.resumable import Reason
-from megazero.data.workers import ordered_map
 from megazero.files import append_suffix
+from megazero.lines.jsonl import Block, LineError, block_lines
+from megazero.lines.partial_shard import Shard
+from megazero.lines.progress import Progress
+from megazero.lines.resumable import Reason
+from megazero.lines.workers import ordered_map
 
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<i8")])
 Places = npt.NDArray[np.int64]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.documents import OUTPUT_FORMATS, output_format
-from megazero.data.partial_shard import Shard
 from megazero.files import is_compressed
+from megazero.lines.partial_shard import Shard
 
 # Of a name that ends so, nobody expects that a folder is made.
 _FILE_SUFFIXES = (".bz2", ".csv", ".gz", ".jsonl", ".ndjson", ".parquet", ".txt", ".wet", ".xz", ".zip", ".zst")

@@ -1,4 +1,4 @@
-"""A function applied to all lines of a corpus: the frame of the steps, over `megazero.data.resumable`.
+"""A function applied to all lines of a corpus: the frame of the steps, over `megazero.lines.resumable`.
 
 At the end the outputs of a shard and RECORD.dropped.jsonl get their names, then RECORD.done.json is written: without it, nothing
 counts as made.
@@ -21,15 +21,14 @@ from data_tools.done_marker import marker_path, read_marker, write_marker
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
 from data_tools.shard_plan import plan_shards
-from megazero.data.cache import key_of
-from megazero.data.contents import check_unchanged, describe_files
-from megazero.data.jsonl import check_strict
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Place, Shard
-from megazero.data.progress import Progress
-from megazero.data.results import Counts
-from megazero.data.resumable import BlockWork, Drops, fill, useful_workers
 from megazero.files import append_suffix, locked, sync_folder
+from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.jsonl import check_strict
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Place, Shard
+from megazero.lines.progress import Progress
+from megazero.lines.results import Counts
+from megazero.lines.resumable import BlockWork, Drops, fill, useful_workers
 
 logger = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import contents_of, describe, finish, finished, run_lines
-from megazero.data.cache import key_of
-from megazero.data.jsonl import check_strict, expected_text_bytes, read_object
-from megazero.data.outputs import full_disk_named
-from megazero.data.partial_shard import PartialShard, Shard
-from megazero.data.progress import Progress
-from megazero.data.results import BlockResult, Counts
-from megazero.data.resumable import Item, WorkOptions, fill, read_pieces
 from megazero.files import COMPRESSED, append_suffix, locked
+from megazero.lines.contents import key_of
+from megazero.lines.jsonl import check_strict, expected_text_bytes, read_object
+from megazero.lines.outputs import full_disk_named
+from megazero.lines.partial_shard import PartialShard, Shard
+from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult, Counts
+from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
 
 _COPIES = 6  # of a bucket while it is sorted: lines, keys, the sorted text, its compressed form
 _READ_BYTES = 1 << 20

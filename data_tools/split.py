@@ -25,8 +25,8 @@ from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import run_lines
-from megazero.data.jsonl import read_object
-from megazero.data.partial_shard import Shard
+from megazero.lines.jsonl import read_object
+from megazero.lines.partial_shard import Shard
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_tools.documents import document_blocks, document_id
-from megazero.data.jsonl import Block, LineError, expected_text_bytes, read_object
-from megazero.data.progress import Progress
-from megazero.data.results import NO_TEXT, BlockResult, Counts, filled_lines, report
 from megazero.data.tokenizer import valid_unicode
+from megazero.lines.jsonl import Block, LineError, expected_text_bytes, read_object
+from megazero.lines.progress import Progress
+from megazero.lines.results import NO_TEXT, BlockResult, Counts, filled_lines, report
 
 MAX_LINE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20

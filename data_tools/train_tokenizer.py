@@ -28,13 +28,12 @@ from data_tools.done_marker import marker_path, read_marker, write_marker
 from data_tools.options import add_run_options
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
-from megazero.data.cache import key_of
-from megazero.data.contents import check_unchanged, describe_files
-from megazero.data.jsonl import check_strict
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.results import NO_TEXT
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
 from megazero.files import append_suffix, locked, sync_folder, written_aside
+from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.jsonl import check_strict
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.results import NO_TEXT
 
 logger = logging.getLogger(__name__)
 

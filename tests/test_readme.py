@@ -100,6 +100,7 @@ def test_the_architecture_page_names_every_module_of_the_library():
     library = README.parent / "megazero"
     whole = {
         "data",
+        "lines",
         "plan",
         "runner",
         "checkpoint",

@@ -6,7 +6,6 @@ and renamed, so any number of jobs may build the same entry at once: they write 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -18,16 +17,12 @@ from zlib import crc32
 import numpy as np
 
 from megazero.files import append_suffix, written_aside
+from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 Arrays = Mapping[str, np.ndarray]
-
-
-def key_of(description: Mapping[str, Any]) -> str:
-    """SHA-256 (hex) of a description that consists of JSON values."""
-    return hashlib.sha256(_canonical(description)).hexdigest()
 
 
 class ArrayCache:
@@ -90,7 +85,7 @@ class ArrayCache:
         record = append_suffix(stem, ".json")
         try:
             content = json.loads(record.read_bytes())
-            if _canonical(content["description"]) != _canonical(description):
+            if key_of(content["description"]) != key_of(description):
                 raise ValueError("it describes other data")
             arrays = {
                 name: np.load(append_suffix(stem, f"-{name}.npy"), mmap_mode="r", allow_pickle=False)
@@ -108,7 +103,3 @@ class ArrayCache:
 
 def _checksum(array: np.ndarray) -> int:
     return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-def _canonical(description: Mapping[str, Any]) -> bytes:
-    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()

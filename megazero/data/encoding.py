@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.jsonl import LineError
 from megazero.data.mmidx import token_dtype
-from megazero.data.results import NO_TEXT, BlockResult, Counts, read_documents
-from megazero.data.resumable import Item
 from megazero.data.tokenizer import Tokenizer
+from megazero.lines.jsonl import LineError
+from megazero.lines.results import NO_TEXT, BlockResult, Counts, read_documents
+from megazero.lines.resumable import Item
 
 Surrogates: TypeAlias = Literal["replace", "reject"]
 SURROGATES: tuple[Surrogates, ...] = get_args(Surrogates)

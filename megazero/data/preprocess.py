@@ -12,19 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from megazero.data.cache import key_of
-from megazero.data.contents import describe_files
 from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
-from megazero.data.jsonl import check_strict, read_blocks
 from megazero.data.mmidx import Part, publish, token_dtype, write_index
-from megazero.data.outputs import check_ours, full_disk_named
-from megazero.data.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
-from megazero.data.progress import Progress
-from megazero.data.results import NO_TEXT
-from megazero.data.resumable import BlockReader, WorkOptions, fill, useful_workers
 from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path, write_sidecar
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import append_suffix, locked
+from megazero.lines.contents import describe_files, key_of
+from megazero.lines.jsonl import check_strict, read_blocks
+from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
+from megazero.lines.progress import Progress
+from megazero.lines.results import NO_TEXT
+from megazero.lines.resumable import BlockReader, WorkOptions, fill, useful_workers
 
 logger = logging.getLogger(__name__)
 

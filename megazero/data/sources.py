@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from megazero.data.cache import ArrayCache, key_of
-from megazero.data.contents import described_in
+from megazero.data.cache import ArrayCache
 from megazero.data.corpora import Corpus
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.sidecar import check_tokenizer, sidecar_path
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import fingerprint
+from megazero.lines.contents import describe_files, key_of, shows_changes
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Sources:
         contents = ArrayCache(folder)
 
         def describe(paths: Sequence[Path]) -> list[dict[str, Any]]:
-            return [described_in(contents, each) for each in paths]
+            return [_described(path, contents) for path in paths]
 
         content = {"inputs": describe([path]), "key": self.text_key, "tokenizer": self.tokenizer.sha256}
         prefix = folder / f"{path.name.split('.')[0]}-{key_of(content)[:16]}_{self.text_key}_document"
@@ -107,3 +107,19 @@ class Sources:
                 f"{source.bin_path} holds token ids from {low} to {high}, but {self.tokenizer.name} has {vocab_size} entries "
                 f"(0 to {vocab_size - 1}). Give the vocabulary that made the data, or tokenize it again."
             )
+
+
+def _described(path: Path, cache: ArrayCache) -> dict[str, Any]:
+    """As `describe_files` of one file, but whoever shares the cache reads it once, unless somebody touches it."""
+    stat = path.stat()
+    if not shows_changes(stat.st_ctime_ns):
+        return describe_files([path])[0]
+    # Without the device, which machines that share a folder number differently.
+    identity = {"inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+
+    def build() -> dict[str, np.ndarray]:
+        return {"sha256": np.frombuffer(bytes.fromhex(describe_files([path])[0]["pieces_sha256"]), np.uint8)}
+
+    description = {"kind": "content", "name": path.name, "bytes": stat.st_size, **identity}
+    digest = cache.load_or_build(description, build)["sha256"]
+    return {"name": path.name, "bytes": stat.st_size, "pieces_sha256": digest.tobytes().hex()}

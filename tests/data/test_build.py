@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megazero.data import contents
 from megazero.data.blend import BlendedDataset
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import build_tokenizer
-from tests.data.test_contents import change_a_byte
+from megazero.lines import contents
+from tests.lines.test_contents import change_a_byte
 from tests.ranks import run_ranks
 from tests.vocabularies import make_texts, write_jsonl
 

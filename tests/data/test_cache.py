@@ -9,7 +9,8 @@ import multiprocessing
 import numpy as np
 import pytest
 
-from megazero.data.cache import ArrayCache, key_of
+from megazero.data.cache import ArrayCache
+from megazero.lines.contents import key_of
 
 DESCRIPTION = {"kind": "k", "name": "n", "seed": 1}
 

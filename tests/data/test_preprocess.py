@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from megazero.data import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.jsonl import Block, block_lines, read_blocks
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megazero.data.tokenizer import build_tokenizer
+from megazero.lines.jsonl import Block, block_lines, read_blocks
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
 SMALL = TokenizeOptions(1, block_bytes=500, commit_interval_s=0, progress=False)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_contents import change_a_byte
 from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare, run
 from tests.data_tools.memory import descendants, peak_bytes
+from tests.lines.test_contents import change_a_byte
 
 pytest.importorskip("tldextract")
 
@@ -141,7 +141,7 @@ def test_empty_input_is_no_fault_but_where_nothing_can_be_made_of_it(folder, ste
 
 @pytest.mark.parametrize("step", [name for name in STEPS if name not in ("train_tokenizer", "group_duplicates")])
 def test_progress_says_how_fast_and_how_long(folder, step, caplog, monkeypatch):
-    import megazero.data.progress as progress
+    import megazero.lines.progress as progress
 
     case = prepare(step, folder)
     caplog.set_level(logging.INFO)

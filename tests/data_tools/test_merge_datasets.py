@@ -15,9 +15,9 @@ from data_tools.merge_datasets import merge_datasets
 from megazero.data import preprocess
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import write_index
-from megazero.data.partial_shard import PartialShard
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
-from tests.data.test_contents import change_a_byte
+from megazero.lines.partial_shard import PartialShard
+from tests.lines.test_contents import change_a_byte
 
 
 def write(prefix, documents, dtype=np.uint16, tokenizer=None):

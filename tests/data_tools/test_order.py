@@ -55,7 +55,7 @@ def test_each_line_is_parsed_once(tmp_path, corpus, monkeypatch, step):
     """And once more, to say what it is, where it is left out."""
     (corpus / "z.jsonl").write_text('{"id": "1.7", "text": "again"}\n{"id": "bad"\n\n')
     parsed, loads = [], json.loads
-    monkeypatch.setattr("megazero.data.jsonl.json.loads", lambda text: parsed.append(text) or loads(text))
+    monkeypatch.setattr("megazero.lines.jsonl.json.loads", lambda text: parsed.append(text) or loads(text))
     statistics = run_step(step, "--input", corpus, "--output", tmp_path / "a.jsonl")
     again = [] if step == "shuffle" else ['{"id": "1.7", "text": "again"}', '{"id": "bad"']
     lines = [

@@ -15,8 +15,8 @@ from data_tools import make_sample_corpus
 from data_tools.__main__ import main
 from data_tools.registry import ALIASES, STEPS, step_parser
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.partial_shard import PartialShard
 from megazero.data.tokenizer import build_tokenizer
+from megazero.lines.partial_shard import PartialShard
 from tests.data_tools.dump import english, write_dump
 from tests.data_tools.steps import read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_tools.sample_corpus_faults import SHARES, plant_faults
-from megazero.data.jsonl import LineError, read_object
+from megazero.lines.jsonl import LineError, read_object
 from tests.vocabularies import make_texts
 
 DOCUMENTS = [{"text": text, "url": f"u{i}"} for i, text in enumerate(make_texts(400, longest=300))]

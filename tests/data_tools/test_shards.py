@@ -21,9 +21,9 @@ from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
-from megazero.data.partial_shard import PartialShard
-from megazero.data.progress import Progress
 from megazero.files import open_bytes
+from megazero.lines.partial_shard import PartialShard
+from megazero.lines.progress import Progress
 from tests.vocabularies import make_texts
 
 OPTIONS = RunOptions(block_bytes=2000, max_line_bytes=50_000, commit_interval_s=0.0)

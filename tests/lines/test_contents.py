@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from megazero.data import contents
-from megazero.data.contents import check_unchanged, describe_files
+from megazero.lines import contents
+from megazero.lines.contents import check_unchanged, describe_files
 
 
 def change_a_byte(path):

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from megazero.data import partial_shard
-from megazero.data.partial_shard import PartialShard, Shard
-from megazero.data.progress import Progress
-from megazero.data.results import BlockResult, Counts
-from megazero.data.resumable import WorkOptions, fill
+from megazero.lines import partial_shard
+from megazero.lines.partial_shard import PartialShard, Shard
+from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult, Counts
+from megazero.lines.resumable import WorkOptions, fill
 
 
 def copied(item):

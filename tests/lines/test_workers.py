@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.workers import ordered_map
+from megazero.lines.workers import ordered_map
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +75,7 @@ def test_dead_worker_is_an_error_not_a_hang():
 
 INTERRUPTED = """
 import sys, time
-from megazero.data.workers import ordered_map
+from megazero.lines.workers import ordered_map
 def endless(n):
     time.sleep(0.01)
     return n
@@ -115,7 +115,7 @@ def test_control_c_pressed_any_number_of_times_ends_it(tmp_path, times):
 
 STARTING = """
 import signal
-from megazero.data.workers import ordered_map
+from megazero.lines.workers import ordered_map
 def is_held(_):
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 if __name__ == "__main__":

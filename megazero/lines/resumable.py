@@ -12,18 +12,18 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megazero.data.jsonl import (
+from megazero.files import COMPRESSED
+from megazero.lines.jsonl import (
     MAX_LINE_BYTES,
     Block,
     check_strict,
     expected_text_bytes,
     read_blocks,
 )
-from megazero.data.partial_shard import PartialShard, Place
-from megazero.data.progress import Progress
-from megazero.data.results import BlockResult
-from megazero.data.workers import available_cores, ordered_map
-from megazero.files import COMPRESSED
+from megazero.lines.partial_shard import PartialShard, Place
+from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult
+from megazero.lines.workers import available_cores, ordered_map
 
 Reason = tuple[str, str | None, str | None]
 """Why a line is dropped: reason, what names the document, detail."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from megazero.data.cache import ArrayCache
-from megazero.data.progress import Progress
-from megazero.data.workers import available_cores
+from megazero.lines.progress import Progress
+from megazero.lines.workers import available_cores
 
 _PIECE_BYTES = 1 << 26  # that one thread hashes; the hash of a file is that of its pieces' hashes
 _READ_BYTES = 1 << 20
@@ -23,6 +21,11 @@ _TICK_NS = 2_000_000_000  # the coarsest clock of a file system
 _Identity = tuple[str, int, int, int, int, int]  # path, device, inode, size, times of modification and of change
 # A pure cache: who writes to a file, or sets its times, changes the time of change, which no program can set back.
 _known: dict[_Identity, str] = {}
+
+
+def key_of(description: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a description that consists of JSON values."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def describe_files(
@@ -46,7 +49,7 @@ def describe_files(
         if _identity(path) != identity:
             raise ValueError(f"{path} was changed while it was read. Wait until it is whole, and start again.")
     for identity, content in found.items():
-        if time.time_ns() - identity[-1] > _TICK_NS:  # else a later change could bear the same time
+        if shows_changes(identity[-1]):
             _known[identity] = content
     return [
         {"name": path.name, "bytes": identity[3], "pieces_sha256": found.get(identity) or _known[identity]}
@@ -54,24 +57,9 @@ def describe_files(
     ]
 
 
-def described_in(cache: ArrayCache, path: Path) -> dict[str, Any]:
-    """As `describe_files` of one file, but whoever shares the cache reads it once, unless somebody touches it.
-
-    Raises:
-        ValueError: the file was changed while it was read, or the cache cannot be written.
-    """
-    stat = path.stat()
-    if time.time_ns() - stat.st_ctime_ns <= _TICK_NS:
-        return describe_files([path])[0]
-    # Without the device, which machines that share a folder number differently.
-    identity = {"inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
-
-    def build() -> dict[str, np.ndarray]:
-        return {"sha256": np.frombuffer(bytes.fromhex(describe_files([path])[0]["pieces_sha256"]), np.uint8)}
-
-    description = {"kind": "content", "name": path.name, "bytes": stat.st_size, **identity}
-    digest = cache.load_or_build(description, build)["sha256"]
-    return {"name": path.name, "bytes": stat.st_size, "pieces_sha256": digest.tobytes().hex()}
+def shows_changes(changed_ns: int) -> bool:
+    """Whether a file that was changed at this time would bear another one after a change from now on."""
+    return time.time_ns() - changed_ns > _TICK_NS
 
 
 def check_unchanged(paths: Sequence[Path], contents: Sequence[dict[str, Any]], threads: int | None = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megazero.data.jsonl import (
+from megazero.lines.jsonl import (
     ERRORS_KEPT,
     Block,
     LineError,

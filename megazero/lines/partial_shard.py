@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.data.jsonl import Block, Position
-from megazero.data.results import BlockResult, Counts, report
 from megazero.files import append_suffix, locked, written_aside
+from megazero.lines.jsonl import Block, Position
+from megazero.lines.results import BlockResult, Counts, report
 
 logger = logging.getLogger(__name__)
 
