@@ -26,7 +26,7 @@ from megazero.evaluation import (
     word_count,
 )
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint, read_text
-from megazero.metrics import table
+from megazero.logging import table
 from megazero.model.config import GPT2Config
 from megazero.option import option
 

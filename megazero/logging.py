@@ -1,10 +1,10 @@
-"""Log output: plain lines on rank 0, warnings from every rank with its number; lists and numbers as a message has them."""
+"""Log output: plain lines on rank 0, warnings from every rank with its number; and numbers, lists and tables as text."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 ALIKE = {"alike": True}  # logger.warning(..., extra=ALIKE): every rank says the same, and the first is enough
 
@@ -17,6 +17,13 @@ def some(names: Sequence[str], most: int = 3) -> str:
 def counted(number: int, thing: str) -> str:
     """How many of a thing: "1 rank", "2 ranks", "3 micro-batches"."""
     return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("batch") else "s")
+
+
+def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Two aligned columns under a title."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 class _RankFilter(logging.Filter):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, TensorBoard scalars, a metrics file, the loss plot and the final summary."""
+"""The numbers of a run: its log lines, TensorBoard scalars, a metrics file, and the loss plot."""
 
 from __future__ import annotations
 
@@ -139,10 +139,3 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
 def perplexity(loss: float) -> float:
     """exp(loss); inf where that is more than a float can be. Megatron-LM's stops at exp(20)."""
     return math.inf if loss > 709 else math.exp(loss)
-
-
-def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Two aligned columns under a title."""
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])

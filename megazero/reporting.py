@@ -17,8 +17,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from megazero.job import Job
-from megazero.logging import counted
-from megazero.metrics import MetricsWriter, StepReport, plot_losses, table
+from megazero.logging import counted, table
+from megazero.metrics import MetricsWriter, StepReport, plot_losses
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory

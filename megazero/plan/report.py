@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megazero.logging import counted
-from megazero.metrics import table
+from megazero.logging import counted, table
 from megazero.optim.loss_scaler import DTYPES
 from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
 from megazero.plan.job_plan import JobPlan, activation_modes

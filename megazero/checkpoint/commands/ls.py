@@ -13,7 +13,7 @@ from megazero.checkpoint.folder import list_tags
 from megazero.checkpoint.format import CheckpointError, checkpoint_path, dtype_code, latest_tag
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
-from megazero.metrics import table
+from megazero.logging import table
 from megazero.zero.memory import size
 
 
