@@ -76,7 +76,6 @@ class Job:
     iteration: int = 0
     consumed_samples: int = 0
     first_loss: float | None = None
-    has_logged: bool = False
     stopped: bool = False  # all ranks have agreed to end early
     stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
 

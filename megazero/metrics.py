@@ -56,7 +56,7 @@ class StepReport:
 
 
 class MetricsWriter:
-    """Appends scalars to `metrics.jsonl` and TensorBoard; on every rank but the first it does nothing.
+    """Keeps the scalars of a run, and appends them to `metrics.jsonl` and TensorBoard.
 
     A resumed run drops the lines after its starting iteration, so that the file tells one story.
 
@@ -69,44 +69,50 @@ class MetricsWriter:
     def __init__(self, directory: str | None, tensorboard_dir: str | None, start_iteration: int) -> None:
         self.start_iteration = start_iteration
         self.path = Path(directory) / "metrics.jsonl" if directory else None
+        self._lines: dict[tuple[int, str], dict[str, Any]] = {}
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [line for line in self.read() if line["iteration"] <= start_iteration] if start_iteration else []
+            earlier = _read(self.path) if start_iteration and self.path.is_file() else []
+            self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
             with written_aside(self.path) as file:
-                file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+                file.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
         self._board = None
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
             self._board = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1 if start_iteration else None)
 
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What was recorded, also by the run that this one continues: oldest first, one of each iteration and section."""
+        return list(self._lines.values())
+
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         """Records scalars of one iteration under a section ("train", "valid", "test")."""
+        line = self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
         if self.path is not None:
             with open(self.path, "a") as file:
-                file.write(json.dumps({"iteration": iteration, "section": section, **scalars}) + "\n")
+                file.write(json.dumps(line) + "\n")
         if self._board is not None:
             for name, value in scalars.items():
                 self._board.add_scalar(f"{section}/{name}", value, iteration)
             self._board.flush()
 
-    def read(self) -> list[dict[str, Any]]:
-        """The recorded lines, oldest first, one of each iteration and section; a half-written last line is left out."""
-        if self.path is None or not self.path.is_file():
-            return []
-        lines: dict[tuple[int, str], dict[str, Any]] = {}
-        for text in self.path.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                break
-            lines[line["iteration"], line["section"]] = line
-        return list(lines.values())
-
     def close(self) -> None:
         """Closes the event file."""
         if self._board is not None:
             self._board.close()
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a half-written last one is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
 
 
 def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:

@@ -35,7 +35,7 @@ SHARDED = (
 
 
 def metrics_writer(job: Job) -> MetricsWriter:
-    """Where this rank records its numbers: files on rank 0, nowhere on the others."""
+    """Where this rank records its numbers: also in files, on rank 0."""
     if torch.distributed.get_rank() != 0:
         return MetricsWriter(None, None, job.iteration)
     save, flags = job.config.checkpoint.save, job.config.training
@@ -170,7 +170,7 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
     )
     logger.info(report.line())
     logger.info(report.phases_line())
-    if not job.has_logged:
+    if job.iteration - metrics.start_iteration <= flags.log_interval:  # the first line of this run
         held, peak = (measure(job.device) / 2**20 for measure in (memory_bytes, peak_memory_bytes))
         logger.info(
             "after %s memory (MB) | allocated: %.1f | max allocated: %.1f",
@@ -179,9 +179,7 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: flo
             peak,
         )
     memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
-    if torch.distributed.get_rank() == 0:
-        metrics.write(job.iteration, {**report.scalars(), **memory}, "train")
-    job.has_logged = True
+    metrics.write(job.iteration, {**report.scalars(), **memory}, "train")
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
@@ -190,7 +188,7 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
     Args:
         peaks: peak memory of every rank, bytes.
     """
-    lines, flags = metrics.read(), job.config
+    lines, flags = metrics.lines, job.config
     train = [line for line in lines if line["section"] == "train"]
     valid = [line for line in lines if line["section"] == "valid"]
     rows = [("iterations", f"{job.iteration} of {flags.training.train_iters}")]

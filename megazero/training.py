@@ -206,8 +206,7 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: st
     logger.info("-" * len(line))
     logger.info(line)
     logger.info("-" * len(line))
-    if torch.distributed.get_rank() == 0:
-        metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
+    metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
 
 
 def _finish(job: Job, metrics: MetricsWriter) -> None:

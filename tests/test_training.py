@@ -350,3 +350,12 @@ def test_the_speed_in_the_summary_is_that_of_the_run_and_not_of_those_that_it_co
     job = SimpleNamespace(config=load_config(["--train-data", "x"], world_size=1), iteration=5, first_loss=9.0)
     table = summary(job, metrics, [0])
     assert "30 (median log line)" in table and "0.030 (in the same line)" in table and "9.0000 at the first" in table
+
+
+def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
+    metrics = MetricsWriter(None, None, 0)
+    metrics.write(5, {"loss": 8.0, "tokens_per_s": 30, "tflops": 0.5}, "train")
+    metrics.write(5, {"loss": 8.5, "perplexity": 4914.77}, "valid")
+    job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=9.0)
+    table = summary(job, metrics, [0])
+    assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
