@@ -12,21 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megazero import comm, mpu
+from megazero.data.tokenizer import Tokenizer
 from megazero.logging import counted
 from megazero.metrics import perplexity
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that evaluation needs."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ def sliding_windows(targets: int, seq_length: int, stride: int) -> tuple[Tensor,
 def last_word_accuracy(
     model: nn.Module,
     texts: Sequence[str],
-    tokenizer: Encoder,
+    tokenizer: Tokenizer,
     *,
     seq_length: int,
     batch_size: int,
@@ -230,7 +223,7 @@ def word_count(text: str) -> int:
     return len(text.strip().split(" "))
 
 
-def _last_word_example(index: int, text: str, tokenizer: Encoder, seq_length: int) -> tuple[list[int], int]:
+def _last_word_example(index: int, text: str, tokenizer: Tokenizer, seq_length: int) -> tuple[list[int], int]:
     """(token ids, how many of the last ones are the last word)."""
     parts = text.strip().rsplit(None, 1)
     if len(parts) < 2:
