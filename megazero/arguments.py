@@ -117,6 +117,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
         ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
     """
     known = [name for action in parser._actions for name in action.option_strings]
+    settings = [name for a in parser._actions if a.help != argparse.SUPPRESS for name in a.option_strings]
     values = {}
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, has_value, value = argument.partition("=")
@@ -134,7 +135,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any
     for argument in rest:
         flag = argument.partition("=")[0]
         if flag.startswith("-"):
-            near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
+            near = difflib.get_close_matches(flag.replace("_", "-"), settings, n=1, cutoff=0.75)
             raise ValueError(
                 f"Unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else " --help lists all flags.")
             )

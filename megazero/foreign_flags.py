@@ -4,7 +4,10 @@ from __future__ import annotations
 
 _FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise"
 _ALWAYS_LOGGED = "with --save, all that is logged is in DIR/metrics.jsonl and DIR/tensorboard"
+_ATTENTION = "attention is torch's scaled_dot_product_attention, whose kernel is the fastest that the device has"
+_NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
 _ONE_ENGINE = "there is one implementation"
+_UNSCALED = "softmax is in fp32 without it"
 
 # Of Megatron-LM's first GPT-2 trainer, and of later ones: what they ask for always happens here. Accepted.
 ALWAYS_SO = {
@@ -26,10 +29,15 @@ ALWAYS_SO = {
     "--zero-contigious-gradients": "the gradients of a unit lie in one buffer",
     "--zero-reduce-scatter": "a rank gets the gradients that it needs and no others",
     "--deep-init": "output layers are always scaled by 1/sqrt(2 x layers), as GPT-2's are",
-    "--use-flash-attn": "attention is torch's scaled_dot_product_attention, whose kernel is the fastest that the device has",
+    "--use-flash-attn": _ATTENTION,
     "--use-mcore-models": _ONE_ENGINE,
+    "--no-pipeline-parallel": "there are no pipelines",
+    "--no-query-key-layer-scaling": _UNSCALED,
+    "--no-create-attention-mask-in-dataloader": "the attention's kernels know what is causal",
     "--log-throughput": _ALWAYS_LOGGED,
     "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
+    "--log-memory-to-tensorboard": _ALWAYS_LOGGED,
+    "--log-validation-ppl-to-tensorboard": _ALWAYS_LOGGED,
 }
 
 # Of the ZeRO-3 examples, and of later Megatrons: they tune what is done another way here. Accepted, and named in the log.
@@ -45,6 +53,7 @@ NO_EFFECT = {
             "--no-bias-gelu-fusion",
             "--no-bias-dropout-fusion",
             "--no-gradient-accumulation-fusion",
+            "--no-persist-layer-norm",
         ),
         "no kernel of this project's own is fused; --compile fuses what it can",
     ),
@@ -85,7 +94,8 @@ REFUSED = {
     "--eval-hf": "import the weights first: python -m megazero.checkpoint import --from huggingface",
     "--load-openai": "import the weights first: python -m megazero.checkpoint import --from huggingface",
     # Those of Megatron-LM's later releases.
-    "--pipeline-model-parallel-size": "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large",
+    "--pipeline-model-parallel-size": _NO_PIPELINES,
+    "--num-layers-per-virtual-pipeline-stage": _NO_PIPELINES,
     "--context-parallel-size": "use --sequence-parallel, which cuts sequences over the --model-parallel-size ranks",
     "--expert-model-parallel-size": _NOT_GPT2,
     "--num-experts": _NOT_GPT2,
@@ -117,7 +127,11 @@ REFUSED = {
     "--grad-reduce-in-bf16": "use --grad-dtype compute",
     "--DDP-impl": _ONE_ENGINE,
     "--transformer-impl": _ONE_ENGINE,
-    "--apply-query-key-layer-scaling": "softmax is in fp32 without it",
+    "--apply-query-key-layer-scaling": _UNSCALED,
+    "--attention-backend": _ATTENTION,
+    "--calculate-per-token-loss": "the loss is the mean over micro-batches of the mean over their tokens",
+    "--weight-decay-incr-style": "weight decay stays what it is",
+    "--ckpt-format": "checkpoints have one format, which any number of ranks reads",
     "--fp16-lm-cross-entropy": "the loss is always fp32",
     "--data-impl": "the kind of a data file is seen from its name",
     "--dataloader-type": "samples are always shuffled, by --seed",
@@ -141,6 +155,8 @@ AS_IT_IS = {
     "--expert-model-parallel-size": ("1",),
     "--position-embedding-type": ("learned_absolute",),
     "--normalization": ("LayerNorm",),
+    "--attention-backend": ("auto",),
+    "--weight-decay-incr-style": ("constant",),
     "--DDP-impl": ("local", "torch"),
     "--transformer-impl": ("local",),
     "--data-impl": ("infer", "mmap"),

@@ -68,6 +68,12 @@ def test_unknown_flag_suggests_the_nearest(wrong, right):
         load_config([wrong, "7"])
 
 
+@pytest.mark.parametrize("flag", ["--log-params-to-tensorboard", "--no-mmap-bin-files", "--world-size"])
+def test_what_is_not_near_or_changes_nothing_is_not_suggested(flag):
+    with pytest.raises(ValueError, match=f"Unknown flag {flag}. --help lists all flags."):
+        load_config([flag, "7"])
+
+
 def test_abbreviations_are_not_guessed():
     with pytest.raises(ValueError, match="Unknown flag --train-it"):
         load_config(["--train-it", "7"])
