@@ -186,6 +186,11 @@ class Config:
         """Micro-batches per optimizer step."""
         return self.global_batch_size(data_parallel_size) // (self.training.batch_size * data_parallel_size)
 
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences per evaluation micro-batch and data-parallel rank."""
+        return self.training.eval_batch_size or self.training.batch_size
+
     def describe(self) -> str:
         """The effective configuration, a line per component."""
         lines = []

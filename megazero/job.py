@@ -236,8 +236,3 @@ def batches(
         generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
     )
     return until_exhausted(loader, name)
-
-
-def eval_batch_size(config: Config) -> int:
-    """Sequences per evaluation micro-batch and data-parallel rank."""
-    return config.training.eval_batch_size or config.training.batch_size

@@ -23,7 +23,6 @@ from megazero.job import (
     ModelProvider,
     batches,
     build_job,
-    eval_batch_size,
     setup_distributed,
     with_vocabulary,
 )
@@ -62,7 +61,7 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
     load(job)
-    eval_samples = flags.eval_iters * eval_batch_size(config) * groups.data_parallel_size
+    eval_samples = flags.eval_iters * config.eval_batch_size * groups.data_parallel_size
     train, valid, test = build_datasets(
         config.data,
         tokenizer,
@@ -184,7 +183,7 @@ def _raise_not_finite(job: Job, loss: float) -> None:
 def evaluate(job: Job, dataset: Any) -> float:
     """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare."""
     engine, flags = job.engine, job.config.training
-    iterator = batches(job, dataset, "evaluation", eval_batch_size(job.config))
+    iterator = batches(job, dataset, "evaluation", job.config.eval_batch_size)
     training_timers, job.timers = job.timers, Timers(job.device)  # an evaluation's phases are not a training step's
     engine.eval()
     total = torch.zeros((), device=job.device)
