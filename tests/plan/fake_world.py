@@ -168,11 +168,11 @@ def fake_world(
         patch.setattr(comm, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group))
         channel = comm.Channel
 
-        def open_channel(group: comm.ProcessGroup) -> comm.Channel:
+        def open_channel(group: comm.ProcessGroup, **sets: Any) -> comm.Channel:
             with unset_fake_temporarily():  # ranks tell each other names
-                return channel(group, timeout_s=60.0)  # the fake backend has none
+                return channel(group, timeout_s=60.0, **sets)  # the fake backend has none
 
-        for module in (comm, mpu.mappings, checkpointing.recompute):
+        for module in (comm, mpu.mappings, checkpointing.checkpointer):
             patch.setattr(module, "Channel", open_channel)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
