@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero import comm
-from megazero.checkpoint.folder import list_tags
+from megazero.checkpoint.folder import CheckpointConfig, list_tags
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
@@ -24,6 +24,21 @@ SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("da
 
 # What no shape of a parameter shows, and makes the same weights another model.
 UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
+
+
+def refuse_to_replace(flags: CheckpointConfig) -> None:
+    """Returns if what --save holds, if anything, is what --load continues.
+
+    Raises:
+        ValueError: this run would replace the checkpoints of another, as it comes to their iterations.
+    """
+    if not flags.save or (flags.load and Path(flags.load).resolve() == Path(flags.save).resolve()):
+        return
+    if tags := list_tags(flags.save):
+        raise ValueError(
+            f"--save {flags.save} holds the checkpoints of another run (the newest is {tags[-1]}), and this one would replace "
+            f"them. To continue it, give --load {flags.save}; else another --save."
+        )
 
 
 def load(job: Job) -> None:

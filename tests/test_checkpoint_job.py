@@ -49,6 +49,15 @@ def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus
         assert files(tmp_path, tag) == files(whole, tag)
 
 
+@pytest.mark.parametrize("load", [[], ["--load", "elsewhere"]])
+def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_nothing(corpus, whole, load):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    done = run_job([*FLAGS, *corpus, "--save", str(whole), *load], 1)
+    assert done.returncode == 1 and "(the newest is global_step12)" in done.stdout, done.stdout
+    assert f"give --load {whole}; else another --save" in done.stdout and "Traceback" not in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
 def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_one_before(corpus, whole, tmp_path):
     subprocess.run(["cp", "-a", f"{whole}/.", str(tmp_path)], check=True)  # times too: they say which is the newest
     damaged = tmp_path / "global_step12" / "rank_00001.safetensors"
