@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,17 +71,20 @@ class MetricsWriter:
         self.start_iteration = start_iteration
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
+        self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place, what records there
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             earlier = _read(self.path) if start_iteration and self.path.is_file() else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
             with written_aside(self.path) as file:
                 file.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
-        self._board = None
+            self._logs[str(self.path)] = self._append
+        self._board: Any = None
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
             self._board = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1 if start_iteration else None)
+            self._logs[tensorboard_dir] = self._add_scalars
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -88,20 +92,33 @@ class MetricsWriter:
         return list(self._lines.values())
 
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
-        """Records scalars of one iteration under a section ("train", "valid", "test")."""
-        line = self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
-        if self.path is not None:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(line) + "\n")
-        if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(f"{section}/{name}", value, iteration)
-            self._board.flush()
+        """Records scalars of one iteration under a section ("train", "valid", "test").
+
+        A log that cannot be written, for a full disk, ends there with a warning. The run, which is worth more, does not.
+        """
+        self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
+        for name, record in [*self._logs.items()]:
+            try:
+                record(iteration, scalars, section)
+            except OSError as error:
+                del self._logs[name]
+                logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
+
+    def _append(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+        assert self.path is not None
+        with open(self.path, "a") as file:
+            file.write(json.dumps(self._lines[iteration, section]) + "\n")
+
+    def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+        for name, value in scalars.items():
+            self._board.add_scalar(f"{section}/{name}", value, iteration)
+        self._board.flush()
 
     def close(self) -> None:
         """Closes the event file."""
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):  # of a log that has ended
+                self._board.close()
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -116,7 +133,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
-    """Draws training and validation loss over iterations into a PNG; False without matplotlib, which it says."""
+    """Draws training and validation loss over iterations into a PNG; False where it cannot, which it says."""
     try:
         import matplotlib
 
@@ -136,9 +153,14 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     if axes.lines:
         axes.legend()
     figure.tight_layout()
-    with written_aside(path) as file:
-        figure.savefig(file, format="png")
-    pyplot.close(figure)
+    try:
+        with written_aside(path) as file:
+            figure.savefig(file, format="png")
+    except OSError as error:
+        logger.warning("no loss plot: %s", error)
+        return False
+    finally:
+        pyplot.close(figure)
     return True
 
 

@@ -19,7 +19,7 @@ import torch
 
 from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.metrics import MetricsWriter
+from megazero.metrics import MetricsWriter, plot_losses
 from megazero.reporting import summary
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_job
 
@@ -359,3 +359,24 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=9.0)
     table = summary(job, metrics, [0])
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, caplog):
+    metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
+    metrics.write(1, {"loss": 8.0}, "train")
+    (events,) = (tmp_path / "board").iterdir()
+    for file in (metrics.path, events):
+        file.rename(f"{file}.whole")
+        file.symlink_to("/dev/full")
+    for iteration in (2, 3, 4):
+        metrics.write(iteration, {"loss": 7.0}, "train")
+    metrics.close()
+    ends = [record.getMessage() for record in caplog.records]
+    assert (
+        len(ends) == 2 and f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0]
+    ), ends
+    assert f"the log in {tmp_path / 'board'} ends" in ends[1]
+    (tmp_path / "loss.png").mkdir()
+    assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
+    assert "no loss plot: " in caplog.text
