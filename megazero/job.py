@@ -76,6 +76,7 @@ class Job:
     iteration: int = 0
     consumed_samples: int = 0
     first_loss: float | None = None
+    corpora: list[str] | None = None  # fingerprints of the training data, or first of the checkpoint's
     stopped: bool = False  # all ranks have agreed to end early
     stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
 

@@ -74,6 +74,7 @@ def load(job: Job) -> None:
         prepare=lambda reader: _prepare_to_continue(job, reader),
     )
     if not flags.finetune:
+        job.corpora = client.get("corpora")
         _warn_of_other_samples(job, client)
     samples = counted(job.consumed_samples, "sample")
     logger.info("loaded %s: continuing after iteration %d, %s", path, job.iteration, samples)
@@ -98,6 +99,17 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             ", ".join(others),
             extra=ALIKE,
         )
+
+
+def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
+    """Says that the training data are not those of the checkpoint's run, whatever their names, and takes them for the job's."""
+    if job.corpora not in (None, corpora):
+        logger.warning(
+            "the documents of --train-data are not those of the run that saved the checkpoint: some may come again, and others "
+            "never",
+            extra=ALIKE,
+        )
+    job.corpora = corpora
 
 
 def _refuse_wrong_directory(directory: str, may_hold_a_log: bool) -> None:
@@ -189,6 +201,7 @@ def save(job: Job) -> None:
         "consumed_samples": job.consumed_samples,
         "train_samples": job.train_samples,
         "first_loss": job.first_loss,
+        "corpora": job.corpora,
         "tokenizer_sha256": job.tokenizer.sha256,
         "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
         "config": asdict(job.config),

@@ -26,7 +26,7 @@ from megazero.job import (
     setup_distributed,
     with_vocabulary,
 )
-from megazero.job_checkpoints import load, save
+from megazero.job_checkpoints import load, save, warn_of_other_corpora
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.plan import refuse_what_cannot_fit
 from megazero.reporting import (
@@ -75,6 +75,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     logger.info("%s", describe_start(job))
     if train is None and job.iteration < flags.train_iters:
         raise ValueError("The training split is empty: give --train-data, and a first share above 0 in --split.")
+    if train is not None:
+        warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:
         with progress_bar(job) as bar:
             _train(job, metrics, train, valid, bar)

@@ -342,6 +342,15 @@ def wait_for(condition, timeout_s: float = 90.0) -> None:
         time.sleep(0.02)
 
 
+def test_other_documents_under_the_same_name_are_said(corpus, tmp_path):
+    data = tmp_path / "text.jsonl"
+    for iters, documents, said in ((2, 30, 0), (3, 30, 0), (4, 40, 1)):
+        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(documents)))
+        done = run_job(flags(corpus, tmp_path / "run", iters, "--train-data", str(data)), 1)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("the documents of --train-data are not those") == said, done.stdout
+
+
 def test_the_speed_in_the_summary_is_that_of_the_run_and_not_of_those_that_it_continues(tmp_path):
     for start, speeds in ((0, (500, 600, 700)), (3, (20, 30))):
         metrics = MetricsWriter(str(tmp_path), None, start)

@@ -85,6 +85,11 @@ class BlendedDataset:
                 raise ValueError(f"{dataset.indexed.prefix} has {len(dataset)} samples, the blend needs {count} of it")
         self.datasets, self.order = list(datasets), order
 
+    @property
+    def corpora(self) -> list[str]:
+        """A fingerprint of each corpus."""
+        return [fingerprint for dataset in self.datasets for fingerprint in dataset.corpora]
+
     def __len__(self) -> int:
         return len(self.order.dataset_index)
 

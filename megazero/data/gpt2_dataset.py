@@ -83,6 +83,11 @@ class GPT2Dataset:
 
         self.index = GPT2Index(**(build() if cache is None else cache.load_or_build(self.description, build)))
 
+    @property
+    def corpora(self) -> list[str]:
+        """A fingerprint of the corpus: of the lengths of its documents."""
+        return [self.indexed.fingerprint]
+
     def __len__(self) -> int:
         return len(self.index.shuffle_idx)
 
