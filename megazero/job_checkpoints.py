@@ -27,17 +27,18 @@ UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
 
 
 def refuse_to_replace(flags: CheckpointConfig) -> None:
-    """Returns if what --save holds, if anything, is what --load continues.
+    """Returns if what --save holds, if anything, is what this run continues.
 
     Raises:
         ValueError: this run would replace the checkpoints of another, as it comes to their iterations.
     """
-    if not flags.save or (flags.load and Path(flags.load).resolve() == Path(flags.save).resolve()):
-        return
-    if tags := list_tags(flags.save):
+    tags = list_tags(flags.save) if flags.save else []
+    is_loaded = flags.save and flags.load and Path(flags.load).resolve() == Path(flags.save).resolve()
+    if tags and (flags.finetune or not is_loaded):
+        how = f"--load {flags.save}{' without --finetune' if flags.finetune else ''}"
         raise ValueError(
-            f"--save {flags.save} holds the checkpoints of another run (the newest is {tags[-1]}), and this one would replace "
-            f"them. To continue it, give --load {flags.save}; else another --save."
+            f"--save {flags.save} holds the checkpoints of another run (the newest is {tags[-1]}), and this one, which does not "
+            f"continue it, would replace them. To continue it, give {how}; else another --save."
         )
 
 
@@ -164,13 +165,14 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     if "iteration" not in client:
         raise ValueError(
             f"{reader.path} was not saved by this job, so it does not say where in the data to continue. Start from its "
-            "weights by --finetune."
+            "weights by --finetune, with another --save."
         )
     schedule: Any = job.engine.lr_scheduler
     if reader.index["lr_scheduler"].keys() != schedule.state_dict().keys():
         raise ValueError(
             f"The checkpoint {reader.path} was trained under another kind of learning-rate schedule: that of the "
-            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune."
+            "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune, "
+            "with another --save."
         )
     job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
     job.first_loss = client["first_loss"]

@@ -49,12 +49,13 @@ def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus
         assert files(tmp_path, tag) == files(whole, tag)
 
 
-@pytest.mark.parametrize("load", [[], ["--load", "elsewhere"]])
+@pytest.mark.parametrize("load", [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"]])
 def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_nothing(corpus, whole, load):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    done = run_job([*FLAGS, *corpus, "--save", str(whole), *load], 1)
+    done = run_job([*FLAGS, *corpus, "--save", str(whole), *(flag.format(save=whole) for flag in load)], 1)
     assert done.returncode == 1 and "(the newest is global_step12)" in done.stdout, done.stdout
-    assert f"give --load {whole}; else another --save" in done.stdout and "Traceback" not in done.stdout
+    how = f"--load {whole}" + " without --finetune" * ("--finetune" in load)
+    assert f"give {how}; else another --save" in done.stdout and "Traceback" not in done.stdout
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
