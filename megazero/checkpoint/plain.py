@@ -96,9 +96,9 @@ def client_state(reader: Reader) -> dict[str, Any]:
         CheckpointError: it is damaged.
     """
     with reader.well_formed("client_state"):
-        encoded = reader.index["client_state"]
+        encoded, tensors = reader.index["client_state"], reader.blobs(CLIENT)
     try:
-        return decode(encoded, reader.blobs(CLIENT))
+        return decode(encoded, tensors)
     except (ValueError, RecursionError, SyntaxError) as error:
         raise CheckpointError(f"{reader.path}: {error}") from error
 

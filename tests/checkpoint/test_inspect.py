@@ -14,7 +14,8 @@ import torch
 from megazero import __version__
 from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.commands.verify import verify
-from megazero.checkpoint.format import index_bytes
+from megazero.checkpoint.format import CheckpointError, index_bytes
+from megazero.checkpoint.plain import client_state
 from tests.checkpoint.checkpoints import TAG, make
 
 
@@ -119,6 +120,16 @@ def test_verify_names_the_tensors_of_a_damaged_block(tmp_path):
     assert problem == (
         "rank_00000.safetensors: bytes 3,145,728 to 4,194,304 are not what was written. In them: master of p2, master of p3"
     )
+
+
+def test_a_damaged_tensor_of_the_client_state_is_said_once(tmp_path):
+    reader = make(tmp_path)
+    path = tmp_path / TAG / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"^Checkpoint file {path} is damaged"):
+        client_state(reader)
 
 
 def test_verify_of_files_that_are_short_or_gone(saved, capsys):
