@@ -65,6 +65,7 @@ def dissolve(buckets: Iterable[Bucket]) -> None:
         for parameter in bucket.parameters.values():
             parameter.data = parameter.data.clone()
             forget(parameter)
+        bucket.optimizer = None  # which has the bucket: whoever lets go of the engine lets go of O as well
 
 
 def leave(buckets: Iterable[Bucket]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from weakref import ref
 
 import pytest
 import torch
@@ -320,6 +321,22 @@ def test_a_destroyed_engine_leaves_the_plain_model_and_nothing_else(one_rank):
         assert live_bytes() == whole
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_states_of_a_destroyed_engine_go_with_it_before_the_collector_comes(one_rank, stage):
+    gc.disable()
+    try:
+        for _ in range(2):  # what torch imports for the first one's optimizer may keep that one
+            engine = make_engine(Deep(), stage)
+            step(engine)
+            states = [ref(vector.resident) for bucket in engine.buckets for vector in bucket.states.values()]
+            assert len(states) == 3 * 6 and all(state() is not None for state in states)
+            engine.destroy()
+            del engine
+        assert not any(state() is not None for state in states)
+    finally:
+        gc.enable()
 
 
 def test_a_sharded_model_that_nobody_has_any_more_is_freed(one_rank):
