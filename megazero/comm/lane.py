@@ -163,6 +163,9 @@ class NativeLane:
     all communicators. In one queue there is one order to keep: that in which the collectives are issued, which is equal on
     all ranks as long as all of them run the same graph. Nothing compares the names of collectives here: ranks that issue them
     in another order get a hang or each other's data.
+
+    Sums between sets of ranks cannot do without a second communicator, whose kernels may run beside a gather's. They are issued
+    in that one order too, as FSDP2's are on a mesh of two dimensions.
     """
 
     def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
