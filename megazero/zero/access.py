@@ -1,6 +1,7 @@
 """Full values of sharded states, by parameter: DeepSpeed's `utils.safe_get_*` and `safe_set_*`, and whole state dictionaries.
 
 Getters are collectives over the data-parallel group: every rank calls them, for the same parameters in the same order.
+With `shard_size` several ranks have the same part of a parameter: what one of them sets of it, the others set too.
 """
 
 from __future__ import annotations
