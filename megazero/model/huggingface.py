@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megazero.logging import some
 from megazero.model.config import GPT2Config
 
 # ours inside transformer.layers.{i} -> theirs inside h.{i}; whether the weight is a Conv1D
@@ -178,14 +179,9 @@ def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> Non
     missing, unknown = sorted(wanted - there), sorted(there - wanted)
     if missing or unknown:
         raise ValueError(
-            f"{what} does not match the configuration: missing {_first(missing)}; unknown {_first(unknown)}. Check the number of "
-            "layers, and that this is a GPT-2."
+            f"{what} does not match the configuration: missing {some(missing, 4) or 'nothing'}; unknown "
+            f"{some(unknown, 4) or 'nothing'}. Check the number of layers, and that this is a GPT-2."
         )
-
-
-def _first(names: list[str]) -> str:
-    more = len(names) - 4
-    return (", ".join(names[:4]) or "nothing") + (f" and {more} more" if more > 0 else "")
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -199,4 +195,4 @@ def _check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, t
         if found[name] != shape
     ]
     if wrong:
-        raise ValueError(f"{what} has other sizes than the configuration says: {_first(wrong)}.")
+        raise ValueError(f"{what} has other sizes than the configuration says: {some(wrong, 4)}.")
