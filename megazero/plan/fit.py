@@ -122,7 +122,7 @@ def changes(setup: Setup) -> Iterator[Change]:
     if setup.data_parallel_size > 1:
         for stage in range(states.zero.stage + 1, 4):
             yield _of_zero(setup, zero_stage=stage)
-    if states.zero.shard_size:
+    if states.num_shards < setup.data_parallel_size:
         yield _of_zero(setup, zero_shard_size=0)
     if model.recompute_mode != "full":
         all_of_it = replace(model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)

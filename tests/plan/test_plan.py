@@ -202,6 +202,8 @@ def test_sets_hold_what_a_job_of_their_ranks_holds_and_more_ranks_to_share_are_p
     assert plan_job(sets).states.resident == plan_job(alone).states.resident
     (wider,) = [change for change in changes(sets) if change.flags == "--zero-shard-size 0"]
     assert plan_job(wider.setup).device < plan_job(sets).device
+    one_set = setup(TUTORIAL, 3, 8).with_zero(shard_size=8)
+    assert [change.flags for change in changes(one_set)] == [change.flags for change in changes(alone)]
 
 
 def test_where_no_single_change_is_enough_several_are_combined():
