@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megazero.logging import counted
 from megazero.nvme import AioConfig
 from megazero.option import option
 from megazero.zero.residency import GatherLimits
@@ -109,8 +110,9 @@ class ZeroConfig:
         """
         if data_parallel_size % (self.shard_size or 1):
             raise ValueError(
-                f"--zero-shard-size {self.shard_size} (mics_shard_size) does not divide the {data_parallel_size} data-parallel "
-                "ranks into equal sets. Use a divisor of their number, or drop it to shard over all of them."
+                f"--zero-shard-size {self.shard_size} (mics_shard_size) does not divide the "
+                f"{counted(data_parallel_size, 'data-parallel rank')} into equal sets. Use a divisor of their number, or drop it "
+                "to shard over all of them."
             )
         return self.shard_size or data_parallel_size
 
