@@ -273,7 +273,8 @@ def chain(
     """One job that is killed `kills` times and started again each time, until it is done; compares with the uninterrupted one."""
     tally.chains += 1
     while True:
-        if directory.exists() and latest_tag(directory) is not None:
+        started_at = latest_tag(directory) if directory.exists() else None
+        if started_at is not None:
             tally.resumes += 1
         else:
             tally.from_scratch += 1
@@ -292,7 +293,10 @@ def chain(
         assert not life.stack or "new_group" in life.stack or "meeting.py" in life.stack, life.stack
         tally.stacks += [life.stack] if life.stack else []
     assert final_state(directory) == wanted
-    assert list_tags(directory) == [f"global_step{STEPS - EVERY}", f"global_step{STEPS}"]
+    tags, last = list_tags(directory), f"global_step{STEPS}"
+    assert tags[-2:] == [f"global_step{STEPS - EVERY}", last]
+    # Killed between the last checkpoint and the deletion of older ones, a job has nothing left to save, and so to delete.
+    assert len(tags) == 2 or started_at == last, tags
     left = {path.name for path in directory.iterdir()}
     assert left == {".lock", "latest", "zero_to_fp32.py", *list_tags(directory)}, left
 
