@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, fields, replace
 
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.folder import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.json_config.sections import SchedulerSection
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.model.config import GPT2Config
 from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
@@ -18,7 +17,7 @@ from megazero.optim.optimizers import OptimizerConfig
 from megazero.option import option
 from megazero.zero.config import ZeroConfig
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
-from megazero.logging import ALIKE, counted
+from megazero.logging import ALIKE, counted, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Parts of the configuration that say which samples come, and in which order.
 SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))

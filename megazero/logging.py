@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Sequence
 
-ALIKE = {"alike": True}  # logger.warning(..., extra=ALIKE): every rank says the same, and the first is enough
+ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, and the first is enough
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module that says things ALIKE, of which only the first rank's pass, whoever prints the log."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_is_first_of_alike)
+    return logger
+
+
+def _is_first_of_alike(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "alike"):
+        return True
+    import torch.distributed as dist  # slow, and there already where ranks say things alike
+
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
@@ -27,7 +43,7 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 class _RankFilter(logging.Filter):
-    """Lets INFO, and warnings that are ALIKE, through on rank 0 only; marks what other ranks say with their rank."""
+    """Lets INFO through on rank 0 only; marks what other ranks say with their rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -37,7 +53,7 @@ class _RankFilter(logging.Filter):
         """Whether this rank prints the record."""
         if self.rank == 0:
             return True
-        if record.levelno < logging.WARNING or hasattr(record, "alike"):
+        if record.levelno < logging.WARNING:
             return record.levelno <= logging.DEBUG
         record.msg = f"[rank {self.rank}] {record.msg}"
         return True
@@ -53,7 +69,7 @@ class _Formatter(logging.Formatter):
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
-    """Sends the library's log to standard output: INFO and ALIKE warnings from rank 0, other warnings and errors from all."""
+    """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all."""
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(_RankFilter(rank))
     handler.setFormatter(_Formatter("%(message)s"))

@@ -5,7 +5,6 @@ A rank reads the ranges that it needs (`ranges` translates), and holds one param
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,10 @@ from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import TrainingState, set_rng_states
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.zero.bucket import MASTER
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _RATES = ("lr", "initial_lr")
 _CYCLED = (*_RATES, "betas", "momentum")  # what schedules may change

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLICIES = ("cuda", "cpu", "auto")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,12 +15,12 @@ from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.mpu import declare_cuts, parallel_groups
 from megazero.deepspeed.optimizer import check_evaluation, client_optimizer, given_back, named_groups
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
-from megazero.logging import ALIKE, setup_logging
+from megazero.logging import ALIKE, get_logger, setup_logging
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

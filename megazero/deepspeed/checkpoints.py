@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from megazero.checkpoint.format import latest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.mpu.partition import partitions
 from megazero.zero import access
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class CheckpointingEngine(Engine):

@@ -7,7 +7,6 @@ large a part is, by an attribute of the layer (`output_size_per_partition`, ...)
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from torch import nn
 
 from megazero import comm
 from megazero.json_config import DeepSpeedConfigError
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition, partitions
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.units import shape_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Attributes of Megatron-LM's first layers, whose matrices are cut along this dimension.
 _DIM_BY_ATTRIBUTE = {

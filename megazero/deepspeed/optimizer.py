@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.optim.optimizers import OptimizerFactory, optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 from megazero.zero.optimizer import BucketOptimizer, is_elementwise
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # How torch runs an optimizer, not what it computes: left to the optimizer that is made.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}

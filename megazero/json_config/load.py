@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +10,9 @@ from megazero.json_config.config import JsonConfig
 from megazero.json_config.old_forms import modernised, without_disabled
 from megazero.json_config.schema import AUTO, Reader, check_types
 from megazero.json_source import DeepSpeedConfigError, read_source
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The first is the product of the others and the data-parallel size.
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.option import option
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of parameters, by their names here
 MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped, a broken run ends

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.optim.schedule_base import Schedule, count, flag, number, per_group
 from megazero.option import did_you_mean
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WARMUP_TYPES = ("log", "linear")
 SECOND_BETA = 0.99  # what OneCycle sets beside the momentum that it cycles

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megazero import comm
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.nvme import PAGE, SwapFile, check_space
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_plan import first_that_fit
@@ -18,7 +17,7 @@ from megazero.zero.link import Link
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.units import ROOT, BucketPlan
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FP32_BYTES = 4
 TILES = 8  # of an offloaded update: enough that what does not overlap, the first read and the last write, is small

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from torch import nn
 
-from megazero.logging import ALIKE, some
+from megazero.logging import ALIKE, get_logger, some
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import NO_GROUP
 from megazero.zero.parameter import asked_directly
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class ModelWatch:

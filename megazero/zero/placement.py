@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 from megazero import comm
-from megazero.logging import ALIKE
+from megazero.logging import ALIKE, get_logger
 from megazero.zero.bucket import Bucket, gradient_of
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
@@ -17,7 +16,7 @@ from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.schedule import Schedule
 from megazero.zero.units import ROOT
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STATE_BYTES = 12  # per element of an optimizer shard: master weight and two moments, fp32; its gradient comes on top
 
