@@ -109,6 +109,12 @@ class Channel:
         """
         return self._issue("all_gather", buffer, name)
 
+    def portion(self, numel: int) -> tuple[int, int]:
+        """[start, stop) of a buffer [numel] that this rank counts and saves: of its part, which ranks of other sets have too."""
+        part = numel // self.size
+        start, stop = (part * number // self.num_sets for number in (self.set_rank, self.set_rank + 1))
+        return self.rank * part + start, self.rank * part + stop
+
     def meet(self, what: str) -> None:
         """Returns when every rank of the group has come here with the same `what`.
 

@@ -390,8 +390,7 @@ class Bucket:
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
         """[start, stop) in the flattened parameter of what this rank saves: of its shard, also where nothing is sharded."""
-        channel = self.channel
-        low, high = segment.clip(*self.layout.portion(channel.rank, channel.set_rank, channel.num_sets))
+        low, high = segment.clip(*self.channel.portion(self.layout.numel))
         return low - segment.start, high - segment.start
 
     @property

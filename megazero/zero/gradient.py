@@ -188,7 +188,7 @@ class Gradient:
         self.whole = self._owned = self._squares = None
 
     def _squares_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
-        start, stop = self.layout.portion(self.channel.rank, self.channel.set_rank, self.channel.num_sets)
+        start, stop = self.channel.portion(self.layout.numel)
         parts = [span.clip(start, stop) for span in self.layout.spans]
         low = self.owned_range.start
         return [

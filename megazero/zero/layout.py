@@ -81,11 +81,6 @@ class BucketLayout:
         """[start, stop) of rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def portion(self, rank: int, set_rank: int, num_sets: int) -> tuple[int, int]:
-        """[start, stop) of what rank counts and saves of its shard, which the same rank of every other set holds as well."""
-        start, numel = rank * self.shard_numel, self.shard_numel
-        return start + numel * set_rank // num_sets, start + numel * (set_rank + 1) // num_sets
-
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """[start, stop) of every stretch of padding: no parameter lies there, and it stays zero."""
