@@ -10,7 +10,6 @@ differ between ranks and would then pair one rank's bucket with another's. One i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from megazero.logging import ALIKE, get_logger
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket, gradient_of
 from megazero.zero.external import Forwards, external_parameters, register_external_parameter
@@ -29,7 +29,7 @@ from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT, tiles_in
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_REDUCTIONS = 1  # on their way at the same time
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, beyond those that are gathered ahead
@@ -236,6 +236,7 @@ class Schedule:
                 type(module).__name__,
                 bucket.segment_of(parameter).name,
                 bucket.name,
+                extra=ALIKE,
             )
         register_external_parameter(module, parameter)
         self._gather([bucket])
