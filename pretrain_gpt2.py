@@ -34,8 +34,10 @@ def get_batch(iterator: Iterator[dict[str, Tensor]] | None, job: Job) -> tuple[T
     if iterator is not None:
         with job.timers("data loader"):
             data = next(iterator)
-    # [b, s + 1]
-    text = mpu.broadcast_data(["text"], data, torch.int64, group=job.groups.model, device=job.device)["text"]
+    shape = (job.micro_batch_size, job.config.data.seq_length + 1)
+    text = mpu.broadcast_data(
+        ["text"], data, torch.int64, group=job.groups.model, device=job.device, shapes={"text": shape}
+    )["text"]
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 

@@ -86,6 +86,11 @@ class Job:
         return self.config.global_batch_size(self.groups.data_parallel_size)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a micro-batch of what goes on: training, or an evaluation."""
+        return self.config.training.batch_size if self.engine.module.training else self.config.eval_batch_size
+
+    @property
     def train_samples(self) -> int:
         """Training samples of the whole run: those consumed, and those that the remaining iterations will."""
         left = max(0, self.config.training.train_iters - self.iteration)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from megazero import comm
@@ -21,6 +22,7 @@ from megazero.job import (
     ForwardStep,
     Job,
     ModelProvider,
+    StopSignal,
     batches,
     build_job,
     setup_distributed,
@@ -153,16 +155,12 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
         if engine.is_gradient_accumulation_boundary():
             timers.add("allreduce", engine.exposed_reduce_s)
             engine.exposed_reduce_s = 0.0
+            report = _tell_others(total, job.stop)
         with timers("optimizer"):
             engine.step()
-    # One collective tells every rank the mean loss, and whether any rank was asked to stop or has lost its numbers.
-    finite = torch.isfinite(total)
-    report = torch.stack(
-        [torch.where(finite, total, 0.0), (~finite).float(), total.new_tensor(float(job.stop.received is not None))]
-    )
-    mean, broken, stops = comm.all_reduced(report, comm.world()).tolist()
+    mean, broken, stops = report.read().tolist()
     if broken:
-        _raise_not_finite(job, float(total))
+        _raise_not_finite(job, total)
     job.iteration += 1
     job.consumed_samples += job.global_batch_size
     loss_value = mean / torch.distributed.get_world_size()
@@ -170,7 +168,20 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     return loss_value, (job.stop.received or "another rank was signalled") if stops else None
 
 
-def _raise_not_finite(job: Job, loss: float) -> None:
+def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
+    """[sum of the finite losses, ranks whose loss is not, ranks that were asked to stop] of all ranks, in one collective.
+
+    It comes before the update, whose gradient norm the host waits for anyway, and not for the update too: so that it can hand the
+    device the next step's forward meanwhile.
+    """
+    finite = torch.isfinite(loss)
+    asked = torch.full_like(loss, float(stop.received is not None))
+    report = torch.stack([torch.where(finite, loss, 0.0), (~finite).float(), asked])
+    return comm.Readout(comm.all_reduced(report, comm.world()))
+
+
+def _raise_not_finite(job: Job, total: Tensor) -> None:
+    loss = float(total)
     rank, size = job.groups.data_parallel_rank, job.global_batch_size // job.groups.data_parallel_size
     first = job.consumed_samples + rank * size
     samples = f"samples {first} to {first + size - 1} of the shuffled training data"

@@ -9,7 +9,7 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
-from megazero.comm.collectives import all_gathered, all_reduce_, all_reduced, broadcast_
+from megazero.comm.collectives import Readout, all_gathered, all_reduce_, all_reduced, broadcast_
 from megazero.comm.lane import Work
 from megazero.comm.ported import *  # noqa: F403
 from megazero.comm.world import (
@@ -28,6 +28,7 @@ __all__ = [
     "Channel",
     "OtherRankError",
     "ProcessGroup",
+    "Readout",
     "Work",
     "all_gathered",
     "all_gathered_objects",

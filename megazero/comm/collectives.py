@@ -38,3 +38,17 @@ def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:
     """Fills `buffer` in place with that of global rank `src`."""
     if group.size() > 1:
         dist.broadcast(buffer, src=src, group=group)
+
+
+class Readout:
+    """A copy of `x` in host memory that is on its way: made where the device has `x`, and read when the host has to know it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._on_host = x.to("cpu", non_blocking=True)  # in pinned memory, of torch's own accord
+        self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+    def read(self) -> Tensor:
+        """The copy. Waits for it, and for nothing that the device was given since."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._on_host

@@ -73,6 +73,28 @@ def test_two_messages_whatever_the_number_of_keys():
     run_ranks(2, message_case)
 
 
+def known_shapes_case():
+    """One message, and the host reads nothing that other ranks have sent."""
+    groups = mpu.initialize_model_parallel(2)
+    is_first = groups.model_parallel_rank == 0
+    sent, real = [], comm.broadcast_
+    comm.broadcast_ = lambda buffer, source, group: (sent.append(buffer.numel()), real(buffer, source, group))
+    want = values(torch.int64, groups.data_parallel_rank)
+    got = mpu.broadcast_data(list(SHAPES), want if is_first else None, torch.int64, shapes=SHAPES)
+    assert sent == [8 * sum(x.numel() for x in want.values())]
+    assert all(torch.equal(got[key], want[key]) for key in SHAPES)
+    if is_first:
+        wrong = {**want, "text": want["text"].t()}
+        with pytest.raises(ValueError, match=r"'text' is of shape \(5, 3\), not \(3, 5\), on rank "):
+            mpu.broadcast_data(list(SHAPES), wrong, torch.int64, shapes=SHAPES)
+        with pytest.raises(ValueError, match="'deep' is not in the data"):
+            mpu.broadcast_data(["deep"], {}, torch.int64, shapes=SHAPES)
+
+
+def test_known_shapes_are_not_sent():
+    run_ranks(4, known_shapes_case)
+
+
 def error_case():
     """Every rank raises, names the key, and can go on: no rank is left in a collective."""
     groups = mpu.initialize_model_parallel(2)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,10 +44,19 @@ class Held(LiveBytes):
     """Counts fake tensors, by the device that they pretend to be on, and says something where their values are asked for.
 
     Every number is 1, and two tensors are always equal.
+
+    Attributes:
+        waits: what the host has waited for the accelerator for: the operation, and who asked for it.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(tensors_in(args))
+        if _waits(func, tensors, args, kwargs or {}):
+            self.waits.append(f"{func.overloadpacket.__name__} in {_asked_by()}")
         if tensors and not any(isinstance(x, FakeTensor) for x in tensors):  # the state of a random generator
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
@@ -60,6 +69,26 @@ class Held(LiveBytes):
                 aten.add_.Tensor
             )  # autograd adds gradients of one tensor up in place, but not those of a subclass of Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _waits(func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the accelerator in this operation."""
+    devices = {tensor.device for tensor in tensors}
+    if func is aten._to_copy.default:
+        is_blocking, target = not kwargs.get("non_blocking"), kwargs.get("device")
+        return is_blocking and target is not None and devices != {torch.device(target)}
+    if func is aten.copy_.default:
+        return len(devices) > 1 and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    asks = (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default)
+    return func in asks and ACCELERATOR in devices
+
+
+def _asked_by() -> str:
+    """The library's innermost function under way."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("megazero."):
+        frame = frame.f_back
+    return "nothing of the library" if frame is None else frame.f_code.co_name
 
 
 class Gauge:

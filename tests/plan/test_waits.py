@@ -1,0 +1,56 @@
+"""Where a training step makes the host wait for the device: for the gradient norm, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero import training
+from megazero.arguments import load_config
+from tests.plan.fake_world import ACCELERATOR, fake_job
+
+COMMON = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --vocab-size 128
+    --batch-size 2 --peak-tflops 1 --no-use-pin-memory"""
+CASES = {
+    "whole": "--zero-stage 0",
+    "O sharded, 16 bits": "--zero-stage 1 --bf16",
+    "two micro-batches": "--zero-stage 2 --fp16 --global-batch-size 32",
+    "all sharded, recomputed": "--zero-stage 3 --bf16 --checkpoint-activations",
+    "tensor-parallel": "--zero-stage 2 --bf16 --model-parallel-size 2 --sequence-parallel",
+    "loss in chunks": "--zero-stage 1 --bf16 --sequence-chunk-size 16",
+    "O on the host": "--zero-stage 2 --bf16 --offload-optimizer cpu",
+}
+
+
+def token_batches() -> Iterator[dict[str, Tensor]]:
+    while True:
+        yield {"text": torch.zeros(2, 33, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
+def test_a_step_waits_for_the_gradient_norm_alone(flags, monkeypatch):
+    monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)  # every number is 1 here, that of bad ranks too
+    config = load_config(f"{COMMON} {flags}".split(), world_size=8)
+    with fake_job(config, 8, rank=1) as (job, held):
+        batches = token_batches() if job.groups.model_parallel_rank == 0 else None
+        for _ in range(2):
+            held.waits.clear()
+            training.train_step(job, batches)
+        assert held.waits == ["_local_scalar_dense in grad_norm"], held.waits
+
+
+def test_waits_are_seen():
+    """So that the test above can fail."""
+    config = load_config(COMMON.split(), world_size=1)
+    with fake_job(config, 1) as (_, held):
+        held.waits.clear()
+        x = torch.zeros(3, device=ACCELERATOR)
+        _ = float(x.sum()), x.tolist(), x.cpu()
+        assert len(held.waits) == 1 + 3 + 1, held.waits
+        _ = torch.zeros(3).copy_(x), x.copy_(torch.zeros(3)), torch.equal(x, x), bool(x[0] > 0)
+        assert len(held.waits) == 5 + 4, held.waits
+        _ = x.to("cpu", non_blocking=True), torch.zeros(3).copy_(x, non_blocking=True), torch.zeros(3).tolist()
+        assert len(held.waits) == 5 + 4, held.waits
