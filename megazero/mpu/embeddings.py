@@ -110,8 +110,8 @@ class VocabParallelEmbedding(ParallelModule):
         local = (ids - self.first_id).masked_fill(foreign, 0)
         own = self._look_up(local).masked_fill(foreign.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(own, self.group)
-        return reduce_from_model_parallel_region(own, self.group)
+            return reduce_scatter_to_sequence_parallel_region(own, self.group, in_place=True)
+        return reduce_from_model_parallel_region(own, self.group, in_place=True)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.sparse_grad and ids.device.type == "cpu":  # on CUDA filling and adding cost next to nothing

@@ -215,13 +215,16 @@ class RowParallelLinear(ParallelModule):
         return scatter_to_model_parallel_region(_reorder(x, self.stride, self.group.size()), self.group)
 
     def leave(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The layer's y of its product [s, ..., o], which is this rank's part of a sum, with `bias` [o] added once."""
+        """The layer's y of its product [s, ..., o], which is this rank's part of a sum, with `bias` [o] added once.
+
+        The product is given up.
+        """
         if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, self.group)
+            y = reduce_scatter_to_sequence_parallel_region(y, self.group, in_place=True)
             if bias is not None:
                 (bias,) = copy_parameters_to_sequence_parallel_region([bias], self.group)
         else:
-            y = reduce_from_model_parallel_region(y, self.group)
+            y = reduce_from_model_parallel_region(y, self.group, in_place=True)
         # Under autocast y has the lower precision, as F.linear's own y with bias.
         return y if bias is None else y + bias.to(y.dtype)
 

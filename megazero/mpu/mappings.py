@@ -13,8 +13,8 @@ and the sequence-parallel region, where ranks hold slices of the first dimension
     copy            identity         / all-reduce         of parameters that each rank uses on its slice, in one message
 
 Forward / backward. All of them are out of place: autograd may share both x and its gradient with another branch (a
-residual connection), so a collective in place would count that branch too. Backward functions are made of the conjugate
-mapping, so that they can be differentiated again.
+residual connection), so a collective in place would count that branch too. Who has just made a partial sum and gives it up
+says so (`in_place`). Backward functions are made of the conjugate mapping, so that they can be differentiated again.
 """
 
 from __future__ import annotations
@@ -40,18 +40,23 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # grad [...], this rank's partial sum
-        return _Reduce.apply(grad, ctx.group), None
+        return _Reduce.apply(grad, ctx.group, False), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # x [...], this rank's partial sum
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, in_place: bool) -> Tensor:  # x [...], this rank's partial sum
         ctx.group = group
-        return comm.all_reduced(x, group)
+        if not in_place:
+            return comm.all_reduced(x, group)
+        ctx.mark_dirty(x)
+        if (work := comm.all_reduce_(x, group)) is not None:
+            work.wait()
+        return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # grad [...], same on every rank of group
-        return _Copy.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # grad [...], same on every rank of group
+        return _Copy.apply(grad, ctx.group), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -83,10 +88,16 @@ def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) 
     return x if group.size() == 1 else _Copy.apply(x, group)
 
 
-def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The sum of `x` over `group`; its gradient is passed through."""
+def reduce_from_model_parallel_region(
+    x: Tensor, group: ProcessGroup | None = None, *, in_place: bool = False
+) -> Tensor:
+    """The sum of `x` over `group`; its gradient is passed through.
+
+    Args:
+        in_place: `x`, contiguous, is nobody else's, and becomes the sum. torch.compile sees to that by itself.
+    """
     group = group_or_default(group)
-    return x if group.size() == 1 else _Reduce.apply(x, group)
+    return x if group.size() == 1 else _Reduce.apply(x, group, in_place and not torch.compiler.is_compiling())
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -169,22 +180,27 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # grad [s, ...]
-        conjugate = _ReduceScatterSequence if ctx.has_partial_grad else _ScatterSequence
-        return conjugate.apply(grad, ctx.group), None, None
+        if ctx.has_partial_grad:
+            return _ReduceScatterSequence.apply(grad, ctx.group, False), None, None
+        return _ScatterSequence.apply(grad, ctx.group), None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # x [s, ...], this rank's partial sum
+    def forward(
+        ctx: Any, x: Tensor, group: ProcessGroup, in_place: bool
+    ) -> Tensor:  # x [s, ...], this rank's partial sum
         ctx.group = group
         sequence_slice_length(x.size(0), group.size())
-        own, work = start_sequence_reduce_scatter(x.clone(memory_format=torch.contiguous_format), group)
+        if not in_place:
+            x = x.clone(memory_format=torch.contiguous_format)
+        own, work = start_sequence_reduce_scatter(x, group)
         work.wait()
         return own.clone()  # [s/t, ...] without the rest of the buffer
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # grad [s/t, ...]
-        return _GatherSequence.apply(grad, ctx.group, True), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # grad [s/t, ...]
+        return _GatherSequence.apply(grad, ctx.group, True), None, None
 
 
 class _CopyParameters(torch.autograd.Function):
@@ -223,14 +239,19 @@ def gather_from_sequence_parallel_region(
     return x if group.size() == 1 else outside_graphs(_GatherSequence.apply, x, group, tensor_parallel_output_grad)
 
 
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor, group: ProcessGroup | None = None, *, in_place: bool = False
+) -> Tensor:
     """This rank's slice [s/t, ...] of the sum over `group` of `x` [s, ...]; its gradient is gathered.
+
+    Args:
+        in_place: `x`, contiguous, is nobody else's, and is overwritten.
 
     Raises:
         ValueError: the first dimension is not divisible by the size of `group`.
     """
     group = group_or_default(group)
-    return x if group.size() == 1 else outside_graphs(_ReduceScatterSequence.apply, x, group)
+    return x if group.size() == 1 else outside_graphs(_ReduceScatterSequence.apply, x, group, in_place)
 
 
 def copy_parameters_to_sequence_parallel_region(

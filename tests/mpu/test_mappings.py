@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import mpu
 from tests.ranks import run_ranks
@@ -66,6 +67,39 @@ def residual_case():
     assert x.grad.tolist() == [4.0] * 4
 
 
+class Copies(TorchDispatchMode):
+    """Counts the operations that copy a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        return func(*args, **(kwargs or {}))
+
+
+def in_place_case():
+    """What is given up becomes the sum, without a copy, and gradients are those of the mapping out of place."""
+    group = dist.group.WORLD
+    t = group.size()
+    x = torch.ones(4, requires_grad=True)
+    z = x * 2
+    y = mpu.reduce_from_model_parallel_region(z, group, in_place=True)
+    assert y.data_ptr() == z.data_ptr() and y.tolist() == [2.0 * t] * 4
+    (y * y).sum().backward()
+    assert x.grad.tolist() == [2 * 2.0 * t * 2] * 4
+    layer = mpu.RowParallelLinear(2 * t, 3, input_is_parallel=True, group=group)
+    part = torch.ones(5, 2)
+    want = mpu.reduce_from_model_parallel_region(torch.nn.functional.linear(part, layer.weight), group)
+    with Copies() as copies:
+        got = layer(part)
+    assert torch.equal(got, want) and copies.number == 0
+    with Copies() as copies:
+        mpu.reduce_from_model_parallel_region(got, group)
+    assert copies.number == (t > 1)
+
+
 def second_derivative_case():
     """f then g of a cube over every rank's share, differentiated twice: as t cubes in one process."""
     group = dist.group.WORLD
@@ -95,6 +129,7 @@ def default_group_case():
 def all_cases():
     mapping_case()
     residual_case()
+    in_place_case()
     second_derivative_case()
     if dist.get_world_size() == 2:
         bad_width_case()
