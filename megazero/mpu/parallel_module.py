@@ -42,7 +42,7 @@ class ParallelModule(nn.Module):
     def _mark_partitions(self) -> None:
         """Sets `model_parallel = True` on the sharded parameters.
 
-        It is the one attribute that this library hangs on a parameter: code written for Megatron-LM reads it.
+        Code written for Megatron-LM reads it.
         """
         for name in self.partitions:
             getattr(self, name).model_parallel = True
