@@ -151,7 +151,8 @@ class Bucket:
                 return segment
         raise KeyError(f"the parameter does not lie in bucket {self.name}")
 
-    # ---- P
+    # ---- P, and the way between it and the master weights. What is called adopt goes from P to them, after the user has written
+    # to parameters; write_back and publish go from them to P, after an update or where they were set.
 
     def keep_gathered(self) -> None:
         """Makes what the gathered P holds in this rank's range its weights: after the parameters were written to."""
