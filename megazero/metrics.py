@@ -77,7 +77,7 @@ class MetricsWriter:
             earlier = _read(self.path) if start_iteration and self.path.is_file() else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
             with written_aside(self.path) as file:
-                file.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
+                file.write("".join(map(_as_json, self.lines)).encode())
             self._logs[str(self.path)] = self._append
         self._board: Any = None
         if tensorboard_dir:
@@ -107,7 +107,7 @@ class MetricsWriter:
     def _append(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         assert self.path is not None
         with open(self.path, "a") as file:
-            file.write(json.dumps(self._lines[iteration, section]) + "\n")
+            file.write(_as_json(self._lines[iteration, section]))
 
     def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         for name, value in scalars.items():
@@ -121,12 +121,19 @@ class MetricsWriter:
                 self._board.close()
 
 
+def _as_json(line: dict[str, Any]) -> str:
+    """One line of a metrics file. JSON has no word for nan and inf, such as the norm of an overflow: they are null."""
+    known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
+    return json.dumps(known, allow_nan=False) + "\n"
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a half-written last one is left out."""
+    """The lines of a metrics file, with nan for null; a half-written last one is left out."""
     lines = []
     for text in path.read_text().splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
+            lines.append({name: math.nan if value is None else value for name, value in line.items()})
         except json.JSONDecodeError:
             break
     return lines

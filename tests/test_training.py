@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -371,6 +372,18 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=9.0)
     table = summary(job, metrics, [0])
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
+    """The norm of an overflow, and the perplexity of a large loss; also those that an earlier version has written."""
+    path, refuse = tmp_path / "metrics.jsonl", {"parse_constant": lambda word: pytest.fail(f"{word} is no JSON")}
+    path.write_text('{"iteration": 1, "section": "train", "loss": 8.0, "grad_norm": Infinity}\n')
+    for start, norm in ((1, math.nan), (2, -math.inf), (3, 0.5)):
+        MetricsWriter(str(tmp_path), None, start).write(start + 1, {"loss": 8.0, "grad_norm": norm}, "train")
+    lines = [json.loads(line, **refuse) for line in path.read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == [None, None, None, 0.5]
+    resumed = MetricsWriter(str(tmp_path), None, 4)
+    assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
