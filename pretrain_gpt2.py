@@ -64,7 +64,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
         raise ValueError("--train-data is missing: name the data to train on, as --help says.")
     refuse_to_replace(config.checkpoint)
     tokenizer = build_tokenizer_from(config.data)
-    check_data(config.data, tokenizer)
+    check_data(config.data, tokenizer, evaluates=config.training.eval_iters > 0)
     return config, tokenizer
 
 

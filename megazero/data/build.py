@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,18 +64,25 @@ def build_tokenizer_from(config: DataConfig) -> Tokenizer:
     return build_tokenizer(config.tokenizer_type, config.vocab_file, config.merge_file, config.tokenizer_path)
 
 
-def check_data(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Finds what the flags name and checks its headers and its vocabulary; reads no text and communicates nothing.
+def check_data(config: DataConfig, tokenizer: Tokenizer, evaluates: bool) -> None:
+    """Finds what the flags name and checks its headers, its vocabulary and --split; reads no text and communicates nothing.
+
+    What loose JSON holds is known when it is tokenized, and checked then.
+
+    Args:
+        evaluates: whether validation and test data are needed.
 
     Raises:
         FileNotFoundError: a corpus is missing.
-        ValueError: a file is truncated or foreign, or was made with another tokenizer.
+        ValueError: a file is truncated or foreign, or was made with another tokenizer, or a split is empty.
     """
-    for part, entries in zip(_PARTS, (config.train_data, config.valid_data, config.test_data), strict=True):
-        for corpus in find_corpora(entries or (), f"--{part}-data"):
+    for part, (corpora, shares) in enumerate(_parts(config)):
+        for corpus in corpora:
             if corpus.is_indexed:
                 source = IndexedDataset(corpus.path)
                 check_tokenizer(source.prefix, source.num_tokens, tokenizer)
+                if shares[part] and (evaluates or part == 0):
+                    _documents(config, source, shares, part)
 
 
 def build_datasets(
@@ -120,27 +127,18 @@ class _Builder:
         self.sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
 
     def build(self, num_samples: tuple[int, int, int]) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-        separate = (None, self.config.valid_data, self.config.test_data)
-        weights = [0.0 if own else w for own, w in zip(separate, parse_split(self.config.split), strict=True)]
-        total = sum(weights)
-        shares = [w / total if total else 0.0 for w in weights]
-        datasets: list[Dataset | None] = []
-        for part, own in enumerate(separate):
-            if own:
-                flag = f"--{_PARTS[part]}-data"
-                whole = [float(p == part) for p in range(3)]
-                datasets.append(self._dataset(find_corpora(own, flag), whole, part, num_samples[part]))
-            else:
-                corpora = find_corpora(self.config.train_data or ())
-                datasets.append(self._dataset(corpora, shares, part, num_samples[part]))
-        return datasets[0], datasets[1], datasets[2]
+        train, valid, test = (
+            self._dataset(corpora, shares, part, num_samples[part])
+            for part, (corpora, shares) in enumerate(_parts(self.config))
+        )
+        return train, valid, test
 
     def _dataset(self, corpora: list[Corpus], shares: list[float], part: int, samples: int) -> Dataset | None:
         if samples <= 0 or not corpora or shares[part] == 0:
             return None
         name = _PARTS[part]
         sources = [self.sources.open(corpus) for corpus in corpora]
-        ranges = [self._range(source, shares, part) for source in sources]
+        ranges = [_documents(self.config, source, shares, part) for source in sources]
         if len(sources) == 1:
             return self._samples(sources[0], ranges[0], name, samples)
         weights = [
@@ -158,13 +156,27 @@ class _Builder:
         seq_length, cache = self.config.seq_length, self.sources.cache(source.prefix.parent)
         return GPT2Dataset(source, documents, name, count, seq_length, self.seed, cache)
 
-    def _range(self, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:
-        documents = split_ranges((shares[0], shares[1], shares[2]), len(source))[part]
-        if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
-            raise ValueError(
-                f"--split {self.config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "
-                f"{counted(len(source), 'document')}, and a share of {shares[part]:.4f} of them is none that holds text. "
-                "Add documents, give the part a larger weight or one of 0 (--split 100,0,0 trains on all), or data of its "
-                "own (--valid-data, --test-data)."
-            )
-        return documents
+
+def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
+    """Of training, validation and test data in turn: the corpora, and the share of their documents that each part has."""
+    separate = (None, config.valid_data, config.test_data)
+    weights = [0.0 if own else w for own, w in zip(separate, parse_split(config.split), strict=True)]
+    total = sum(weights)
+    for part, own in enumerate(separate):
+        if own:
+            yield find_corpora(own, f"--{_PARTS[part]}-data"), [float(p == part) for p in range(3)]
+        else:
+            yield find_corpora(config.train_data or ()), [w / total if total else 0.0 for w in weights]
+
+
+def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:
+    """The documents [start, stop) of a corpus that a part has."""
+    documents = split_ranges((shares[0], shares[1], shares[2]), len(source))[part]
+    if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
+        raise ValueError(
+            f"--split {config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "
+            f"{counted(len(source), 'document')}, and a share of {shares[part]:.4f} of them is none that holds text. "
+            "Add documents, give the part a larger weight or one of 0 (--split 100,0,0 trains on all), or data of its "
+            "own (--valid-data, --test-data)."
+        )
+    return documents

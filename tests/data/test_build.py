@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megazero.data.blend import BlendedDataset
-from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
+from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from, check_data
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import build_tokenizer
@@ -64,10 +65,15 @@ def test_zero_weight_no_samples_and_no_data_are_none(corpora, tokenizer):
 
 @pytest.mark.parametrize("split, part", [("1000,1,1", "valid"), ("1000,100,1", "test")])
 def test_empty_part_names_the_flag(corpora, tokenizer, split, part):
-    with pytest.raises(
-        ValueError, match=f"--split {split} leaves no {part} data of .*a_text_document: it has 100 documents"
-    ):
+    said = f"--split {split} leaves no {part} data of .*a_text_document: it has 100 documents"
+    with pytest.raises(ValueError, match=said):
         build(tokenizer, train_data=[str(corpora / "a")], split=split)
+    config = DataConfig(train_data=[str(corpora / "a")], split=split)
+    with pytest.raises(ValueError, match=said):  # so it is told before the ranks start
+        check_data(config, tokenizer, evaluates=True)
+    check_data(config, tokenizer, evaluates=False)
+    own = replace(config, valid_data=[str(corpora / "b")], test_data=[str(corpora / "b")])
+    check_data(own, tokenizer, evaluates=True)
 
 
 def test_files_of_their_own_beat_the_split(corpora, tokenizer):
