@@ -27,7 +27,7 @@ from megazero.option import option
 
 logger = logging.getLogger(__name__)
 
-_TAG = re.compile(r"global_step\d+")  # a copy under another name is the user's, and is never deleted
+_TAG = re.compile(r"global_step(\d+)")  # a copy under another name is the user's, and is never deleted
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,11 @@ class CheckpointFolder:
     def _set_aside_older(self, newest: str, keep: int) -> list[Path]:
         """Makes all but the `keep` newest of the tags that jobs give leftovers, and returns where they are; 0 keeps all.
 
-        What `latest` names is never among them, nor what has just been written.
+        What `latest` names is never among them, nor what has just been written. Others age by their step, as times of files
+        are those of a copy, or of a clock that was set back: first goes what lies beyond `newest`, of a run that went back.
         """
-        tags = [tag for tag in list_tags(self.path) if _TAG.fullmatch(tag)] if keep else []
+        steps = {tag: int(match[1]) for tag in list_tags(self.path) if (match := _TAG.fullmatch(tag))} if keep else {}
+        tags = sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest, steps[tag]), steps[tag]))
         kept, leftovers = {newest}, []
         with suppress(CheckpointError):
             kept.add(latest_tag(self.path) or newest)

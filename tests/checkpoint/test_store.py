@@ -379,6 +379,17 @@ def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_
     assert visible(tmp_path) == ["global_step1", "global_step450", "global_step450_best", "latest", "zero_to_fp32.py"]
 
 
+def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_may_change(world, tmp_path):
+    engine = make_engine(1)
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+    os.utime(tmp_path / "global_step2" / "index.json", ns=(1, 1))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
 def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
     engine = write_one(tmp_path)
     (tmp_path / "global_step1").rename(tmp_path / ".global_step1.replaced")  # died between its two renames
