@@ -169,6 +169,18 @@ def test_sets_that_do_not_divide_the_ranks_are_refused_before_the_model_is_touch
     assert model.running_mean.dtype == torch.float32
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_failed_initialize_has_cast_is_not_called_the_callers_dtype_nor_unfrozen(one_rank, stage):
+    model, config = make_model(), {**CONFIG, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ZeroDivisionError):
+        deepspeed.initialize(model=model, config={**config, "bf16": {"enabled": True}}, lr_scheduler=lambda _: 1 / 0)
+    first = next(model.parameters())
+    with pytest.raises(ValueError, match="the parameter is not trained by an engine"):
+        deepspeed.utils.safe_set_full_fp32_param(first, torch.zeros(1))
+    with pytest.raises(ValueError, match=r"or build the model anew: the last initialize, which failed, has cast it\."):
+        deepspeed.initialize(model=model, config=config)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_refused(one_rank, stage):
     model = make_model()

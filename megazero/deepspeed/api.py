@@ -18,7 +18,7 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_con
 from megazero.logging import ALIKE, get_logger, setup_logging
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.optimizer import BucketOptimizer
-from megazero.zero.parameter import ReleasedParameter
+from megazero.zero.parameter import ReleasedParameter, bucket_of
 
 logger = get_logger(__name__)
 
@@ -175,9 +175,16 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
             and parameter.requires_grad
         ):
             wanted = "fp16" if parameter.dtype == torch.float16 else "bf16"
+            bucket = bucket_of(parameter)
+            is_left = bucket is not None and bucket.driver is None and bucket.is_trainable  # as zero.Init's are not
+            remedy = (
+                "build the model anew: the last initialize, which failed, has cast it"
+                if is_left
+                else "give an fp32 model"
+            )
             raise DeepSpeedConfigError(
                 f"Parameter {name!r} is {parameter.dtype}, but neither fp16 nor bf16 is enabled in the configuration. Add "
-                f'"{wanted}": {{"enabled": true}}, or give an fp32 model.'
+                f'"{wanted}": {{"enabled": true}}, or {remedy}.'
             )
 
 
