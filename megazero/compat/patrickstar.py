@@ -95,7 +95,7 @@ def initialize_engine(
         model = model_func()
     policy = "cpu" if settings.get(_STATIC, False) else "auto"
     margin = settings.get(_MARGIN, 0.8) if policy == "auto" else 0.0
-    homes = offload_sections(policy, stage=3, margin_ratio=margin, what="PatrickStar's placement")
+    homes = offload_sections(policy, stage=3, margin_ratio=margin, margin_name=_MARGIN, what="PatrickStar's placement")
     document = {
         "optimizer": _optimizer(settings.get("optimizer", {})),
         "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 is PatrickStar's word for none

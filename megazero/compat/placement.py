@@ -11,7 +11,9 @@ logger = get_logger(__name__)
 POLICIES = ("cuda", "cpu", "auto")
 
 
-def offload_sections(policy: str, *, stage: int, margin_ratio: float = 0.0, what: str) -> dict[str, Any]:
+def offload_sections(
+    policy: str, *, stage: int, margin_ratio: float = 0.0, margin_name: str = "gpu_margin_mem_ratio", what: str
+) -> dict[str, Any]:
     """The offloading part of a `zero_optimization` section.
 
     Args:
@@ -20,7 +22,7 @@ def offload_sections(policy: str, *, stage: int, margin_ratio: float = 0.0, what
             under stage 3 as "cpu", and one traced iteration decides what stays on the device as well; else as "cpu".
         stage: the ZeRO stage.
         margin_ratio: part of the device's free memory that "auto" may give to optimizer states.
-        what: how the caller calls the policy, for messages.
+        margin_name, what: how the caller calls that part, and the policy, for messages.
 
     Raises:
         ValueError: the policy is unknown, or the ratio lies outside of [0, 1].
@@ -28,9 +30,9 @@ def offload_sections(policy: str, *, stage: int, margin_ratio: float = 0.0, what
     if policy not in POLICIES:
         raise ValueError(f"{what} must be one of {', '.join(POLICIES)}, got {policy!r}.")
     if not 0 <= margin_ratio <= 1:
-        raise ValueError(f"gpu_margin_mem_ratio must lie between 0 and 1, got {margin_ratio}.")
+        raise ValueError(f"{margin_name} must lie between 0 and 1, got {margin_ratio}.")
     if margin_ratio and policy != "auto":
-        logger.warning('gpu_margin_mem_ratio %g has no effect: it is for %s "auto"', margin_ratio, what, extra=ALIKE)
+        logger.warning('%s %g has no effect: it is for %s "auto"', margin_name, margin_ratio, what, extra=ALIKE)
     if policy == "cuda":
         return {}
     if stage < 3:

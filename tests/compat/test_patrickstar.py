@@ -147,6 +147,10 @@ def test_a_backward_takes_the_place_of_the_one_before(one_rank):
         ({"optimizer": {"params": {"beta": 1}}}, "Did you mean 'betas'"),
         ({"fp16": {"enabled": True, "scale": 1}}, "has no 'scale'"),
         ({"default_chunk_size": -1}, "sub_group_size"),
+        (
+            {"client": {"mem_tracer": {"margin_use_ratio": 2}}},
+            "client.mem_tracer.margin_use_ratio must lie between 0 and 1",
+        ),
     ],
     ids=str,
 )
