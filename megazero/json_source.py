@@ -6,6 +6,7 @@ import base64
 import binascii
 import copy
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         name: of the text, for error messages.
     """
     try:
-        document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_constant)
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise DeepSpeedConfigError(
@@ -87,5 +88,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _refuse(constant: str) -> None:
-    raise DeepSpeedConfigError(f"{constant} is not a number that JSON knows.")
+def _constant(name: str) -> float:
+    if name == "Infinity":  # as Python writes it; each key says whether it is a value
+        return math.inf
+    raise DeepSpeedConfigError(f"{name} is not a number that JSON knows.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,16 @@ def test_model_parallel_ranks_share_a_batch():
 
 
 # What the engine is told
+
+
+def test_infinity_between_progress_lines_is_none_as_hugging_faces_accelerate_writes_it(tmp_path):
+    assert load(steps_per_print=math.inf).steps_per_print is None
+    file = tmp_path / "config.json"
+    file.write_text('{"train_batch_size": 8, "steps_per_print": Infinity}')
+    assert load_json_config(str(file)).steps_per_print is None
+    file.write_text('{"train_batch_size": 8, "gradient_clipping": Infinity}')
+    with pytest.raises(DeepSpeedConfigError, match="gradient_clipping must be a finite number, got inf"):
+        load_json_config(str(file))
 
 
 def test_defaults():

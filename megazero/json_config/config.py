@@ -50,7 +50,9 @@ class JsonConfig:
     checkpoint: CheckpointSection = key(CheckpointSection(), OBEYED)
     aio: AioSection = key(AioSection(), OBEYED)
 
-    steps_per_print: int | None = key(None, OBEYED, "optimizer steps between progress lines; null: none", at_least=1)
+    steps_per_print: int | None = key(
+        None, OBEYED, "optimizer steps between progress lines; null or Infinity: none", at_least=1
+    )
     wall_clock_breakdown: bool = key(False, OBEYED, "logs the times of forward, backward and step")
     memory_breakdown: bool = key(False, OBEYED, "logs the bytes of P, G, O and buffers after each step")
     dump_state: bool = key(False, ALWAYS, "the effective configuration is always printed once")

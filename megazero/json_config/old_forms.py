@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,8 @@ def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, An
         DeepSpeedConfigError: an old form and what replaces it are given together.
     """
     document = dict(document)
+    if document.get("steps_per_print") == math.inf:  # so Hugging Face's Accelerate says it
+        document["steps_per_print"] = None
     _replace_bool(document, "fp32_allreduce", "communication_data_type", "fp32", "", warnings)
     zero = document.get("zero_optimization")
     if isinstance(zero, bool):
