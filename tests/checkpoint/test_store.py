@@ -451,6 +451,22 @@ def _one_rank_fails(directory: str) -> None:
     assert latest_tag(directory) is None
 
 
+def test_nodes_that_do_not_share_the_directory_are_told_so(tmp_path):
+    run_ranks(2, _apart, str(tmp_path))
+
+
+def _apart(parent: str) -> None:
+    rank, engine = torch.distributed.get_rank(), make_engine(1)
+    mine = Path(parent) / f"node{rank}"
+    mine.mkdir()
+    with pytest.raises(
+        OSError, match=r"rank 1 has written its part .*rank_00001\.json is not there: every node must see --save"
+    ):
+        engine.save_checkpoint(str(mine))
+    assert not folder.list_tags(mine) and not (mine / "latest").exists()
+    engine.save_checkpoint(parent)  # and what they share takes it
+
+
 def _no_memory(snapshot):
     raise MemoryError("no host memory")
 
