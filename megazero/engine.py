@@ -592,6 +592,9 @@ class Engine:
         self._optimizer.finish()
         self._optimizer.let_go()
         self.schedule.close()
+        if self.placement is not None:
+            self.placement.close()
+            self.placement = None
         for handle in self._handles:
             handle.remove()
         dissolve(self.buckets)

@@ -13,6 +13,7 @@ from megazero.zero.gemini_plan import Plan
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.optimizer import BucketOptimizer
+from megazero.zero.residency import Residency
 from megazero.zero.schedule import Schedule
 from megazero.zero.units import ROOT
 
@@ -100,6 +101,11 @@ class Placement:
                     self._move_shards(unit, is_coming)
         self._optimizer.refresh()
         self._optimizer.is_torn = False
+
+    def close(self) -> None:
+        """Lets go of Gemini, which refers to this: whoever lets go of the engine lets go of its buckets as well."""
+        self._schedule.residency = Residency(self.gemini.sizes, self.gemini.limits)
+        del self.gemini
 
     def _move_optimizer(self, unit: int, is_coming: bool) -> None:
         for bucket in self._trained[unit]:

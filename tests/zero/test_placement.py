@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
@@ -219,6 +222,23 @@ def too_small_case() -> None:
 
 def test_a_device_that_holds_no_unit_is_refused():
     run_ranks(1, too_small_case)
+
+
+def dropped_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for _ in range(2):  # the first step of a process leaves things of torch's own to the collector
+        engine = make_engine(Wide(), 3, zero={"placement": "auto"}, placement_meter=FakeDevice(10**9))
+        dict(train(engine, token_batches(1, 1, 1)))
+        kept = [ref(bucket) for bucket in engine.buckets]
+        gc.collect()
+        gc.disable()
+        engine.destroy()
+        del engine
+    assert [bucket() for bucket in kept] == [None] * len(kept)
+
+
+def test_the_buckets_of_an_engine_that_was_destroyed_go_with_it():
+    run_ranks(1, dropped_case)
 
 
 def no_accelerator_case() -> None:
