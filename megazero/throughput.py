@@ -29,7 +29,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Peak TFLOP/s of one rank's device, and where the number comes from.
 
     From the maker's data sheet for known GPUs in 16-bit dtypes, else the best of a few matrix products, which take about a
-    quarter of a second.
+    quarter of a second; in fp32 they use TF32 where torch has been told that it may.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
@@ -45,7 +45,9 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {str(dtype).removeprefix('torch.')} matrices"
+    is_tf32 = device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    kind = str(dtype).removeprefix("torch.") + (" (TF32)" if is_tf32 else "")
+    return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {kind} matrices"
 
 
 def memory_bytes(device: torch.device) -> int:

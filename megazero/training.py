@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero import comm
+from megazero.backends import say_what_is_idle, set_up_backends
 from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
 from megazero.data.build import build_datasets
@@ -55,7 +56,9 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
         forward_step: takes the job and an iterator of micro-batches (None on tensor-parallel ranks other than the first, which
             get theirs by `mpu.broadcast_data`), and returns the mean loss of the next micro-batch.
     """
+    set_up_backends(config)
     groups = setup_distributed(config)
+    say_what_is_idle(config, comm.local_device())
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())

@@ -29,7 +29,7 @@ LEVELS = [
     {"model"},
     {"checkpoint"},
     {"utils", "config", "engine", "evaluation"},
-    {"arguments", "job", "inference", "deepspeed"},
+    {"arguments", "backends", "job", "inference", "deepspeed"},
     {"job_checkpoints", "reporting", "plan"},
     {"training"},
     {"compat"},

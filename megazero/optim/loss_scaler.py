@@ -22,6 +22,9 @@ class PrecisionConfig:
 
     fp16: bool = option(False, "compute in fp16 with a loss scale")
     bf16: bool = option(False, "compute in bf16 (no loss scale needed)")
+    tf32: bool = option(
+        False, "fp32 matrix products on a GPU's tensor cores: what is multiplied is rounded to 10 bits of mantissa"
+    )
     loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
     initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale")
     loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles")

@@ -1,0 +1,35 @@
+"""What a job asks of torch's back ends: settings of the whole process, made before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from megazero.config import Config
+from megazero.logging import ALIKE, get_logger
+
+logger = get_logger(__name__)
+
+
+def set_up_backends(config: Config) -> None:
+    """Makes the settings that `config` asks for."""
+    if config.precision.tf32:
+        torch.set_float32_matmul_precision("high")
+
+
+def say_what_is_idle(config: Config, device: torch.device) -> None:
+    """Logs that --tf32 has no effect on `device` or in 16 bits, or that fp32 leaves tensor cores idle for lack of it."""
+    dtype, is_cuda = config.precision.dtype, device.type == "cuda"
+    if config.precision.tf32 and (dtype != torch.float32 or not is_cuda):
+        why = f"the ranks compute on {device.type}" if dtype == torch.float32 else f"parameters are in {dtype}"
+        logger.warning("--tf32 has no effect: %s", why, extra=ALIKE)
+    elif is_cuda and _wastes_tensor_cores(device, dtype):
+        logger.info(
+            "matrix products in fp32 leave this GPU's tensor cores idle: --bf16 uses them, and so does --tf32, which keeps all "
+            "in fp32 but rounds what is multiplied to 10 bits of mantissa",
+            extra=ALIKE,
+        )
+
+
+def _wastes_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
+    is_whole_fp32 = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return is_whole_fp32 and torch.cuda.get_device_capability(device) >= (8, 0)

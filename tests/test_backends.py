@@ -1,0 +1,54 @@
+"""What the job sets of torch's back ends, and what it says of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megazero.arguments import load_config
+from megazero.backends import say_what_is_idle, set_up_backends
+from megazero.throughput import peak_tflops
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_this_process() -> Iterator[None]:
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+def test_fp32_products_are_whole_unless_tf32_is_asked_for():
+    assert torch.get_float32_matmul_precision() == "highest"
+    set_up_backends(load_config([]))
+    assert torch.get_float32_matmul_precision() == "highest"
+    set_up_backends(load_config(["--tf32"]))
+    assert torch.get_float32_matmul_precision() == "high"
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    torch.testing.assert_close((a @ b).double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)  # on a CPU all the same
+    assert "TF32" not in peak_tflops(CPU, torch.float32)[1]
+
+
+@pytest.mark.parametrize(
+    "flags, device, capability, said",
+    [
+        ("", GPU, (9, 0), "so does --tf32"),
+        ("", GPU, (7, 0), ""),
+        ("", CPU, None, ""),
+        ("--bf16", GPU, (9, 0), ""),
+        ("--tf32", GPU, (9, 0), ""),
+        ("--tf32 --bf16", GPU, (9, 0), "--tf32 has no effect: parameters are in torch.bfloat16"),
+        ("--tf32", CPU, None, "--tf32 has no effect: the ranks compute on cpu"),
+    ],
+)
+def test_idle_tensor_cores_and_an_idle_flag_are_said_once(monkeypatch, caplog, flags, device, capability, said):
+    caplog.set_level(logging.INFO, logger="megazero")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = load_config(flags.split())
+    set_up_backends(config)
+    say_what_is_idle(config, device)
+    assert said in caplog.text and len(caplog.records) == bool(said), caplog.text
