@@ -41,9 +41,10 @@ def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
     for field in fields(component):
         if "help" in field.metadata:
             names = [field.metadata["flag"] or "--" + field.name.replace("_", "-"), *field.metadata["aliases"]]
-            group.add_argument(
-                *names, dest=field.name, default=argparse.SUPPRESS, **_argparse_kind(field, hints[field.name])
-            )
+            kind = _argparse_kind(field, hints[field.name])
+            if hints[field.name] is bool:  # what a script gives can be taken back behind it: the last one counts
+                kind["action"] = "store_true" if names[0].startswith("--no-") else argparse.BooleanOptionalAction
+            group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **kind)
 
 
 def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is typing.Literal:
         hint = str
     if hint is bool:
-        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction, "help": text}
+        return {"help": text}
     choices = field.metadata["choices"]
     kind: dict[str, Any] = {"help": text, "choices": choices}
     if typing.get_origin(hint) in (list, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import re
@@ -118,6 +119,19 @@ def test_a_value_that_asks_for_what_is_so_anyway_is_accepted_and_another_refused
 )
 def test_spellings_of_later_megatrons_mean_the_same(spelling, ours):
     assert load_config(spelling.split()) == load_config(ours.split())
+
+
+def test_what_a_script_gives_can_be_taken_back_behind_it(with_file):
+    taken_back = "--fp16 --checkpoint-activations --no-checkpoint-activations --no-fp16 --bf16".split()
+    assert load_config(taken_back) == load_config(["--bf16"])
+    parser = make_parser(list(get_type_hints(Config).values()), "")
+    ours = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.const is True]
+    assert ours and all(name.startswith("--no-") for action in ours for name in action.option_strings), "no way back"
+    document = {"fp16": {"enabled": True}, "communication_data_type": "fp16"}
+    with pytest.raises(ValueError, match='communication_data_type "fp16" .* parameters, which is fp32'):
+        with_file(document, "--no-fp16")
+    config, log = with_file({"bf16": {"enabled": True}}, "--bf16 --no-bf16")
+    assert not config.precision.bf16 and log.count("--no-bf16 wins over bf16.enabled true of ") == 1
 
 
 # All flags of the v0 trainer's arguments.py.

@@ -98,18 +98,18 @@ def _write_batch(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
-    """--fp16 or --bf16: the document's other keys may name that dtype."""
+    """--fp16, --bf16, or --no-... of one: the document's other keys may name that dtype."""
     wanted = next((dtype for dtype in ("fp16", "bf16") if flags.given.get(dtype)), None)
-    if wanted is None:
-        return
     for name, dtype in DTYPE_SECTIONS.items():
-        section = document.get(name)
-        if not isinstance(section, Mapping):
+        section, decides = document.get(name), wanted or (dtype if dtype in flags.given else None)
+        if not isinstance(section, Mapping) or decides is None:
             continue
         if section.get("enabled", AUTO) not in (AUTO, dtype == wanted):
-            logger.info("--%s wins over %s.enabled %s of %s", wanted, name, show(section["enabled"]), flags.path)
+            logger.info(
+                "%s wins over %s.enabled %s of %s", flags.text(decides), name, show(section["enabled"]), flags.path
+            )
         document[name] = {**section, "enabled": dtype == wanted}
-    if not any(name in document for name, dtype in DTYPE_SECTIONS.items() if dtype == wanted):
+    if wanted and not any(name in document for name, dtype in DTYPE_SECTIONS.items() if dtype == wanted):
         document[wanted] = {"enabled": True}
 
 
