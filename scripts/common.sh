@@ -83,6 +83,25 @@ json_has() {
   [ $# -gt 1 ] && [ -f "$2" ] && [ "$(sed 's:^ *//.*::' "$2" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
 }
 
+# precision_flag ARG...: sets PRECISION_FLAG to the dtype that PRECISION names (bf16, fp16, or fp32, which has no flag). Unset, it is what ARG...
+# or their JSON file say; else bf16, or fp16 on GPUs from before Ampere, which have no bf16.
+precision_flag() {
+  local precision=${PRECISION:-} argument
+  PRECISION_FLAG=
+  if [ -z "$precision" ]; then
+    for argument in "$@"; do
+      case $argument in --bf16 | --fp16 | --no-bf16 | --no-fp16) return 0 ;; esac
+    done
+    ! json_has "bf16|bfloat16|fp16" "$@" || return 0
+    precision=$("$PYTHON" -c '
+import torch
+has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+print("bf16" if has_bf16 else "fp16")')
+  fi
+  precision=${precision#--}
+  [ "$precision" = fp32 ] || PRECISION_FLAG=--$precision
+}
+
 # check_port PORT: one clear line instead of torchrun's traceback
 check_port() {
   "$PYTHON" - "$1" <<'PYTHON'

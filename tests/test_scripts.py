@@ -103,10 +103,32 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
     assert "adjusted perplexity" in done.stdout, done.stdout + done.stderr
 
 
-def test_distributed_by_torchruns_own_port(corpus, tmp_path):
-    assert "2 = 1 tensor-parallel x 2 data-parallel" in run(
-        "scripts/pretrain_gpt2_distributed.sh", **corpus, SAVE=str(tmp_path)
-    )
+def test_distributed_by_torchruns_own_port_with_other_flags_than_the_scripts(corpus, tmp_path):
+    variables = {**corpus, "PRECISION": "", "SAVE": str(tmp_path)}
+    output = run("scripts/pretrain_gpt2_distributed.sh", "--recompute", "none", "--no-bf16", **variables)
+    assert "2 = 1 tensor-parallel x 2 data-parallel" in output
+    assert "recompute='none'" in output and "parameters in float32" in output
+
+
+def test_precision_is_what_was_said_else_what_the_gpus_have(tmp_path):
+    python = tmp_path / "python"  # of a machine with older GPUs
+    python.write_text("#!/bin/sh\necho fp16\n")
+    python.chmod(0o755)
+    file = "--deepspeed_config scripts/configs/ds_zero_stage_1.config"
+    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    for interpreter, precision, arguments, expected in (
+        (sys.executable, "", "", "--bf16" if has_bf16 else "--fp16"),
+        (python, "", "", "--fp16"),
+        (python, "", "--lr 1 --bf16", ""),
+        (python, "", file, ""),
+        (python, "bf16", file, "--bf16"),
+        (python, "--bf16", "", "--bf16"),  # as it was once written
+        (python, "fp32", "", ""),
+    ):
+        command = f"source scripts/common.sh; PYTHON={interpreter}; precision_flag {arguments}; echo [$PRECISION_FLAG]"
+        variables = {**os.environ, "PRECISION": precision}
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+        assert done.stdout == f"[{expected}]\n", (precision, arguments)
 
 
 def test_distributed_by_master_port_and_by_rendezvous(corpus, tmp_path):
