@@ -1,6 +1,8 @@
-"""What a job asks of torch's back ends: settings of the whole process, made before anything is computed."""
+"""What a job asks of torch's back ends: settings of the whole process, made before CUDA starts, which reads some of them then."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -10,8 +12,16 @@ from megazero.logging import ALIKE, get_logger
 logger = get_logger(__name__)
 
 
+# By default kernels of several streams share 8 hardware queues of a GPU. With one they start in the order of their launches.
+ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def set_up_backends(config: Config) -> None:
-    """Makes the settings that `config` asks for."""
+    """Makes the settings that `config` asks for; a variable that the environment has keeps its value."""
+    # A split layer's all-reduce is to start before the next matrix product fills the GPU. At stages 2 and 3 one queue would also
+    # keep each unit's reduce-scatter and gathers, which are launched ahead, from running beside compute.
+    if config.parallel.model_parallel_size > 1 and config.zero.stage < 2:
+        os.environ.setdefault(*ONE_QUEUE)
     if config.precision.tf32:
         torch.set_float32_matmul_precision("high")
 

@@ -28,7 +28,5 @@ json_has gradient_clipping "$@" || TRAIN_ARGS+=(--clip-grad 1.0)
 json_has steps_per_print "$@" && [ -z "${LOG_INTERVAL:-}" ] || TRAIN_ARGS+=(--log-interval "${LOG_INTERVAL:-25}")
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
 PARALLEL_ARGS=(--model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" ${ZERO_STAGE:+--zero-stage "$ZERO_STAGE"})
-# Lets a layer's gradient all-reduce start before the next matrix product fills the GPU's queues.
-[ "${MODEL_PARALLEL_SIZE:-1}" -eq 1 ] || export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 launch pretrain_gpt2.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

@@ -9,8 +9,6 @@ source "$(dirname "$0")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 tokenizer_args
 precision_flag "$@"
-# Lets a layer's gradient all-reduce start before the next matrix product fills the GPU's queues.
-[ "${MODEL_PARALLEL_SIZE:-1}" -eq 1 ] || export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 SAVE=${SAVE:-checkpoints/gpt2_345m}
 MODEL_ARGS=(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def settings_of_this_process() -> Iterator[None]:
+def settings_of_this_process(monkeypatch) -> Iterator[None]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    monkeypatch.setattr(os, "environ", variables)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
@@ -52,3 +55,22 @@ def test_idle_tensor_cores_and_an_idle_flag_are_said_once(monkeypatch, caplog, f
     set_up_backends(config)
     say_what_is_idle(config, device)
     assert said in caplog.text and len(caplog.records) == bool(said), caplog.text
+
+
+@pytest.mark.parametrize(
+    "flags, is_set",
+    [
+        ("", False),
+        ("--model-parallel-size 2", True),
+        ("--model-parallel-size 2 --zero-stage 1", True),
+        ("--model-parallel-size 2 --zero-stage 2", False),
+        ("--model-parallel-size 2 --zero-stage 3", False),
+        ("--zero-stage 1", False),
+    ],
+)
+def test_one_hardware_queue_is_for_split_layers_without_sharded_gradients(flags, is_set):
+    set_up_backends(load_config(flags.split()))
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == ("1" if is_set else None)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+    set_up_backends(load_config(flags.split()))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's own value"
