@@ -14,16 +14,39 @@ logger = get_logger(__name__)
 
 # By default kernels of several streams share 8 hardware queues of a GPU. With one they start in the order of their launches.
 ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))  # the values with which cuBLAS is deterministic
+NCCL_ALGORITHM = ("NCCL_ALGO", "Ring")  # else NCCL chooses one for each size and kind of collective
 
 
 def set_up_backends(config: Config) -> None:
-    """Makes the settings that `config` asks for; a variable that the environment has keeps its value."""
+    """Makes the settings that `config` asks for; a variable that the environment has keeps its value.
+
+    Raises:
+        ValueError: the environment contradicts --deterministic-mode, or CUDA has started without what that needs.
+    """
     # A split layer's all-reduce is to start before the next matrix product fills the GPU. At stages 2 and 3 one queue would also
     # keep each unit's reduce-scatter and gathers, which are launched ahead, from running beside compute.
     if config.parallel.model_parallel_size > 1 and config.zero.stage < 2:
         os.environ.setdefault(*ONE_QUEUE)
     if config.precision.tf32:
         torch.set_float32_matmul_precision("high")
+    if config.training.deterministic_mode:
+        _be_deterministic()
+
+
+def _be_deterministic() -> None:
+    name, right = CUBLAS_WORKSPACE
+    found = os.environ.get(name)
+    if found not in right and (found is not None or torch.cuda.is_initialized()):
+        raise ValueError(
+            f"--deterministic-mode needs {name} to be {' or '.join(right)} before CUDA starts, and it is {found or 'not set'}. "
+            f"Set {name}={right[0]} in the environment."
+        )
+    os.environ.setdefault(name, right[0])
+    os.environ.setdefault(*NCCL_ALGORITHM)
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors finds bugs, and costs a write of each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def say_what_is_idle(config: Config, device: torch.device) -> None:

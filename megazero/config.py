@@ -70,6 +70,9 @@ class TrainingConfig:
     log_interval: int = option(100, "optimizer steps between log lines")
     exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this")
     seed: int = option(1234, "seed of weights, data order and dropout")
+    deterministic_mode: bool = option(
+        False, "kernels and collectives that give the same bits again on a GPU too; slower (docs/training.md)"
+    )
     reset_position_ids: bool = option(False, "positions start again after each end-of-text token")
     reset_attention_mask: bool = option(False, "tokens do not attend across end-of-text tokens")
     tensorboard_dir: str | None = option(

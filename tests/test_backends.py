@@ -18,11 +18,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def settings_of_this_process(monkeypatch) -> Iterator[None]:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("CU", "NCCL_"))}
     monkeypatch.setattr(os, "environ", variables)
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def test_fp32_products_are_whole_unless_tf32_is_asked_for():
@@ -74,3 +76,23 @@ def test_one_hardware_queue_is_for_split_layers_without_sharded_gradients(flags,
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     set_up_backends(load_config(flags.split()))
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's own value"
+
+
+def test_deterministic_mode_sets_what_must_be_there_before_cuda_starts(monkeypatch):
+    config = load_config(["--deterministic-mode"])
+    set_up_backends(load_config([]))
+    assert not torch.are_deterministic_algorithms_enabled() and "NCCL_ALGO" not in os.environ
+    set_up_backends(config)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Tree")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    set_up_backends(config)
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":16:8", "Tree"), (
+        "the user's own values"
+    )
+    for found in (":0:0", None):
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG")
+        os.environ.update({} if found is None else {"CUBLAS_WORKSPACE_CONFIG": found})
+        with pytest.raises(ValueError, match=f"it is {found or 'not set'}. Set CUBLAS_WORKSPACE_CONFIG=:4096:8 in the"):
+            set_up_backends(config)

@@ -207,6 +207,20 @@ def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
     assert "loss scale 131072.0" in done.stdout
 
 
+def test_deterministic_mode_gives_on_a_cpu_what_a_run_without_does(corpus, tmp_path):
+    every_kind = (
+        "--reset-position-ids",
+        "--reset-attention-mask",
+        "--vocab-chunk-size",
+        "64",
+        "--attention-dropout",
+        "0.1",
+    )
+    for name, mode in (("a", ()), ("b", ("--deterministic-mode",))):
+        assert run_job(flags(corpus, tmp_path / name, 3, *every_kind, *mode), 1).returncode == 0
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
+
+
 def test_accumulation_equals_one_large_batch(corpus, tmp_path):
     for name, micro in (("a", "4"), ("b", "1")):
         assert (
