@@ -42,7 +42,7 @@ def get_batch(iterator: Iterator[dict[str, Tensor]] | None, job: Job) -> tuple[T
 
 
 def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tensor:
-    """The mean loss of the next micro-batch. What follows an end-of-text token cannot be predicted and does not count."""
+    """The mean loss of the next micro-batch. What follows an end-of-text token cannot be predicted: it counts on request only."""
     with job.timers("batch generator"):
         tokens, targets = get_batch(iterator, job)
     flags, eod = job.config.training, job.tokenizer.eod
@@ -52,6 +52,8 @@ def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tens
         position_ids = positions if flags.reset_position_ids else None
         document_ids = documents if flags.reset_attention_mask else None
     losses = job.engine(tokens, position_ids=position_ids, document_ids=document_ids, targets=targets)  # [b, s] fp32
+    if not flags.eod_mask_loss:
+        return losses.mean()
     counts = (tokens != eod).float()
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 

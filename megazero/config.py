@@ -73,6 +73,7 @@ class TrainingConfig:
     deterministic_mode: bool = option(
         False, "kernels and collectives that give the same bits again on a GPU too; slower (docs/training.md)"
     )
+    eod_mask_loss: bool = option(True, "what follows an end-of-text token does not count in the loss")
     reset_position_ids: bool = option(False, "positions start again after each end-of-text token")
     reset_attention_mask: bool = option(False, "tokens do not attend across end-of-text tokens")
     tensorboard_dir: str | None = option(

@@ -19,7 +19,6 @@ ALWAYS_SO = {
     "--fp32-layernorm": "normalisation accumulates in fp32",
     "--accumulate-allreduce-grads-in-fp32": _FP32_GRADIENTS,
     "--attention-softmax-in-fp32": "softmax is in fp32",
-    "--eod-mask-loss": "what follows an end-of-text token does not count in the loss",
     "--exit-signal-handler": "SIGTERM saves and exits",
     "--overlap-grad-reduce": "gradients are reduced while backward goes on",
     "--override-lr-scheduler": "the learning-rate schedule is that of the flags, also where a checkpoint goes on",

@@ -13,6 +13,7 @@ from megazero.checkpoint.folder import CheckpointConfig, list_tags
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
@@ -21,6 +22,9 @@ logger = get_logger(__name__)
 
 # Parts of the configuration that say which samples come, and in which order.
 SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
+
+# Flags of `training` that say what the loss of a sample is.
+LOSS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 
 # What no shape of a parameter shows, and makes the same weights another model.
 UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
@@ -82,7 +86,7 @@ def load(job: Job) -> None:
 
 
 def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
-    """Says that the data do not go on where the checkpoint's run left them."""
+    """Says that the data do not go on where the checkpoint's run left them, or that their loss is another one."""
     if client["train_samples"] != job.train_samples:
         logger.warning(
             "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
@@ -97,6 +101,14 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
         logger.warning(
             "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
             "again and others never",
+            ", ".join(others),
+            extra=ALIKE,
+        )
+    before, after = {**asdict(TrainingConfig()), **saved["training"]}, now["training"]
+    others = [f"--{name.replace('_', '-')}" for name in LOSS if before[name] != after[name]]
+    if others:
+        logger.warning(
+            "%s: not as in the run that saved the checkpoint; losses from here on do not compare with those before",
             ", ".join(others),
             extra=ALIKE,
         )

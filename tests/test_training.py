@@ -13,12 +13,14 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import pretrain_gpt2
 from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.metrics import MetricsWriter, plot_losses
@@ -207,6 +209,20 @@ def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
     assert "loss scale 131072.0" in done.stdout
 
 
+def test_what_follows_an_end_of_text_token_counts_in_the_loss_as_the_flag_says(monkeypatch):
+    tokens, losses = torch.tensor([[5, 0, 7], [0, 0, 9]]), torch.tensor([[1.0, 20.0, 3.0], [40.0, 50.0, 6.0]])
+    monkeypatch.setattr(pretrain_gpt2, "get_batch", lambda iterator, job: (tokens, tokens))
+    for argument, counted in (("--eod-mask-loss", [1.0, 3.0, 6.0]), ("--no-eod-mask-loss", losses.flatten().tolist())):
+        job = SimpleNamespace(
+            config=load_config([argument]),
+            timers=lambda _: nullcontext(),
+            tokenizer=SimpleNamespace(eod=0),
+            engine=lambda tokens, **_: losses,
+        )
+        assert pretrain_gpt2.forward_step(job, None).item() == pytest.approx(sum(counted) / len(counted))
+    assert load_config([]) == load_config(["--eod-mask-loss"])
+
+
 def test_deterministic_mode_gives_on_a_cpu_what_a_run_without_does(corpus, tmp_path):
     every_kind = (
         "--reset-position-ids",
@@ -333,9 +349,10 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     assert done.returncode != 0 and "is of a model of another shape" in done.stdout and "--num-layers" in done.stdout
     done = run_job(flags(corpus, tmp_path, 4, "--num-attention-heads", "2"), 1)
     check_one_line(done, "was trained with --num-attention-heads 4, now 2")
-    done = run_job(flags(corpus, tmp_path, 3, "--seed", "5", "--split", "7,2,1"), 2)
+    done = run_job(flags(corpus, tmp_path, 3, "--seed", "5", "--split", "7,2,1", "--no-eod-mask-loss"), 2)
     warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    assert done.returncode == 0 and len(warnings) == 2, "of two ranks the first says it: " + done.stdout
+    assert done.returncode == 0 and len(warnings) == 3, "of two ranks the first says it: " + done.stdout
+    assert "--eod-mask-loss: not as in the run that saved the checkpoint; losses from here on" in warnings[2]
     assert "8 samples long" in warnings[0] and "--seed, --split: not as in the run" in warnings[1]
 
 
