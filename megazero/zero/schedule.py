@@ -10,6 +10,7 @@ differ between ranks and would then pair one rank's bucket with another's. One i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -65,6 +66,7 @@ class Schedule:
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, limits or GatherLimits())
         self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
+        self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
         tiles = tiles_in(model)
@@ -201,9 +203,9 @@ class Schedule:
         return self.is_last_micro_batch or bucket.sharding.gradients
 
     def _reduce(self, bucket: Bucket) -> None:
-        under_way = [other for other in self._order if gradient_of(other).is_reducing and other is not bucket]
-        for other in under_way[: max(0, len(under_way) + 1 - MAX_REDUCTIONS)]:
-            self._wait_reduced(other)
+        self._under_way.append(bucket)
+        while len(self._under_way) > MAX_REDUCTIONS:
+            self._wait_reduced(self._under_way.popleft())
         gradient_of(bucket).reduce()
         if not self._overlaps_reductions:
             self._wait_reduced(bucket)
@@ -326,7 +328,9 @@ class Schedule:
 
     @property
     def _live(self) -> int:
-        """Elements of sharded parameters that are gathered, or on their way."""
+        """Elements of sharded parameters that are gathered, or on their way; 0 where no limit asks, as counting takes time."""
+        if self.residency.limits.live is None:
+            return 0
         return sum(bucket.layout.numel for bucket in self._sharded if bucket.weights.is_allocated)
 
     def _stays(self, index: int) -> bool:
