@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megazero.logging import ALIKE, get_logger
+from megazero.logging import ALIKE, counted, get_logger
 from megazero.option import option
 
 logger = get_logger(__name__)
@@ -130,7 +130,12 @@ class LossScaler:
             self.hysteresis_left = self.hysteresis
 
     def _after_overflow(self, where: str) -> None:
+        place = f" in {where}" if where else ""
         if self.hysteresis_left > 0:
+            left = counted(self.hysteresis_left, "more overflow")
+            logger.info(
+                "gradient overflow%s: step skipped; %s until the loss scale %.0f halves", place, left, self.scale
+            )
             return
         if self.scale <= self.min_scale:
             raise FloatingPointError(
@@ -139,7 +144,6 @@ class LossScaler:
                 "themselves. Lower the learning rate (--lr), lengthen its warm-up (--warmup), or compute in bf16 (--bf16)."
             )
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
-        place = f" in {where}" if where else ""
         logger.info("gradient overflow%s: loss scale %.0f -> %.0f, step skipped", place, old, self.scale)
 
     def _check_static(self, where: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from megazero.optim.loss_scaler import LossScaler, PrecisionConfig
@@ -28,6 +30,18 @@ def test_overflow_halves_and_restarts_the_window():
 def test_hysteresis_forgives_before_halving_and_refills_on_doubling():
     assert scales("xx", hysteresis=2) == [256, 128]
     assert scales("xx..x", window=2, hysteresis=2) == [256, 128, 128, 256, 256]
+
+
+def test_every_skipped_step_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    scaler = LossScaler(256.0, dynamic=True, hysteresis=3)
+    for where in ("a (rank 0)", "b (rank 1)", "c (rank 1)"):
+        scaler.update(True, where)
+    assert [record.getMessage() for record in caplog.records] == [
+        "gradient overflow in a (rank 0): step skipped; 2 more overflows until the loss scale 256 halves",
+        "gradient overflow in b (rank 1): step skipped; 1 more overflow until the loss scale 256 halves",
+        "gradient overflow in c (rank 1): loss scale 256 -> 128, step skipped",
+    ]
 
 
 def test_consecutive_hysteresis_refills_at_every_clean_step():
