@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -17,7 +18,8 @@ from megazero.logging import setup_logging
 
 T = TypeVar("T")
 
-# What wrong input, a full disk or a run that diverged raise; anything else is a fault of ours and keeps its traceback.
+# What wrong input, a full disk or a run that diverged raise; anything else is a fault of ours and keeps its traceback, and so
+# does a ValueError that another library raises.
 USER_ERRORS = (ValueError, OSError, FloatingPointError, OtherRankError)
 
 # What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL; or torchrun: in its store.
@@ -68,6 +70,12 @@ def _checked_ranks(check: Callable[[int], object]) -> int:
     return ranks
 
 
+def _is_ours(error: Exception) -> bool:
+    """Whether this library or the script raised it, and so says what to change: torch, of a wrong shape, does not say where."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].split(".")[0] in ("__main__", "megazero", "data_tools")
+
+
 def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
     # which have waited; one that is still there afterwards has an error of its own. One that has lost another rank waits, too:
@@ -75,4 +83,6 @@ def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
     if waits:
         time.sleep(10)
+    if isinstance(error, ValueError) and not _is_ours(error):
+        traceback.print_exception(error)
     sys.exit(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}")

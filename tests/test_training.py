@@ -25,6 +25,7 @@ from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.reporting import summary
+from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -323,6 +324,23 @@ def check_one_line(done, message: str) -> None:
 
 
 FILE_FAULTS = [("foreign", "60000"), ("text", "text.idx"), ("short", "short.bin")]
+
+
+@pytest.mark.parametrize(
+    "raised, has_traceback", [("raise ValueError('--lr is odd')", False), ("loss(logits, ids)", True)]
+)
+def test_an_error_that_another_library_raises_in_a_script_of_ones_own_says_where(tmp_path, raised, has_traceback):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch\nfrom torch.nn.functional import cross_entropy as loss\nfrom megazero.entry import run_script\n"
+        f"def forward(_):\n    logits, ids = torch.randn(4, 3), torch.zeros(5, dtype=torch.long)\n    {raised}\n"
+        "run_script(lambda world_size: None, forward)\n"
+    )
+    done = run_script(2, str(script), [])
+    said = "--lr is odd" if not has_traceback else "Expected input batch_size (4) to match target batch_size (5)."
+    assert done.returncode == 1 and f"\nerror: {said}\n" in f"\n{done.stdout}"
+    assert ("own.py" in done.stdout and "in forward" in done.stdout) == has_traceback, "where it happened, of one rank"
+    assert done.stdout.count("Traceback") == has_traceback
 
 
 def test_data_of_another_vocabulary_foreign_and_truncated_files_are_refused(corpus, tmp_path):
