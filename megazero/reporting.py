@@ -197,7 +197,9 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
             ("training loss", f"{job.first_loss:.4f} at the first step -> {train[-1]['loss']:.4f} at the last log line")
         )
     if valid:
-        rows.append(("validation perplexity", f"{valid[-1]['perplexity']:.2f} (loss {valid[-1]['loss']:.4f})"))
+        last = valid[-1]
+        when = "" if last["iteration"] == job.iteration else f", at iteration {last['iteration']}"
+        rows.append(("validation perplexity", f"{last['perplexity']:.2f} (loss {last['loss']:.4f}{when})"))
     own = [line for line in train if line["iteration"] > metrics.start_iteration]  # those before may be of other ranks
     if own:
         median = sorted(own, key=lambda line: line["tokens_per_s"])[len(own) // 2]

@@ -421,6 +421,8 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=9.0)
     table = summary(job, metrics, [0])
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
+    job.iteration = 9
+    assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
