@@ -164,7 +164,7 @@ def test_a_schedule_of_several_parts_is_rebound_with_all_of_them(one_rank, kind)
 def test_sets_that_do_not_divide_the_ranks_are_refused_before_the_model_is_touched(one_rank):
     model = nn.BatchNorm1d(6)
     config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}
-    with pytest.raises(ValueError, match=r"mics_shard_size\) does not divide the 1 data-parallel rank into"):
+    with pytest.raises(DeepSpeedConfigError, match=r"mics_shard_size\) does not divide the 1 data-parallel rank into"):
         deepspeed.initialize(model=model, config=config)
     assert model.running_mean.dtype == torch.float32
 

@@ -157,7 +157,7 @@ def _check_local_rank(args: Any) -> None:
 
 def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:
     """Checks all that can be known before the model is touched; then it is on its device, and equal on all ranks."""
-    config.zero.num_shards(groups.data_parallel_size)  # with all other checks of it
+    _ = config.zero  # checks it
     _check_values(model, config)
     _move(model, comm.local_device(), config.cast_to)
     _as_on_first_rank(model, groups)

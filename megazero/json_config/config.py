@@ -125,10 +125,12 @@ class JsonConfig:
         """What the engine is told about ZeRO.
 
         Raises:
-            DeepSpeedConfigError: settings contradict each other.
+            DeepSpeedConfigError: settings contradict each other, or the number of ranks.
         """
         try:
-            return self._zero()
+            zero = self._zero()
+            zero.num_shards(self.data_parallel_size)
+            return zero
         except DeepSpeedConfigError:
             raise
         except ValueError as error:  # which names the job's flags
