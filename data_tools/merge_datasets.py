@@ -26,7 +26,7 @@ from data_tools.done_marker import marker_path, read_marker, write_marker
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import publish_corpus
-from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path
+from megazero.data.sidecar import Sidecar, check_free, check_tokens, lack_of_record, read_sidecar
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import check_ours, full_disk_named
@@ -148,9 +148,9 @@ def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, A
     if len(known) < len(records):
         unknown = next(source for source, record in records if record is None)
         logger.warning(
-            "%s does not record its tokenizer (no %s): neither will the merged corpus",
+            "%s does not record its tokenizer (%s): neither will the merged corpus",
             unknown.prefix,
-            sidecar_path(unknown.prefix).name,
+            lack_of_record(unknown.prefix),
         )
         return None
     of_first = known[0][1]

@@ -78,6 +78,12 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         ) from error
 
 
+def lack_of_record(prefix: str | Path) -> str:
+    """Why `read_sidecar` has found None, for messages."""
+    path = sidecar_path(prefix)
+    return f"{path.name} is damaged, or something else" if path.exists() else f"no {path.name}"
+
+
 def check_tokenizer(prefix: str | Path, num_tokens: int, tokenizer: Tokenizer) -> bool:
     """Whether the corpus `prefix` of `num_tokens` tokens is known to be made with `tokenizer`: False where no record says so.
 

@@ -13,7 +13,7 @@ from megazero.data.cache import ArrayCache
 from megazero.data.corpora import Corpus
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
-from megazero.data.sidecar import check_tokenizer, sidecar_path
+from megazero.data.sidecar import check_tokenizer, lack_of_record
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import fingerprint
 from megazero.lines.contents import describe_files, key_of, shows_changes
@@ -52,9 +52,9 @@ class Sources:
             source = IndexedDataset(corpus.path if corpus.is_indexed else self._tokenized(corpus.path))
             if not check_tokenizer(source.prefix, source.num_tokens, self.tokenizer) and self.rank == 0:
                 logger.warning(
-                    "%s does not record its tokenizer (no %s): cannot check that it was made with this %s of %d entries",
+                    "%s does not record its tokenizer (%s): cannot check that it was made with this %s of %d entries",
                     source.prefix,
-                    sidecar_path(source.prefix).name,
+                    lack_of_record(source.prefix),
                     self.tokenizer.name,
                     self.tokenizer.vocab_size,
                 )

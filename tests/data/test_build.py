@@ -168,6 +168,16 @@ def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_f
         build(other, train_data=[str(corpora / "a")], split="1")
 
 
+def test_a_damaged_record_is_not_said_to_be_missing(corpora, tokenizer, caplog):
+    path = corpora / "a_text_document.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with caplog.at_level(logging.WARNING, "megazero"):
+        build(tokenizer, train_data=[str(corpora / "a")], split="1")
+    assert "record its tokenizer (a_text_document.json is damaged, or something else): cannot check" in caplog.text
+    path.write_bytes(whole)
+
+
 def test_megatrons_own_files_get_a_warning_and_their_ids_are_checked(corpora, tokenizer, caplog):
     for path in corpora.glob("a_text_document.json"):
         path.unlink()
