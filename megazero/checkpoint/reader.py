@@ -218,7 +218,7 @@ class Reader:
         except Exception as error:
             raise CheckpointError(
                 f"{self.path / 'index.json'} is malformed at {what}: {type(error).__name__}: {error}. It is not what was "
-                "written; copy the checkpoint again."
+                f"written. {REMEDY}"
             ) from error
 
 
