@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megazero.comm import ProcessGroup
-from megazero.mpu.cross_entropy import max_and_sum, over_ranks
+from megazero.mpu.cross_entropy import max_and_sum, over_ranks, write_gradient
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
 from megazero.mpu.utils import VocabUtility, as_autocast, check_token_ids
@@ -145,16 +145,15 @@ class _ChunkedLoss(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight[ctx.columns :] = 0.0
         scale = grad.reshape(-1).to(z.dtype)  # [tokens], with the loss scale: 16-bit d is as large as without chunks
-        over_z = (scale / z)[:, None]
         for part, column, is_here in _chunks(ids, ctx.columns, ctx.chunk_size):
-            own, minus = weight[part], -scale.masked_fill(~is_here, 0.0)[:, None]
+            own = weight[part]
             total = (
                 None if grad_weight is None else _sum_like(grad_weight[part], is_one=rows.size(0) <= ctx.token_chunk)
             )
             for some in _slices(rows.size(0), ctx.token_chunk):
-                d = rows[some].mm(own.t()).to(z.dtype).sub_(largest[some, None]).exp_().mul_(over_z[some])
-                d.scatter_add_(1, column[some], minus[some])  # [some tokens, chunk]
-                d = d.to(rows.dtype)
+                d = rows[some].mm(own.t())  # [some tokens, chunk] logits, then their gradient
+                targets = column[some], is_here[some]
+                write_gradient(d, d.size(1), *targets, largest[some], z[some], scale[some], out=d)
                 if grad_x is not None:
                     grad_x[some] += d.mm(own)
                 if total is not None:

@@ -158,7 +158,7 @@ def _per_token(shape: Shape) -> int:
 
 
 def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: bool, hidden: int) -> int:
-    """The gradient of the logits and some fp32 chunks of them, then those of the head's weight and input in their place.
+    """The gradient of the logits and an fp32 chunk of them, then those of the head's weight and input in their place.
 
     With --vocab-chunk-size or --sequence-chunk-size no more than chunks of the logits, the gradient of the weight, and that of
     the input in fp32; and the sum over chunks of the sequence, with a product for it.
@@ -169,12 +169,14 @@ def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: boo
         columns = min(model.vocab_chunk_size or vocabulary, vocabulary)
         tokens = min(model.sequence_chunk_size or shape.seq_length, shape.seq_length) * shape.batch_size
         total = columns * model.hidden_size * (FP32_BYTES + e) if tokens < n and e < FP32_BYTES else 0
-        # fp32 logits change in place
-        working = tokens * columns * (e if e == FP32_BYTES else 2 * FP32_BYTES + e) + total
+        working = tokens * columns * e + _fp32_chunk(shape, tokens, columns) + total
         return working + n * model.hidden_size * FP32_BYTES + hidden + head_gradient
+    return max(n * vocabulary * e + _fp32_chunk(shape, n, vocabulary), head_gradient + hidden)
+
+
+def _fp32_chunk(shape: Shape, tokens: int, columns: int) -> int:
+    """What the loss casts of 16-bit logits at a time. Those of fp32 are worked on in the memory of their gradient."""
+    if shape.dtype == torch.float32:
+        return 0
     most = CHUNK_NUMEL_DEVICE if shape.device_type == "cuda" else CHUNK_NUMEL_CPU
-    step = min(n, max(most // vocabulary, 1))  # tokens of a chunk
-    here = 1 if shape.dtype == torch.float32 else 2  # fp32 chunks: this one, and what it was cast to
-    left = min(step, n - step)  # of the second chunk, in whose turn the first is still there
-    rows = max(step * here, step + left * here if left else 0)
-    return max((n * e + rows * FP32_BYTES) * vocabulary, head_gradient + hidden)
+    return min(tokens, max(most // columns, 1)) * columns * FP32_BYTES

@@ -5,9 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import mpu
 from megazero.mpu import cross_entropy
+from tests.plan.live_bytes import tensors_in
 from tests.ranks import run_ranks
 
 V = 11  # padded to 12 columns and more
@@ -127,3 +129,37 @@ def all_cases():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_loss_and_gradient_equal_cross_entropy_of_the_whole_vocabulary(world_size):
     run_ranks(world_size, all_cases)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write: operands and results, each once, and of indexing what is picked."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty")):
+            unread = name.startswith("new_") or name.endswith("_like")  # but for the shape
+            values = [] if unread else [*args[name == "copy_" :], *(v for k, v in kwargs.items() if k != "out")]
+            read = list(tensors_in(values))
+            touched = [*read, *tensors_in([out])]
+            picked = min(x.numel() for x in touched) if name in ("gather", "index", "index_put_") else None
+            self.nbytes += sum((picked or x.numel()) * x.element_size() for x in touched)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "forward", "backward"), [(torch.bfloat16, 20, 20), (torch.float32, 24, 24)])
+def test_a_device_moves_as_many_bytes_per_logit_as_are_written_here(one_rank, dtype, forward, backward):
+    """Of 16 bits: largest 2, less it in fp32 6, exp 8, sum 4; backward the same without sum and largest, times a factor 6."""
+    logits = torch.empty(3000, 50304, dtype=dtype, device="meta", requires_grad=True)  # three chunks
+    targets = torch.empty(3000, dtype=torch.int64, device="meta")
+    with Traffic() as traffic:
+        loss = mpu.vocab_parallel_cross_entropy(logits, targets, vocab_size=50257)
+    assert traffic.nbytes / logits.numel() == pytest.approx(forward, abs=0.05)
+    with Traffic() as traffic:
+        loss.backward(torch.empty_like(loss))
+    assert traffic.nbytes / logits.numel() == pytest.approx(backward, abs=0.05)
