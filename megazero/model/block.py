@@ -68,7 +68,7 @@ class TransformerBlock(nn.Module):
         if self.sequence_parallel and self.attention.dense.group.size() > 1:
             body = _tiled_sequence_body if self.has_tiles else _sequence_body
         if self.compile_body and cache is None:
-            body = _compiled(body)
+            body = compiled(body)
         return body(self, x, mask, cache)
 
     def parameters_of_slices(self) -> list[nn.Parameter]:
@@ -116,8 +116,8 @@ def _tiled_sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None
 
 
 @functools.cache
-def _compiled(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A body under torch.compile.
+def compiled(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`body` under torch.compile, the same one at each call.
 
     One function for all blocks: weights are inputs of the graph, so equal blocks share one compilation, and hooks on the block
     (ZeRO's gather and release) run outside of it.

@@ -78,7 +78,7 @@ class GPT2Config:
         "layer norm kernel; apex needs NVIDIA apex (not the package of that name on PyPI)",
         choices=("torch", "apex"),
     )
-    compile: bool = option(False, "torch.compile each transformer block")
+    compile: bool = option(False, "torch.compile each transformer block, and the loss of whole logits")
     memory_centric_tiled_linear: bool = option(
         False, "cut the MLP's two layers into tiles, which --zero-stage 3 gathers one at a time"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.comm import ProcessGroup
-from megazero.model.block import Transformer
+from megazero.model.block import Transformer, compiled
 from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
@@ -19,6 +20,7 @@ from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
 from megazero.mpu.init import init_weight_
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.random import own_stream
+from megazero.mpu.utils import check_token_ids
 
 
 class GPT2Model(nn.Module):
@@ -147,7 +149,11 @@ class GPT2Model(nn.Module):
                 sequence_parallel=in_slices,
                 **where,
             )
-        return mpu.vocab_parallel_cross_entropy(self._logits(x, in_slices), targets, **where)
+        loss_of: Callable[..., Tensor] = mpu.vocab_parallel_cross_entropy
+        if config.compile:
+            check_token_ids(targets, config.require_vocab_size())  # a graph does not
+            loss_of = compiled(loss_of)
+        return loss_of(self._logits(x, in_slices), targets, **where)
 
     def _transform(
         self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None, cache: KeyValueCache | None
