@@ -26,7 +26,7 @@ from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.utils import VocabUtility, check_token_ids
 
-CHUNK_NUMEL_CPU = 1 << 20  # fp32 elements of a chunk: 4 MB, about a core's cache
+CHUNK_NUMEL_CPU = 1 << 18  # fp32 elements of a chunk: 1 MB, which a core's second-level cache holds
 CHUNK_NUMEL_DEVICE = 1 << 26  # 256 MB: few launches, and still small beside the logits of a large batch
 
 
