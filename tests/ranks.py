@@ -1,4 +1,4 @@
-"""Runs a function, or a script, on several gloo ranks of this machine: the harness of every multi-rank test."""
+"""Runs a function, or a script, on several ranks of this machine: the harness of every multi-rank test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _context.set_forkserver_preload(_PRELOAD)
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, timeout_s: float, function: Callable, args: tuple, pipe: Any
+    rank: int, world_size: int, backend: str, store: str, timeout_s: float, function: Callable, args: tuple, pipe: Any
 ) -> None:
     from datetime import timedelta
 
@@ -37,12 +37,16 @@ def _rank_main(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device,
         )
         result = function(*args)
         dist.barrier()
@@ -53,8 +57,12 @@ def _rank_main(
     dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks and returns their results in rank order.
+
+    Over nccl each rank has a GPU of its own; over gloo those that use CUDA share the first one.
 
     `function` is a module-level function and everything passed or returned is picklable (return numbers and lists, not tensors
     that share memory). torch.distributed is initialised; model-parallel groups are the function's own business.
@@ -68,7 +76,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout_s: float 
             reader, writer = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_rank_main,
-                args=(rank, world_size, os.path.join(folder, "store"), timeout_s, function, args, writer),
+                args=(rank, world_size, backend, os.path.join(folder, "store"), timeout_s, function, args, writer),
                 daemon=True,
             )
             process.start()

@@ -249,7 +249,7 @@ def trained_names(engine: Engine) -> list[str]:
 def train(engine: Engine, batches: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Trains on `batches` and yields everything there is to compare: losses, norms, all gradients, all weights."""
     rank = mpu.get_data_parallel_rank()
-    for index, step in enumerate(batches):
+    for index, step in enumerate(batches.to(engine.device)):
         for batch in step:
             loss = engine(batch[rank])
             yield f"loss {index}", loss.detach().clone()

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from megazero import mpu
+from megazero import comm, mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
+from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
-
-
-class Block(nn.Module):
-    def __init__(self, h: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(3 * h, h)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Toy(nn.Module):
-    """Odd sizes, a tied head, and a parameter that no loss reaches."""
-
-    def __init__(self, shared: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
-        self.norm = nn.LayerNorm(5)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.shared = shared
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in [*self.blocks, self.blocks[0]] if self.shared else self.blocks:
-            x = block(x)
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
+from tests.zero.models import Toy
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
@@ -49,13 +21,13 @@ STEPS, MICRO, CLIP = 3, 2, 0.5
 
 
 def data(world_size: int) -> torch.Tensor:
-    return torch.randint(0, 11, (STEPS, MICRO, world_size, 2, 7), generator=torch.Generator().manual_seed(1))
+    """[steps, micro-batches, ranks, b, s] token ids, where this rank computes."""
+    shape, generator = (STEPS, MICRO, world_size, 2, 7), torch.Generator().manual_seed(1)
+    return torch.randint(0, 11, shape, generator=generator).to(comm.local_device())
 
 
-def reference(world_size: int, optimizer: str, shared: bool):
+def reference(world_size: int, optimizer: str, model: nn.Module):
     """Losses of every rank, clipped-away norms, gradients of the last step and final weights: torch alone, one process."""
-    torch.manual_seed(0)
-    model = Toy(shared)
     group_of, settings = weight_decay_groups(model, 0.1)
     groups = [
         {**s, "params": [p for n, p in model.named_parameters() if group_of[n] == i]} for i, s in enumerate(settings)
@@ -78,12 +50,17 @@ def reference(world_size: int, optimizer: str, shared: bool):
     return losses, norms, grads, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def engine_case(optimizer: str, shared: bool) -> None:
+def toy(run: str, shared: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Toy(run, shared).to(comm.local_device())
+
+
+def engine_case(optimizer: str, shared: bool = False, run: str = "plain", **zero) -> None:
+    """Trains where this process computes; `zero` is the `ZeroConfig`, of stage 0 by default."""
     groups = mpu.initialize_model_parallel(1)
     world_size, rank = groups.data_parallel_size, groups.data_parallel_rank
-    want_losses, want_norms, want_grads, want_weights = reference(world_size, optimizer, shared)
-    torch.manual_seed(0)
-    model = Toy(shared)
+    want_losses, want_norms, want_grads, want_weights = reference(world_size, optimizer, toy("plain", shared))
+    model = toy(run, shared)
     engine = Engine(
         model,
         groups,
@@ -91,6 +68,7 @@ def engine_case(optimizer: str, shared: bool) -> None:
         *weight_decay_groups(model, 0.1),
         clip_grad=CLIP,
         gradient_accumulation_steps=MICRO,
+        zero=ZeroConfig(**{"stage": 0, **zero}),
     )
     losses, norms, grads = [], [], {}
     for step in data(world_size):
@@ -106,9 +84,11 @@ def engine_case(optimizer: str, shared: bool) -> None:
     assert engine.global_steps == STEPS and engine.micro_steps == STEPS * MICRO
     torch.testing.assert_close(torch.tensor(losses), torch.tensor([row[rank] for row in want_losses]))
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(want_norms))
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(grads[name], want_grads[name], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(parameter.detach(), want_weights[name], rtol=1e-5, atol=2e-6)
+    weights = engine.state_dict()  # on the CPU
+    for name in want_weights:
+        torch.testing.assert_close(grads[name].cpu(), want_grads[name].cpu(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights[name], want_weights[name].cpu(), rtol=1e-5, atol=2e-6)
+    engine.destroy()
     mpu.destroy_model_parallel()
 
 

@@ -185,7 +185,7 @@ def resume_case(path: str, saved: dict, loaded: dict) -> None:
     def engine(home: dict):
         torch.manual_seed(0)
         options = {"nvme_path": path, "sub_group_size": TILE_MULTIPLE, **home}
-        return make_engine(Wide(), 3, zero=options, dtype=torch.bfloat16)
+        return make_engine(Wide().to(comm.local_device()), 3, zero=options, dtype=torch.bfloat16)
 
     whole = engine({})
     dict(train(whole, batches[:2]))

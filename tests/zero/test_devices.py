@@ -1,0 +1,71 @@
+"""The same trainings wherever a job may run: on the CPU in every run of the tests; by `-m gpu` on CUDA, over NCCL and gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import activation_checkpointing
+from megazero.comm import channel
+from tests.ranks import run_ranks
+from tests.zero.test_engine import engine_case
+from tests.zero.test_offload import resume_case
+
+GPUS = torch.cuda.device_count()
+
+
+def on_gpus(count: int, *place: Any, id: str) -> Any:
+    marks = [pytest.mark.gpu, pytest.mark.skipif(count > GPUS, reason=f"needs {count} CUDA devices")]
+    return pytest.param(*place, id=id, marks=marks)
+
+
+# Ranks, backend, and what a channel takes for its backend: not gloo but "native" shows on the CPU what NCCL is asked for.
+PLACES = [
+    pytest.param(1, "gloo", None, id="CPU"),
+    pytest.param(2, "gloo", "native", id="2 ranks, CPU, NCCL's lane"),
+    on_gpus(1, 1, "nccl", None, id="NCCL"),
+    on_gpus(1, 2, "gloo", None, id="2 ranks on one GPU"),
+    on_gpus(2, 2, "nccl", None, id="2 ranks, NCCL"),
+]
+everywhere = pytest.mark.parametrize(("ranks", "backend", "lane"), PLACES)
+
+
+def case(lane: str | None, function: Callable, args: tuple, options: dict) -> None:
+    if lane is not None:
+        channel.backend_of = lambda _: lane  # of this rank's process alone
+    function(*args, **options)
+
+
+def run_there(ranks: int, backend: str, lane: str | None, function: Callable, *args: Any, **options: Any) -> None:
+    run_ranks(ranks, case, lane, function, args, options, backend=backend)
+
+
+@everywhere
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_equals_plain_torch(ranks, backend, lane, stage):
+    run_there(ranks, backend, lane, engine_case, "sgd", stage=stage)
+
+
+@everywhere
+def test_states_in_host_memory_equal_plain_torch(ranks, backend, lane):
+    run_there(ranks, backend, lane, engine_case, "adamw", stage=3, offload_optimizer="cpu", offload_param="cpu")
+
+
+def checkpointed_case() -> None:
+    activation_checkpointing.configure(None, checkpoint_in_cpu=True)
+    engine_case("sgd", run="ours", stage=3)
+
+
+@everywhere
+def test_activation_checkpoints_in_host_memory_equal_plain_torch(ranks, backend, lane):
+    run_there(ranks, backend, lane, checkpointed_case)
+
+
+@everywhere
+@pytest.mark.parametrize("home", ["none", "cpu"])
+def test_a_checkpoint_goes_on_bit_for_bit(ranks, backend, lane, home, tmp_path):
+    there = {"offload_optimizer": home, "offload_param": home}
+    run_there(ranks, backend, lane, resume_case, str(tmp_path), there, there)
