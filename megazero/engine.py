@@ -322,6 +322,7 @@ class Engine:
             TypeError: the schedule's `step` takes something else; nothing has been updated.
             EngineStateError: there was no backward before it, it is called inside of no_sync, there is no optimizer, or the
                 model has other parameters than the engine was made for.
+            RuntimeError: in the first update over NCCL, ranks have run other units, or in another order.
         """
         self._refuse_without_optimizer("engine.step()")
         if not self._syncs:
@@ -341,6 +342,7 @@ class Engine:
             raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
             )
+        self.channel.compare_first()  # before the first wait for the device, which may wait for ever
         self.micro_steps += 1
         self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()

@@ -32,6 +32,13 @@ def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
             f"rank {rank} was killed (SIGKILL), most likely by the kernel for lack of host memory. Use less memory per rank: "
             "a smaller batch (--batch-size), recomputed activations (--checkpoint-activations), or fewer ranks per node."
         )
+    if failure.exitcode == -signal.SIGABRT:
+        return (
+            f"rank {rank} was ended by SIGABRT; on GPUs most likely by NCCL's watchdog, because a collective did not end in time "
+            "(--distributed-timeout-s): a rank did not come, or ran another part of the model, or the network failed. The log "
+            'says which collective ("Watchdog"). The last ones of each rank are in ~/.cache/torch/*_trace_rank_* of its node, or '
+            "where TORCH_FR_DUMP_TEMP_FILE says; torchfrtrace reads them."
+        )
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}."
     where = f"under {log_dir}" if log_dir else "above"

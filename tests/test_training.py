@@ -19,10 +19,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_gpt2
 from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.reporting import summary
 from tests.ranks import run_script
@@ -143,6 +145,17 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     last = max(metrics(tmp_path))
     assert f"stopping after iteration {last}: SIGTERM" in output  # which is what the launcher passes on
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+def test_a_rank_that_nccl_ended_is_explained():
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGABRT, error_file="")
+    said = describe(5, failure)
+    assert said.startswith(
+        "rank 5 was ended by SIGABRT; on GPUs most likely by NCCL's watchdog, because a collective did not end"
+    )
+    assert "torchfrtrace" in said and "\n" not in said
+    other = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGSEGV, error_file="")
+    assert describe(5, other) == "rank 5 was ended by SIGSEGV."
 
 
 def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path):

@@ -32,8 +32,8 @@ class Channel:
 
     Every rank issues the reductions (`all_reduce_`, `reduce_scatter_`) in one order, and the gathers in one order. On gloo the
     two may interleave differently from rank to rank, because each has a lane of its own, and a collective that has another
-    name, kind, numel or dtype on another rank raises on both. On NCCL all share one lane: the order must be one, and is not
-    checked. A buffer belongs to the channel from the call until `wait` returns.
+    name, kind, numel or dtype on another rank raises on both. On NCCL all share one lane: the order must be one, and is checked
+    where `compare_first` is called, once. A buffer belongs to the channel from the call until `wait` returns.
 
     On gloo, sums are taken in ascending rank order, in fp32 for 16-bit buffers, so that an all-reduce equals a reduce-scatter and
     an all-gather bit for bit; data moves through shared memory where all ranks run on one host, else point to point. On NCCL
@@ -134,6 +134,25 @@ class Channel:
         if len(ranks) > 1:
             store = dist.PrefixStore("megazero/world/", dist.distributed_c10d._get_default_store())
             Meeting(store, ranks, dist.get_rank(), self.timeout_s).hold(what)
+
+    def compare_first(self) -> None:
+        """Raises where ranks have issued other collectives so far, or in another order; on gloo each collective says so itself.
+
+        The first call compares, and later ones do nothing. By the store: so ranks are told whose devices wait for each other.
+
+        Raises:
+            RuntimeError: on every rank, naming the first difference; or some did not come within the timeout.
+        """
+        noted = self._reductions.take_noted() if self.num_ranks > 1 else None
+        if noted is None:
+            return
+        try:
+            self._meeting.compare("collectives before the first update", noted)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} Every rank must run the same units in the same order: look for what in the model depends on the data "
+                "or the rank."
+            ) from None
 
     def reset_traffic(self) -> None:
         """Sets all counters to zero."""

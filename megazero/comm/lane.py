@@ -19,6 +19,7 @@ from megazero.comm.transport import Transport, describe
 from megazero.comm.world import ProcessGroup
 
 _PATIENCE_S = 2.0  # for what is under way when a lane is closed
+_NOTED = 1024  # collectives that a `NativeLane` notes at most until they are compared
 
 # torch 2.13 renamed these, and warns at the old names.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -70,6 +71,10 @@ class ThreadLane:
         job = _Job(action, buffer, name, self._where)
         self._jobs.put(job)
         return job
+
+    def take_noted(self) -> list[str] | None:
+        """None: the transport compares each collective with those of the other ranks."""
+        return None
 
     def close(self) -> None:
         """Ends the thread after what has been issued. Waits for it, but not for long if other ranks keep it waiting."""
@@ -162,7 +167,7 @@ class NativeLane:
     communicators that run in another order on another rank can wait for each other for ever, and NCCL asks for one order over
     all communicators. In one queue there is one order to keep: that in which the collectives are issued, which is equal on
     all ranks as long as all of them run the same graph. Nothing compares the names of collectives here: ranks that issue them
-    in another order get a hang or each other's data.
+    in another order get a hang or each other's data. So the first ones are noted, for the channel to compare once.
 
     Sums between sets of ranks cannot do without a second communicator, whose kernels may run beside a gather's. They are issued
     in that one order too, as FSDP2's are on a mesh of two dimensions.
@@ -177,9 +182,12 @@ class NativeLane:
         """
         self._group, self._across = group, across
         self._beside: torch.cuda.Stream | None = None  # on which a step waits for the one before it
+        self._noted: list[str] | None = []
 
     def issue(self, action: str, buffer: Tensor, name: str) -> Work:
         """Starts the collective; the `Work` is torch's, whose `wait` makes the current stream wait, not the host."""
+        if self._noted is not None and len(self._noted) < _NOTED:
+            self._noted.append(describe(action, buffer, name))
         if self._across is None or action == "all_gather":
             return self._start(action, buffer)
         if buffer.is_cuda:
@@ -192,6 +200,11 @@ class NativeLane:
                 work.wait()
                 work = self._start("all_gather", buffer)
         return work
+
+    def take_noted(self) -> list[str] | None:
+        """What has been issued so far, in words and in order, up to a limit; None, and nothing is noted, from then on."""
+        noted, self._noted = self._noted, None
+        return noted
 
     def _start(self, action: str, buffer: Tensor) -> Work:
         if action == "all_reduce":

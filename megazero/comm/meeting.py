@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -44,6 +45,32 @@ class Meeting:
             raise RuntimeError(_different(here, end))
         if count > 1:  # all ranks are past that one
             self._forget(count - 1)
+
+    def compare(self, what: str, lines: list[str]) -> None:
+        """Returns when every rank has come with the same lines, each without a line break.
+
+        Args:
+            what: as of `hold`, and nothing else that is held or compared here is called so.
+
+        Raises:
+            RuntimeError: on every rank: some ranks did not come; or one has another line than the first rank, which is named.
+        """
+        if self._rank == 0:
+            self._store.set(f"{what}/lines", "\n".join(lines))
+        self.hold(f"{what}, listed")
+        theirs = self._store.get(f"{what}/lines").decode().splitlines()
+        if theirs != lines:
+            pairs = enumerate(zip_longest(theirs, lines, fillvalue="nothing more"), start=1)
+            number, (expected, found) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
+            self._store.set(
+                f"{what}/difference",
+                f"{what}: number {number} is {expected} on rank {self._ranks[0]}, and {found} on rank {self._ranks[self._rank]}.",
+            )
+        self.hold(f"{what}, compared")
+        if self._store.check([f"{what}/difference"]):
+            raise RuntimeError(self._store.get(f"{what}/difference").decode())
+        if self._rank == 0:
+            self._store.delete_key(f"{what}/lines")
 
     def _wait(self, place: str, here: str) -> None:
         try:

@@ -62,6 +62,8 @@ def init_distributed(
     if auto_mpi_discovery and init_method is None:
         _adopt_open_mpi(distributed_port)
     _take_device()
+    if backend == "nccl":
+        _record_collectives()
     timeout = timeout or _default_timeout()
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
@@ -95,6 +97,16 @@ def _take_device_of_joined() -> None:
         torch.cuda.set_device(bound)
     elif torch.cuda.current_device() == 0:  # as in DeepSpeed, where `initialize` sets it
         _take_device()
+
+
+def _record_collectives() -> None:
+    """Has torch keep the last collectives of each rank, and write them to a file when one times out, unless the user has chosen.
+
+    Newer releases do so by themselves; 2.8 does not.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def _default_timeout() -> timedelta:

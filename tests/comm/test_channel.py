@@ -222,6 +222,23 @@ def test_a_rank_takes_its_device_also_where_the_script_has_joined(one_rank, monk
     assert taken == [2], "the script has made another one current"
 
 
+@pytest.mark.parametrize("older", [None, "0"])
+def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypatch, older):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for name in names:
+        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.delenv(name)
+    if older is not None:
+        monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", older)
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("_take_device", "_join_by_environment"):
+        monkeypatch.setattr(comm_world, name, lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append([os.environ.get(n) for n in names]))
+    comm.init_distributed("nccl", init_method="file:///unused", rank=0, world_size=1)
+    assert seen[0] == (["2000", None, "1"] if older is None else [None, older, "1"])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_groups_work_at_the_same_time(way):
     run_ranks(4, subset_case, way)

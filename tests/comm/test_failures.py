@@ -328,3 +328,58 @@ def test_all_ranks_go_point_to_point_if_one_cannot_map_its_peers(step):
 
 def test_ranks_of_several_hosts_go_point_to_point():
     assert run_ranks(4, several_hosts_case) == [("point to point", 32.0)] * 4
+
+
+def noted_case(buffers: list[list[tuple[str, int]]]) -> None:
+    channel = open_channel("native")
+    for name, numel in buffers[channel.rank]:
+        channel.all_gather_(torch.ones(numel), name).wait()
+    channel.compare_first()
+    for name in buffers[1 - channel.rank][:1]:  # from here on nothing is noted
+        channel.all_gather_(torch.ones(12), str(name)).wait()
+    channel.compare_first()
+    channel.close()
+
+
+def test_ranks_that_issue_the_same_collectives_over_nccls_lane_are_compared_once():
+    run_ranks(2, noted_case, [[("embedding", 4), ("block", 6)]] * 2)
+
+
+def other_noted_case(way: str, buffers: list[list[str]]) -> str:
+    channel = open_channel(way)
+    for name in buffers[channel.rank]:
+        channel.all_gather_(torch.ones(6), name).wait()
+    with pytest.raises(RuntimeError) as caught:
+        channel.compare_first()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (
+            ["a", "c"],
+            "number 2 is all_gather of b, 6 elements (torch.float32) on rank 0, and all_gather of c, 6 elements ",
+        ),
+        (
+            ["b", "a"],
+            "number 1 is all_gather of a, 6 elements (torch.float32) on rank 0, and all_gather of b, 6 elements ",
+        ),
+    ],
+)
+def test_other_collectives_over_nccls_lane_are_named_on_every_rank(other, found):
+    texts = run_ranks(3, other_noted_case, "native", [["a", "b"], ["a", "b"], other])
+    assert len(set(texts)) == 1 and found in texts[0] and "on rank 2. Every rank must run" in texts[0]
+
+
+def too_few_case() -> str:
+    channel = open_channel("native")
+    if channel.rank == 0:
+        channel._reductions._noted.append("all_gather of b")  # as one that hangs for the others
+    with pytest.raises(RuntimeError) as caught:
+        channel.compare_first()
+    return str(caught.value)
+
+
+def test_a_rank_with_fewer_collectives_over_nccls_lane_is_named():
+    assert "number 1 is all_gather of b on rank 0, and nothing more on rank 1." in run_ranks(2, too_few_case)[1]

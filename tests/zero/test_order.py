@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megazero import mpu
+from megazero.comm import channel
 from tests.ranks import run_ranks
-from tests.zero.models import Toy, make_engine
+from tests.zero.models import Toy, make_engine, token_batches
 
 
 def other_order_case() -> None:
@@ -23,3 +24,23 @@ def other_order_case() -> None:
 
 def test_units_in_another_order_on_another_rank_are_named_instead_of_mixed_up():
     run_ranks(2, other_order_case)
+
+
+def other_order_over_nccl_case() -> None:
+    channel.backend_of = lambda _: "native"  # of this rank's process alone
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    engine = make_engine(Toy(), 3, zero={"overlap_comm": False})
+    rank = mpu.get_data_parallel_rank()
+    with torch.no_grad():
+        engine.module.blocks[rank](torch.ones(1, 5))  # each takes the other's weights, as these are of one size
+    engine.backward(engine(token_batches(1, 1, 2)[0, 0, rank]))
+    with pytest.raises(
+        RuntimeError, match=r"number 1 is all_gather of blocks.0, .* on rank 0, and all_gather of blocks.1, "
+    ):
+        engine.step()
+    assert engine.global_steps == 0
+
+
+def test_units_in_another_order_over_nccls_lane_are_named_by_the_first_step():
+    run_ranks(2, other_order_over_nccl_case)
