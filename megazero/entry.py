@@ -18,9 +18,9 @@ from megazero.logging import setup_logging
 
 T = TypeVar("T")
 
-# What wrong input, a full disk or a run that diverged raise; anything else is a fault of ours and keeps its traceback, and so
-# does a ValueError that another library raises.
-USER_ERRORS = (ValueError, OSError, FloatingPointError, OtherRankError)
+# What wrong input, a full disk, too little memory or a run that diverged raise; anything else is a fault of ours and keeps its
+# traceback, and so does a ValueError that another library raises.
+USER_ERRORS = (ValueError, OSError, MemoryError, FloatingPointError, OtherRankError)
 
 # What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL; or torchrun: in its store.
 LOST_RANK = (

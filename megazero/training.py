@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +32,11 @@ from megazero.job import (
 )
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
 from megazero.metrics import MetricsWriter, perplexity
-from megazero.plan import refuse_what_cannot_fit
+from megazero.plan import refuse_what_cannot_fit, ways_to_less_memory
 from megazero.reporting import (
     MemoryWatch,
     describe_memory,
+    describe_out_of_memory,
     describe_start,
     log_step,
     metrics_writer,
@@ -62,7 +64,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
-    job = build_job(config, groups, tokenizer, model_provider, forward_step)
+    with _tells_out_of_memory(config):
+        job = build_job(config, groups, tokenizer, model_provider, forward_step)
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
     load(job)
@@ -83,7 +86,7 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     if train is not None:
         warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:
-        with progress_bar(job) as bar:
+        with progress_bar(job) as bar, _tells_out_of_memory(config, job):
             _train(job, metrics, train, valid, bar)
     else:
         logger.info(
@@ -92,10 +95,28 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
             flags.train_iters,
         )
     if not job.stopped and job.iteration >= flags.train_iters:
-        for section, dataset in (("valid", valid), ("test", test)):
-            evaluate_and_log(job, metrics, dataset, section, "the end of training")
+        with _tells_out_of_memory(config, job):
+            for section, dataset in (("valid", valid), ("test", test)):
+                evaluate_and_log(job, metrics, dataset, section, "the end of training")
     _finish(job, metrics)
     return job
+
+
+@contextmanager
+def _tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None]:
+    """Replaces the error of a device or host without memory by one that says what is held, and which flags take less.
+
+    Raises:
+        MemoryError: there was none for a tensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        texts = ("DefaultCPUAllocator", "CUDA error: out of memory")
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in texts):
+            raise
+        ways = ways_to_less_memory(config, torch.distributed.get_world_size(), comm.local_device())
+        raise MemoryError(describe_out_of_memory(error, job, ways)) from error
 
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) -> None:

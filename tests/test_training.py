@@ -169,6 +169,47 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path)
     assert "Traceback" not in output and "error" not in output
 
 
+SHORT_OF_MEMORY = """
+import torch
+import pretrain_gpt2
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+def forward_step(job, iterator):
+    if job.iteration == 1 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        {what}
+    return pretrain_gpt2.forward_step(job, iterator)
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, pretrain_gpt2.make_model, forward_step))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (
+            'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")',
+            "CUDA out of memory. Tried to",
+        ),
+        ("torch.empty(1 << 58)", "DefaultCPUAllocator"),
+    ],
+    ids=["a device", "the host"],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp_path, ranks, what, said):
+    script = tmp_path / "short_of_memory.py"
+    script.write_text(SHORT_OF_MEMORY.format(what=what))
+    done = run_script(ranks, str(script), flags(corpus, tmp_path / "saved", 5, "--zero-stage", "1"))
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "ran out of memory" in line]
+    assert line.startswith("error: rank 0 " if ranks == 1 else "error (rank 1): rank 1 ") and said in line
+    assert "ran out of memory in iteration 2: " in line
+    report = done.stdout.partition("ran out of memory")[2]
+    assert "memory, planned and held when it failed" in report and "optimizer (O)" in report
+    ways = "--checkpoint-activations; --batch-size 1."
+    assert f"Each of these takes less: {'' if ranks == 1 else '--zero-stage 2; --zero-stage 3; '}{ways}" in report
+
+
 def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)

@@ -11,7 +11,7 @@ from megazero.plan.activations import Shape, block_bytes, plan_activations
 from megazero.plan.fit import changes, check_fits, largest_batch, largest_model, what_to_change
 from megazero.plan.job_plan import JobPlan, Setup, activation_modes, plan_job
 from megazero.plan.limits import Limits, measure_limits
-from megazero.plan.refuse import refuse_what_cannot_fit
+from megazero.plan.refuse import refuse_what_cannot_fit, ways_to_less_memory
 from megazero.plan.states import gpt2_buckets
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "plan_activations",
     "plan_job",
     "refuse_what_cannot_fit",
+    "ways_to_less_memory",
     "what_to_change",
 ]

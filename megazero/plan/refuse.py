@@ -1,4 +1,4 @@
-"""What the job asks before it allocates: does it fit this machine?"""
+"""What the job asks before it allocates: does it fit this machine? And what it asks where it did not: which flags take less?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import torch
 
 from megazero.config import Config
-from megazero.plan.fit import check_fits, what_to_change
+from megazero.plan.fit import changes, check_fits, what_to_change
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits, measure_limits
 
@@ -28,8 +28,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
     Raises:
         ValueError: the states alone are more than device, host or disk offer; with what to change.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    plan = plan_job(Setup.of(config, world_size, here, device.type))
+    plan = plan_job(_setup(config, world_size, device))
     if limits is None:
         limits = measure_limits(
             device, (config.zero.nvme_path or config.activations.checkpoint_nvme_path) if plan.disk else None
@@ -42,3 +41,12 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
         raise ValueError(" Also, ".join(map(str, certain)) + advice)
     for problem in problems:
         logger.warning("%s", problem)
+
+
+def ways_to_less_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
+    """Flags, each of which by itself lowers what the device holds, the cheapest in time first."""
+    return [change.flags for change in changes(_setup(config, world_size, device))]
+
+
+def _setup(config: Config, world_size: int, device: torch.device) -> Setup:
+    return Setup.of(config, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device.type)
