@@ -22,7 +22,10 @@ from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import FORMAT, FORMAT_VERSION, TensorEntry, dtype_code
 from megazero.checkpoint.ranges import shard_shape
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
+from megazero.nvme import aligned_empty
 from megazero.zero.bucket import MASTER
+
+_ALIGNMENT = 64  # bytes; a multiple of the size of any element
 
 States = dict[str, Tensor | LazyTensor]
 """What is saved of a piece, by name: 1-D tensors, which are the rank's own memory and no copies, or read from where they rest."""
@@ -56,21 +59,36 @@ class Snapshot:
         return {**{f"{state}/{name}": tensor for state, name, tensor in found}, **self.blobs}
 
     def staged(self) -> Snapshot:
-        """A copy in host memory, which training does not change."""
+        """A copy in host memory, which training does not change.
 
-        def copy(tensor: Tensor | LazyTensor) -> Tensor:
+        It lies in pages of its own, which go back to the system with the last tensor on them. torch's pinned memory stays with
+        the process, rounded up to a power of two for each tensor, and so may what it has freed of other memory.
+
+        Raises:
+            MemoryError: there is no room for it.
+        """
+        starts, ends = {}, {True: 0, False: 0}  # by whether it lies on the device: what does is copied to pinned pages
+        for key, tensor in self.tensors().items():
+            if isinstance(tensor, Tensor):
+                starts[key] = ends[tensor.is_cuda]
+                ends[tensor.is_cuda] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pages = {is_cuda: aligned_empty(end, pin=is_cuda) for is_cuda, end in ends.items()}
+
+        def copy(key: str, tensor: Tensor | LazyTensor) -> Tensor:
             if isinstance(tensor, LazyTensor):
                 return tensor.read()
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-            return host.copy_(tensor.detach(), non_blocking=True)
+            place = pages[tensor.is_cuda][starts[key] : starts[key] + tensor.nbytes]
+            return place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
 
-        pieces: dict[Piece, States] = {
-            piece: {state: copy(tensor) for state, tensor in saved.items()} for piece, saved in self.pieces.items()
-        }
-        blobs = {key: copy(tensor) for key, tensor in self.blobs.items()}
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return Snapshot(pieces, blobs)
+        try:
+            pieces: dict[Piece, States] = {
+                piece: {state: copy(f"{state}/{piece.name}", tensor) for state, tensor in saved.items()}
+                for piece, saved in self.pieces.items()
+            }
+            return Snapshot(pieces, {key: copy(key, tensor) for key, tensor in self.blobs.items()})
+        finally:  # also where one could not be read: the pages must not go while others are on their way into them
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
 
 
 def rank_file(rank: int) -> str:

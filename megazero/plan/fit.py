@@ -96,6 +96,7 @@ def _for_host(setup: Setup) -> str:
     homes = {"--offload-optimizer": states.optimizer_home, "--offload-param": states.param_home}
     flags = [f"{flag} nvme" for flag, home in homes.items() if home == "cpu"]
     flags += ["a smaller --sub-group-size"] if states.optimizer_home == "nvme" else []
+    flags += ["no --async-save"] if setup.saves_in_background else []
     return f"Use {', '.join([*flags, 'fewer ranks per node'])}, or more nodes."
 
 

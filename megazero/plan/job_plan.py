@@ -13,6 +13,7 @@ from megazero.plan.moments import step_moments
 from megazero.plan.states import gpt2_buckets
 from megazero.plan.traffic import Traffic, plan_traffic
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings
+from megazero.zero.homes import FP32_BYTES
 from megazero.zero.memory import MemoryPlan, memory_of_buckets
 
 RUNTIME_BYTES = 10**9  # of a GPU: CUDA context, kernels, cuBLAS and NCCL buffers, what the allocator cannot use
@@ -20,13 +21,18 @@ RUNTIME_BYTES = 10**9  # of a GPU: CUDA context, kernels, cuBLAS and NCCL buffer
 
 @dataclass(frozen=True)
 class Setup:
-    """A job, as far as its memory depends on it."""
+    """A job, as far as its memory depends on it.
+
+    Attributes:
+        saves_in_background: checkpoints are copied to host memory, and written from there.
+    """
 
     model: GPT2Config
     shape: Shape
     ranks_per_node: int
     states: StateSettings
     checkpoints: CheckpointSettings
+    saves_in_background: bool = False
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int, device_type: str) -> Setup:
@@ -55,6 +61,7 @@ class Setup:
                 micro_batches=config.accumulation_steps(data_parallel),
             ),
             config.checkpoint_settings(),
+            config.checkpoint.async_save,
         )
 
     def with_zero(self, **changes: Any) -> Setup:
@@ -105,8 +112,15 @@ class JobPlan:
 
     @property
     def host(self) -> int:
-        """Host memory of a rank: offloaded states and activation checkpoints."""
-        return self.states.host + self.activations.kept_on_host
+        """Host memory of a rank: offloaded states, activation checkpoints, and a checkpoint on its way to the disk."""
+        return self.states.host + self.activations.kept_on_host + self.being_saved
+
+    @property
+    def being_saved(self) -> int:
+        """Host memory of a rank, for as long as --async-save writes: its part of the fp32 weights and the optimizer's states."""
+        settings = self.setup.states
+        per_element = FP32_BYTES * (1 + settings.states_per_element)
+        return self.states.numel * per_element // settings.data_parallel_size if self.setup.saves_in_background else 0
 
     @property
     def disk(self) -> int:

@@ -99,6 +99,7 @@ def _states(plan: JobPlan) -> str:
         ("activations", _row(work.saved, "device, from forward to backward")),
         ("activation checkpoints", _row(work.kept_on_host, "host")),
         ("activation checkpoints", _row(work.kept_on_disk, "nvme")),
+        ("checkpoint being written", _row(plan.being_saved, "host, for a while")),
         ("recomputed activations", _row(work.recomputed, "device, for a while")),
         ("loss, working memory", _row(work.loss_working, "device, for a while")),
         ("CUDA, NCCL", _row(plan.runtime, "device")),

@@ -236,6 +236,19 @@ def test_a_host_that_is_too_small_for_the_buffers_of_nvme_gets_smaller_ones():
     assert change.flags.startswith("--sub-group-size") and plan_job(change.setup).host < 12 * GB
 
 
+def test_a_checkpoint_that_is_written_in_the_background_is_planned_on_the_host():
+    flags = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "1000"]
+    plain, saving = (
+        plan_job(Setup.of(load_config([*flags, "--zero-stage", "1", *more]), 4, 4, "cuda"))
+        for more in ([], ["--async-save"])
+    )
+    assert plain.host == plain.being_saved == 0
+    assert saving.host == saving.being_saved == 12 * saving.states.numel // 4
+    (problem,) = check_fits(saving, Limits(host=4 * saving.being_saved - 1))
+    assert "no --async-save" in str(problem) and not problem.is_certain
+    assert check_fits(saving, Limits(host=4 * saving.being_saved)) == []
+
+
 def test_every_resource_is_checked_for_all_ranks_of_a_node_and_names_what_to_change():
     job = setup(TEN_BILLION, 3, 8, offload_optimizer="cpu", offload_param="nvme")
     plan = plan_job(job)
