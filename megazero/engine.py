@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megazero import comm
+from megazero import activation_checkpointing, comm
 from megazero.checkpoint import loader
 from megazero.checkpoint.capture import capture
 from megazero.checkpoint.folder import tag_of
@@ -20,6 +20,8 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.saver import Saver
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.mappings import sequence_channel
+from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import partitions
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.optimizers import OptimizerFactory
@@ -119,6 +121,7 @@ class Engine:
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
         self.channel = comm.Channel(groups.data, shard_size=num_shards)
+        _connect(model)
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
         self.schedule = Schedule(
@@ -621,6 +624,23 @@ def _described(loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn"
+
+
+def _connect(model: nn.Module) -> None:
+    """Opens what the model's first forward would open: on NCCL by a collective over the world, whose ranks are here now."""
+    checkpointers = {activation_checkpointing.default: None}  # in order, and each once
+    for module in model.modules():
+        if (
+            isinstance(module, ParallelModule)
+            and getattr(module, "sequence_parallel", False)
+            and module.group.size() > 1
+        ):
+            sequence_channel(module.group)
+        own = getattr(module, "checkpointer", None)
+        if isinstance(own, activation_checkpointing.ActivationCheckpointer):
+            checkpointers[own] = None
+    for checkpointer in checkpointers:
+        checkpointer.connect()
 
 
 def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:

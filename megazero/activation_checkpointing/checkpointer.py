@@ -149,6 +149,13 @@ class ActivationCheckpointer:
             self._channel = Channel(group)
         return self._channel
 
+    def connect(self) -> None:
+        """Opens now what the first checkpointed call would open, if inputs are cut. Collective over the group.
+
+        On NCCL over the world (see `comm.Channel`), whose ranks need not come to their first forward at the same time.
+        """
+        self._channel_now()
+
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
         """Times what is inside, also if it raises, and waits for the device around it: as far as the settings ask for it."""

@@ -121,7 +121,7 @@ def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = No
 
 @functools.lru_cache(maxsize=4)
 def sequence_channel(group: ProcessGroup) -> Channel:
-    """What moves slices of sequences over `group`. Collective in the first call for a group, as a `Channel` is.
+    """What moves slices of sequences over `group`. Collective in the first call for a group, as a `Channel` is: the engine's.
 
     A channel, because a reduce-scatter of gloo's own sends as much as an all-reduce. Its traffic counts what was moved.
     """

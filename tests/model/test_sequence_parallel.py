@@ -2,17 +2,21 @@
 
 import functools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megazero import comm, mpu
+from megazero import activation_checkpointing, comm, mpu
+from megazero.activation_checkpointing import CheckpointSettings, checkpointer
 from megazero.arguments import load_config
+from megazero.engine import Engine, weight_decay_groups
 from megazero.model.cache import KeyValueCache
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
+from megazero.mpu import mappings
 from megazero.mpu.mappings import sequence_channel
 from tests.model.plain_gpt2 import random_tokens, randomize
 from tests.model.test_gpt2 import VOCAB, assert_same_gradients, same_model, small_config
@@ -239,3 +243,27 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_sent():
         ValueError, match="--memory-centric-tiled-linear with --sequence-parallel needs --layernorm torch"
     ):
         small_config(sequence_parallel=True, memory_centric_tiled_linear=True, layernorm="apex")
+
+
+def connected_case():
+    """Replicas may come to their first forward at different times, and on NCCL a new channel needs the whole world."""
+    groups = mpu.initialize_model_parallel(2)
+    mpu.model_parallel_cuda_manual_seed(1)
+    tokens = random_tokens(3, 13, VOCAB)
+    own = activation_checkpointing.ActivationCheckpointer(CheckpointSettings(partition_activations=True))
+    for more in ({}, {"sequence_parallel": False, "checkpoint_activations": True}):
+        model = GPT2Model(sliced_config(**more))
+        if more:
+            model.transformer.use_checkpointer(own)
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        engine = Engine(model, groups, sgd, *weight_decay_groups(model, 0.0))
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (mappings, checkpointer):
+                patch.delattr(module, "Channel")
+            engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]).mean())
+        engine.step()
+    assert own.storage.gathers > 0 and sequence_channel(groups.model).traffic["all_gather"].collectives > 0
+
+
+def test_the_first_forward_opens_no_channel():
+    run_ranks(2, connected_case)
