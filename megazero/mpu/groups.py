@@ -117,9 +117,15 @@ def _new_groups(members: list[tuple[int, ...]], name: str, timeout_s: float) -> 
     """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's.
 
     Not each group by its own ranks alone, which is faster in a large world: torch then names groups after how many a process is
-    in already, and ranks that are in different numbers of them would wait for each other under different names.
+    in already, and ranks that are in different numbers of them would wait for each other under different names. A rank that is
+    alone in its group waits for nobody, so these are made so: on NCCL by one split of the world's communicator into its ranks,
+    all at the same time, instead of one split, which every rank enters, for each of them.
     """
-    groups = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), group_desc=name) for ranks in members]
+    timeout = timedelta(seconds=timeout_s)
+    if len(members[0]) == 1:
+        alone = (dist.get_rank(),)
+        return dist.new_group(alone, timeout=timeout, group_desc=name, use_local_synchronization=True), alone
+    groups = [dist.new_group(ranks, timeout=timeout, group_desc=name) for ranks in members]
     mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
     return groups[mine], members[mine]
 

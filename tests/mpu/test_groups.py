@@ -55,6 +55,30 @@ def test_model_ranks_are_neighbours_and_data_ranks_strided(world_size):
     run_ranks(world_size, every_size_case)
 
 
+def alone_case():
+    world, rank, new_group, made = dist.get_world_size(), dist.get_rank(), dist.new_group, []
+    dist.new_group([0, 1])  # of which not every rank is a member, as a script may have made before
+    for size in (1, world):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                dist, "new_group", lambda ranks, **more: (made.append(list(ranks)), new_group(ranks, **more))[1]
+            )
+            groups = mpu.initialize_model_parallel(size)
+        single, whole = (groups.model, groups.data) if size == 1 else (groups.data, groups.model)
+        assert dist.get_process_group_ranks(single) == [rank] and single.size() == 1 and single.rank() == 0
+        x = torch.tensor([float(rank)])
+        for group, total in ((single, rank), (whole, sum(range(world)))):
+            y = x.clone()
+            dist.all_reduce(y, group=group)  # as a script may: ours returns at once for one rank
+            assert y.item() == total
+        mpu.destroy_model_parallel()
+    assert made == [list(range(world)), [rank], [rank], list(range(world))]
+
+
+def test_a_rank_that_is_alone_in_its_group_makes_that_one_only():
+    run_ranks(3, alone_case)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12])
 def test_sizes_that_divide_the_world_are_accepted_and_no_others(world_size):
     for size in range(-1, 2 * world_size + 1):
