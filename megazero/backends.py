@@ -25,8 +25,9 @@ def set_up_backends(config: Config) -> None:
         ValueError: the environment contradicts --deterministic-mode, or CUDA has started without what that needs.
     """
     # A split layer's all-reduce is to start before the next matrix product fills the GPU. At stages 2 and 3 one queue would also
-    # keep each unit's reduce-scatter and gathers, which are launched ahead, from running beside compute.
-    if config.parallel.model_parallel_size > 1 and config.zero.stage < 2:
+    # keep each unit's reduce-scatter and gathers, which are launched ahead, from running beside compute; as those of new weights.
+    launches_ahead = config.zero.stage >= 2 or config.zero.overlap_param_gather
+    if config.parallel.model_parallel_size > 1 and not launches_ahead:
         os.environ.setdefault(*ONE_QUEUE)
     if config.precision.tf32:
         torch.set_float32_matmul_precision("high")

@@ -125,7 +125,12 @@ class Engine:
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
         self.schedule = Schedule(
-            model, units, self.buckets, overlap=self.zero.overlap_comm, limits=self.zero.gather_limits
+            model,
+            units,
+            self.buckets,
+            overlap=self.zero.overlap_comm,
+            limits=self.zero.gather_limits,
+            await_weights=self.zero.overlap_param_gather,
         )
         try:
             self._optimizer = BucketOptimizer(
@@ -137,6 +142,7 @@ class Engine:
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
                 allow_untested=allow_untested_optimizer,
+                overlap_gathers=self.zero.overlap_param_gather,
             )
             self._optimizer.refuse_unfit(later=self.zero.delays_update)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None

@@ -45,7 +45,6 @@ NO_EFFECT = {
     "--zero-allgather-bucket-size": "buffers are sized by the model's units",
     "--scattered-embeddings": "--sequence-parallel keeps a part of every sequence on each rank, embeddings included",
     "--split-transformers": "--recompute selective keeps less of a block without a second checkpoint in it",
-    "--overlap-param-gather": "new weights are gathered beside the update; at stage 3 a unit's beside those that compute",
     **dict.fromkeys(
         (
             "--no-masked-softmax-fusion",

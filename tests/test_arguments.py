@@ -113,7 +113,7 @@ def test_a_value_that_asks_for_what_is_so_anyway_is_accepted_and_another_refused
             "--checkpoint-activations --partition-activations",
         ),
         ("--recompute full --distribute-saved-activations", "--recompute full --partition-activations"),
-        ("--overlap-grad-reduce --overlap-param-gather --accumulate-allreduce-grads-in-fp32", ""),
+        ("--overlap-grad-reduce --accumulate-allreduce-grads-in-fp32", ""),
         ("--eod-mask-loss --override-opt_param-scheduler --use-cpu-initialization --no-bias-gelu-fusion", ""),
     ],
 )
@@ -355,6 +355,13 @@ ZERO_FLAGS = [
         "gpu_margin_mem_ratio 0.8",
         "gpu_margin_mem_ratio",
         0.5,
+    ),
+    (
+        "--no-overlap-param-gather",
+        {"stage": 1, "overlap_param_gather": True},
+        "overlap_param_gather true",
+        "overlap_param_gather",
+        False,
     ),
     ("--sub-group-size 100", {"sub_group_size": 1e3}, "sub_group_size 1000", "sub_group_size", 100),
     ("--offload-optimizer cpu", {"offload_optimizer": {"device": "none"}}, 'device "none"', "offload_optimizer", "cpu"),

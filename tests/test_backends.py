@@ -65,6 +65,7 @@ def test_idle_tensor_cores_and_an_idle_flag_are_said_once(monkeypatch, caplog, f
         ("", False),
         ("--model-parallel-size 2", True),
         ("--model-parallel-size 2 --zero-stage 1", True),
+        ("--model-parallel-size 2 --zero-stage 1 --overlap-param-gather", False),
         ("--model-parallel-size 2 --zero-stage 2", False),
         ("--model-parallel-size 2 --zero-stage 3", False),
         ("--zero-stage 1", False),

@@ -415,6 +415,16 @@ def test_auto_is_a_value_where_it_is_one_of_the_choices():
     assert (config.zero.placement, config.zero.gpu_margin_mem_ratio) == ("auto", 0.5)
 
 
+def test_new_weights_may_travel_during_the_forward(tmp_path):
+    assert zero(stage=2, overlap_param_gather=True).zero == ZeroConfig(stage=2, overlap_param_gather=True)
+    with pytest.raises(ValueError, match=r"--overlap-param-gather \(zero.overlap_param_gather\) .* got 3"):
+        _ = zero(stage=3, overlap_param_gather=True).zero
+    config = with_flags(
+        tmp_path, in_zero(stage=1, overlap_param_gather=True), "--zero-stage 3 --no-overlap-param-gather"
+    )
+    assert config.zero == ZeroConfig(stage=3)
+
+
 def test_a_part_of_the_optimizers_states_is_offloaded():
     section = {"device": "cpu", "ratio": 0.25}
     assert zero(stage=3, offload_optimizer=section).zero.offload_optimizer_ratio == 0.25

@@ -99,6 +99,33 @@ def test_every_stage_starts_and_trains_alike_bit_for_bit(corpus, world_size, fla
     run_ranks(world_size, stages_case, [*corpus, *flags, *recomputed], [*corpus, *flags])
 
 
+def overlap_case(flags: list[str], folder: str) -> None:
+    """Weights that arrive during the next forward, against those that step() waits for; with a save and a resume in between."""
+    for stage in ("1", "2"):
+        runs = []
+        for more in ([], ["--overlap-param-gather"]):
+            where = [f"--{flag}={folder}/{stage}{len(more)}" for flag in ("save", "load")]
+            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, *more])
+            losses = train(job, 2)
+            save(job)
+            end(job)
+            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, *more])
+            losses += train(job, 2)
+            runs.append((losses, job.engine.state_dict()))
+            end(job)
+        assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 4, stage
+        check_equal(runs[1][1], runs[0][1], f"was trained to other values in stage {stage}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--bf16", *RECOMPUTED, "--global-batch-size", "8"], ["--sequence-parallel"]],
+    ids=["bf16, recomputed, accumulated", "sequence-parallel"],
+)
+def test_weights_that_arrive_during_the_forward_train_and_resume_alike_bit_for_bit(corpus, tmp_path, flags):
+    run_ranks(4, overlap_case, [*corpus, "--model-parallel-size", "2", *flags], str(tmp_path))
+
+
 def sets_case(flags: list[str], folder: str) -> None:
     """Sets of 2 of 4 data-parallel ranks: what is built and resumed, and what the start table says."""
     where = [*flags, "--train-iters", "4", "--save", folder, "--load", folder]

@@ -172,4 +172,5 @@ class CheckpointingEngine(Engine):
         """Loads full values, the same on every rank, into the module, however it is sharded. Collective."""
         self._refuse_changed_model("load_module_state_dict()")
         self.channel.meet("load_module_state_dict")
+        self._optimizer.finish()
         access.load_state_dict(self.module, self.buckets, state_dict, strict)

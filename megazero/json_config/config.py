@@ -161,6 +161,7 @@ class JsonConfig:
             gradient_predivide_factor=self.gradient_predivide_factor,
             prescale_gradients=self.prescale_gradients,
             overlap_comm=section.overlap_comm,
+            overlap_param_gather=section.overlap_param_gather,
             placement=section.placement,
             gpu_margin_mem_ratio=section.gpu_margin_mem_ratio,
             offload_optimizer=optimizer.device,

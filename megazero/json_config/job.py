@@ -23,6 +23,7 @@ ZERO_FIELDS = {
     f"{ZERO}.stage": "stage",
     f"{ZERO}.mics_shard_size": "shard_size",
     f"{ZERO}.overlap_comm": "overlap_comm",
+    f"{ZERO}.overlap_param_gather": "overlap_param_gather",
     f"{ZERO}.placement": "placement",
     f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",
     f"{ZERO}.sub_group_size": "sub_group_size",

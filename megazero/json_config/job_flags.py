@@ -157,5 +157,6 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
         zero[name] = dict(section or {})
         for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
-    for key, field in (("stage", "stage"), ("placement", "placement"), ("mics_shard_size", "shard_size")):
+    same = ("stage", "placement", "overlap_param_gather")
+    for key, field in (*((name, name) for name in same), ("mics_shard_size", "shard_size")):
         flags.put(zero, key, field, ZERO)

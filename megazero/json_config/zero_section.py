@@ -59,6 +59,9 @@ class ZeroSection:
 
     stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0, at_most=3)
     overlap_comm: bool = key(True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same")
+    overlap_param_gather: bool = key(
+        False, OBEYED, "not DeepSpeed's: new weights travel while the next forward goes on (stages 1 and 2)"
+    )
     offload_param: OffloadParamSection | None = key(None, OBEYED)
     offload_optimizer: OffloadOptimizerSection | None = key(None, OBEYED)
 

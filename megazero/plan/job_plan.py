@@ -44,7 +44,8 @@ class Setup:
         config.check_world(world_size)
         tensor_parallel = config.parallel.model_parallel_size
         data_parallel = world_size // tensor_parallel
-        model, zero, precision = config.model, config.zero, config.precision
+        model, precision = config.model, config.precision
+        zero = replace(config.zero, overlap_param_gather=False)  # takes no memory, and some stages refuse it
         if zero.placement == "auto":
             # All rests on the host that finds no room; without a device there is nothing to place.
             home = "none" if device_type == "cpu" else "cpu"

@@ -56,6 +56,10 @@ class ZeroConfig:
     gradient_predivide_factor: float = 1.0  # gradients are divided by it before they are summed, by the rest afterwards
     prescale_gradients: bool = False  # they are divided by the number of data-parallel ranks before they are summed
     overlap_comm: bool = True  # gradients travel while backward goes on
+    overlap_param_gather: bool = option(
+        False,
+        "new weights travel while the next forward goes on, which waits for a unit's right before it (stages 1 and 2)",
+    )
     offload_optimizer: str = option(
         "none",
         "where master weights, moments and the reduced gradients rest, and the update runs (stage 1 and above): none leaves "
@@ -139,12 +143,26 @@ class ZeroConfig:
                 f"--zero-shard-size {self.shard_size} (mics_shard_size) must be 0 (all data-parallel ranks) or at least 2, and "
                 f"needs --zero-stage 1 or more, got stage {self.stage}. To shard nothing, use stage 0 without it."
             )
+        self._check_overlap_param_gather()
         self._check_homes()
         self._check_delayed_update()
         self._check_placement()
         for name, least in (("sub_group_size", 0), ("optimizer_buffer_count", 1), ("param_buffer_count", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"zero.{name} must be at least {least}, got {getattr(self, name)}.")
+
+    def _check_overlap_param_gather(self) -> None:
+        reasons = {0: "every rank updates all weights, and gathers none", 3: "units are always gathered ahead"}
+        if self.overlap_param_gather and self.stage in reasons:
+            raise ValueError(
+                f"--overlap-param-gather (zero.overlap_param_gather) is for --zero-stage 1 and 2, got {self.stage}, where "
+                f"{reasons[self.stage]}. Drop it."
+            )
+        if self.overlap_param_gather and self.delayed_param_update:
+            raise ValueError(
+                f"--overlap-param-gather and --delayed-param-update {self.delayed_param_update} exclude each other: the weights "
+                "of a delayed update travel in the next step(). Drop one of them."
+            )
 
     def _check_homes(self) -> None:
         for name, least in (("offload_optimizer", 1), ("offload_param", 3)):

@@ -61,6 +61,7 @@ class BucketOptimizer(SlicedOptimizer):
         counts_replicated: whether this rank counts, in the norm, the parameters that tensor-parallel ranks hold in common.
         clip_grad: the gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
+        overlap_gathers: an update leaves new weights on their way, those first that a forward needs first.
 
     Raises:
         ValueError: the optimizer is not known to be elementwise.
@@ -76,11 +77,13 @@ class BucketOptimizer(SlicedOptimizer):
         loss_scaler: LossScaler,
         clip_grad: float,
         allow_untested: bool = False,
+        overlap_gathers: bool = False,
     ) -> None:
         self.norm_group = norm_group
         self.counts_replicated = counts_replicated
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
+        self.overlap_gathers = overlap_gathers
         self.overflow = False
         self._pending: DelayedUpdate | None = None
         self.is_torn = False  # an update has failed in the middle
@@ -175,23 +178,32 @@ class BucketOptimizer(SlicedOptimizer):
             )
 
     def finish(self) -> None:
-        """Makes the weights of an update in the background the model's. Collective; does nothing where there is none."""
+        """Makes the weights of an update in the background the model's, collectively, and waits for those on their way.
+
+        Does nothing where there are none.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.is_torn = True
             pending.finish()
             self.is_torn = False
+        for bucket in self._trained if self.overlap_gathers else []:
+            bucket.weights.wait_gathered()
 
     @property
     def _trained(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.is_trainable]
 
     def _run(self, factor: float) -> None:
-        gradients = {bucket: gradient_of(bucket).owned for bucket in self._trained}
+        order = self._trained[::-1] if self.overlap_gathers else self._trained
+        gradients = {bucket: gradient_of(bucket).owned for bucket in order}
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
-        for bucket in self._trained:
-            bucket.weights.wait_gathered()
+        for bucket in order:
+            if self.overlap_gathers:
+                bucket.weights.wait_when_touched()
+            else:
+                bucket.weights.wait_gathered()
         self.is_torn = False
 
     def _start_in_background(self, factor: float) -> None:

@@ -1,4 +1,4 @@
-"""What a sharded parameter is while its values are not on this rank: an empty tensor that says so when it is touched."""
+"""What a parameter is while its values are not on this rank: an empty tensor that says so, or a whole one that waits for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megazero.nested import tensors_in
 from megazero.zero.storage import storage_id
 
 if TYPE_CHECKING:
@@ -161,6 +162,38 @@ class ReleasedParameter(nn.Parameter):
             return part.to(bucket.weights.flat.dtype, copy=True)
 
 
+class ArrivingParameter(nn.Parameter):
+    """The class of a whole parameter while new values of it come from other ranks, behind an update.
+
+    Questions about the tensor are answered at once. Whatever else touches it, in a forward or outside of any, waits for the
+    values first.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Lets questions pass, and makes everything else wait."""
+        if func in _QUESTIONS and func not in _OF_MEMORY:
+            with asked_directly():
+                return func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, cls):
+                tensor._arrive()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """A copy of the new values, of the class that the parameter has else."""
+        self._arrive()
+        return copy.deepcopy(self, memo)
+
+    def _arrive(self) -> None:
+        bucket = bucket_of(self)
+        if bucket is None:
+            raise RuntimeError(
+                "An engine is gone before the last weights of its parameters have come: call destroy() of it first."
+            )
+        bucket.weights.wait_gathered()
+
+
 def refuse_loading(model: nn.Module) -> list[Any]:
     """Makes `load_state_dict` of the model or a part of it say what to do where parameters are sharded; returns the hooks."""
     return [module.register_load_state_dict_pre_hook(_refuse_load) for module in model.modules()]
@@ -255,13 +288,15 @@ _FACTS = (
     *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta"),
     *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version"),
 )
+_OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__}  # where values can be read behind the answer
 _QUESTIONS = {
+    *_OF_MEMORY,
     *(getattr(_T, name).__get__ for name in (*_FACTS, *_SETTABLE)),
     *(getattr(_T, name).__set__ for name in _SETTABLE),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
-    *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook, _T.untyped_storage),
+    *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook),
     torch._has_compatible_shallow_copy_type,  # asked by nn.Module.to of everything
-    *(_T.data_ptr, _T.__repr__, _T.stride, _T.storage_offset, _T.__len__),
+    *(_T.stride, _T.storage_offset, _T.__len__),
 }
 _MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _GEOMETRY = {

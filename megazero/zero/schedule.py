@@ -2,7 +2,8 @@
 
 Forward: before a unit runs, its parameters are gathered, and those of the next unit start to come; after it they are released.
 Backward: the same in reverse order, driven by the gradients of the units' outputs; a unit is reduced as soon as its gradients are
-complete, and released then. Where parameters are whole on every rank, gather and release do nothing.
+complete, and released then. Where parameters are whole on every rank, gather and release do nothing; a forward waits for new
+values that the last update has left on their way.
 
 Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival, which may
 differ between ranks and would then pair one rank's bucket with another's. One is on its way while the next unit is filled.
@@ -44,6 +45,7 @@ class Schedule:
         buckets: in backward order.
         overlap: collectives travel while the model computes; False waits for each at once.
         limits: on what is gathered ahead, and kept.
+        await_weights: updates leave new values of whole parameters on their way.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Schedule:
         buckets: list[Bucket],
         overlap: bool = True,
         limits: GatherLimits | None = None,
+        await_weights: bool = False,
     ) -> None:
         self.buckets = buckets
         self.overlap = overlap
@@ -82,6 +85,11 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
+        if await_weights:
+            for module in (model, *self._root_modules(model)):
+                self._await_before(module, self._of_unit[ROOT])
+            for index, unit in enumerate(units):
+                self._await_before(unit, self._of_unit[index])
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
                 self._watch_inputs(index, unit)
@@ -92,16 +100,28 @@ class Schedule:
         self._handles += self._forwards.watch(model)
         self._handles.append(model.register_forward_pre_hook(Hook(self._before_model), prepend=True))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
-        root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
-        for module in model.modules():  # a part of the model may be called alone
-            if module is not model and root.intersection(module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
+        for module in self._root_modules(model):
+            self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
         for index, unit in enumerate(units):
             self._handles += self._forwards.watch(unit)
             self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
         for module in model.modules():
             for parameter in external_parameters(module):
                 self.add_external(module, parameter)
+
+    def _root_modules(self, model: nn.Module) -> list[nn.Module]:
+        """The modules inside of the model that own parameters of the root: a part of the model may be called alone."""
+        root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
+        inside = (module for module in model.modules() if module is not model)
+        return [module for module in inside if root.intersection(module.parameters(recurse=False))]
+
+    def _await_before(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        """Has the module's forward wait for the buckets: where torch does not ask a parameter, as in a compiled kernel."""
+
+        def before_forward(_: nn.Module, __: Any) -> None:
+            self._await(buckets)
+
+        self._handles.append(module.register_forward_pre_hook(Hook(before_forward), prepend=True))
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes the gradients of the bucket's parameters as they come."""
@@ -129,7 +149,8 @@ class Schedule:
     def start_backward(self) -> None:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
-        self._gather(self._of_unit[ROOT])
+        # Of whole ones also what no forward has read, and a graph from before the update does.
+        self._gather(self._of_unit[ROOT] if self._sharded else self.buckets)
 
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
@@ -289,6 +310,9 @@ class Schedule:
             if bucket.is_trainable and not self._waiting[bucket] and _in_backward():
                 self._waiting[bucket] = {s.name for s in bucket.trained_segments}
         prefetch()
+        self._await(buckets)
+
+    def _await(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             self._wait(bucket.weights.wait_gathered, bucket, "its parameters")
 

@@ -17,7 +17,7 @@ from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import BucketLayout
-from megazero.zero.parameter import ReleasedParameter, asked_directly
+from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
 from megazero.zero.storage import is_same_memory, view_of
 
 
@@ -91,14 +91,18 @@ class Weights:
             self._arrival.prefetch(self.shard)
 
     def wait_gathered(self) -> None:
-        """Finishes `gather`, so that the parameters have their values."""
+        """Finishes `gather` or `exchange`, so that the parameters have their values."""
         if self._gather_work is None:
+            return
+        if self.is_gathered:  # one that fails stays under way, so that nobody takes what is there for the new values
+            self._gather_work.wait()
+            self._gather_work = None
+            self._show_parameters()
             return
         work, self._gather_work = self._gather_work, None
         work.wait()
-        if not self.is_gathered:
-            self.is_gathered = True
-            self._point_parameters()
+        self.is_gathered = True
+        self._point_parameters()
 
     def release(self) -> None:
         """Frees all of P but this rank's shard. Does nothing where P is not sharded.
@@ -147,6 +151,12 @@ class Weights:
         """Starts to bring the other ranks' parts of a whole P to this one; `wait_gathered` finishes."""
         self._gather_work = self._channel.all_gather_(self.flat, self.name)
 
+    def wait_when_touched(self) -> None:
+        """Leaves an exchange under way: whatever touches a parameter from now on waits for it."""
+        if self.is_gathering:
+            for parameter in self.parameters.values():
+                parameter.__class__ = ArrivingParameter
+
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
         gone = {id(parameter) for parameter in parameters}
@@ -161,9 +171,13 @@ class Weights:
                 self.shard = None
 
     def _point_parameters(self) -> None:
+        self._show_parameters()
         for name, parameter in self.parameters.items():  # others have been forgotten
-            parameter.__class__ = self._kinds[name]
             parameter.data = self._views[name]
+
+    def _show_parameters(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.__class__ = self._kinds[name]
 
     # ---- what this rank has of it
 
@@ -195,8 +209,10 @@ class Weights:
         return nullcontext(self.part[start:stop])
 
     def settle(self) -> None:
-        """Before the shard is written to: returns when no device reads it."""
+        """Before the owned range is written to: returns when no device reads its shard, and no exchange sends it."""
         self._arrival.settle()
+        if not self.is_sharded:
+            self.wait_gathered()
 
     @property
     def buffers(self) -> list[Tensor]:
