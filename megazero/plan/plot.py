@@ -27,7 +27,9 @@ def bars(plan: JobPlan) -> dict[str, JobPlan]:
         "offload_optimizer_ratio": 1.0,
         "delayed_param_update": 0,
     }
-    shown = {f"stage {stage}": plan_job(setup.with_zero(stage=stage, **here)) for stage in range(4)}
+    none = setup.with_zero(stage=0, shard_size=0, **here)
+    stages = [none, *(setup.with_zero(stage=stage, **here) for stage in (1, 2, 3))]
+    shown = {f"stage {stage}": plan_job(one) for stage, one in enumerate(stages)}
     away = _away(setup)
     if away:
         shown[f"stage {setup.states.zero.stage}, {away}"] = plan

@@ -364,6 +364,7 @@ def test_a_plot_is_written(tmp_path, capsys):
         ["--offload-optimizer", "cpu"],
         ["--offload-optimizer", "cpu", "--offload-optimizer-ratio", "0.5"],
         ["--overlap-param-gather"],
+        ["--zero-shard-size", "2"],
     ):
         path = tmp_path / f"plan{len(homes)}.png"
         main([*FLAGS, "--zero-stage", "2", "--gpu-memory", "32GB", "--plot", str(path), *homes])
