@@ -248,7 +248,7 @@ class Storage:
         # Calls that keep equally much share an arena; nothing but the calls themselves holds on to it.
         self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
         self._swap: SwapFile | None = None  # made when it is needed
-        is_offloaded = settings.checkpoint_in_cpu and self.device.type == "cuda"
+        is_offloaded = settings.checkpoint_in_cpu and comm.has_streams(self.device)
         self.side_stream = torch.cuda.Stream() if is_offloaded else None
 
     def copies(self, channel: Channel | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megazero import __version__
+from megazero import __version__, comm
 from megazero.checkpoint import tensor_file
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import FORMAT, FORMAT_VERSION, TensorEntry, dtype_code
@@ -70,14 +70,15 @@ class Snapshot:
         starts, ends = {}, {True: 0, False: 0}  # by whether it lies on the device: what does is copied to pinned pages
         for key, tensor in self.tensors().items():
             if isinstance(tensor, Tensor):
-                starts[key] = ends[tensor.is_cuda]
-                ends[tensor.is_cuda] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        pages = {is_cuda: aligned_empty(end, pin=is_cuda) for is_cuda, end in ends.items()}
+                pins = comm.has_streams(tensor.device)
+                starts[key] = ends[pins]
+                ends[pins] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pages = {pins: aligned_empty(end, pin=pins) for pins, end in ends.items()}
 
         def copy(key: str, tensor: Tensor | LazyTensor) -> Tensor:
             if isinstance(tensor, LazyTensor):
                 return tensor.read()
-            place = pages[tensor.is_cuda][starts[key] : starts[key] + tensor.nbytes]
+            place = pages[comm.has_streams(tensor.device)][starts[key] : starts[key] + tensor.nbytes]
             return place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
 
         try:

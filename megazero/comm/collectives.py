@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.lane import Work
-from megazero.comm.world import ProcessGroup
+from megazero.comm.world import ProcessGroup, has_streams
 
 
 def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -45,7 +45,7 @@ class Readout:
 
     def __init__(self, x: Tensor) -> None:
         self._on_host = x.to("cpu", non_blocking=True)  # in pinned memory, of torch's own accord
-        self._copied = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+        self._copied = torch.cuda.current_stream(x.device).record_event() if has_streams(x.device) else None
 
     def read(self) -> Tensor:
         """The copy. Waits for it, and for nothing that the device was given since."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.transport import Transport, describe
-from megazero.comm.world import ProcessGroup
+from megazero.comm.world import ProcessGroup, has_streams
 
 _PATIENCE_S = 2.0  # for what is under way when a lane is closed
 _NOTED = 1024  # collectives that a `NativeLane` notes at most until they are compared
@@ -112,7 +112,8 @@ class _Job:
         self._description = f"{describe(action, buffer, name)} on {where}"
         self._action, self._name = action, name
         self._buffer: Tensor | None = buffer.detach()
-        self._is_written = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        is_queued = has_streams(buffer.device)
+        self._is_written = torch.cuda.current_stream(buffer.device).record_event() if is_queued else None
         self._is_done = threading.Event()
         self._failure: str | None = None
         self._error: Exception | None = None
@@ -190,7 +191,7 @@ class NativeLane:
             self._noted.append(describe(action, buffer, name))
         if self._across is None or action == "all_gather":
             return self._start(action, buffer)
-        if buffer.is_cuda:
+        if has_streams(buffer.device):
             self._beside = self._beside or torch.cuda.Stream(buffer.device)
             self._beside.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._beside):

@@ -16,6 +16,7 @@ ProcessGroup = dist.ProcessGroup
 # refuse each other (gloo's issue 327); so in larger worlds than this a connection is made when it is needed.
 MOST_IN_MESH = 256
 _LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"  # torch asks it when a group is made
+_WITH_STREAMS = ("cuda",)  # types of devices
 
 
 class OtherRankError(RuntimeError):
@@ -159,6 +160,11 @@ def world() -> ProcessGroup:
 def local_device() -> torch.device:
     """The device that this process computes on: its CUDA device where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device works off queues, `torch.cuda`'s streams, beside the host: what it was given to do need not be done."""
+    return device.type in _WITH_STREAMS
 
 
 def backend_of(group: ProcessGroup) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.comm import ProcessGroup
+from megazero.comm import ProcessGroup, has_streams
 from megazero.model.block import Transformer, compiled
 from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
@@ -132,7 +132,7 @@ class GPT2Model(nn.Module):
 
     def _logits(self, x: Tensor, in_slices: bool) -> Tensor:
         """The tied head, a column-parallel product with the vocabulary's rows as outputs: [s, b, h] -> [s, b, v_padded/t]."""
-        weight, overlap = self.word_embeddings.weight, x.is_cuda
+        weight, overlap = self.word_embeddings.weight, has_streams(x.device)
         return column_linear(x, weight, None, self.group, overlap=overlap, sequence_parallel=in_slices)
 
     def _loss(self, x: Tensor, targets: Tensor, in_slices: bool) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.init import xavier_normal_
 
-from megazero.comm import ProcessGroup
+from megazero.comm import ProcessGroup, has_streams
 from megazero.mpu.init import InitMethod
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.mappings import (
@@ -103,7 +103,7 @@ class ColumnParallelLinear(ParallelModule):
         """
         if self.is_tile:
             return F.linear(x, self.weight), self.bias
-        overlap = x.is_cuda if self.overlap_backward is None else self.overlap_backward
+        overlap = has_streams(x.device) if self.overlap_backward is None else self.overlap_backward
         bias = None if self.skip_bias_add else self.bias
         # `enter` and the product, overlapped.
         y = self.leave(column_linear(x, self.weight, bias, self.group, overlap, self.sequence_parallel))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megazero import comm
 from megazero.zero.bucket import Bucket
 from megazero.zero.home import Vector
 from megazero.zero.update import Update
@@ -34,7 +35,7 @@ class DelayedUpdate:
         device = next(iter(self._gradients)).weights.flat.device
         try:
             # A new thread is on the first CUDA device, and would lock pages there.
-            with torch.cuda.device(device if device.type == "cuda" else -1):
+            with torch.cuda.device(device if comm.has_streams(device) else -1):
                 self._update.run()
         except BaseException as error:
             self._error = error

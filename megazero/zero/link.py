@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megazero import comm
 from megazero.nvme import aligned_empty
 
 # Gradients on their way keep device memory. With one of them the host waits for that of two blocks ago, as one is being reduced:
@@ -247,7 +248,7 @@ class Link:
         """
         if device.type == "cpu":
             return None
-        if device.type == "cuda":
+        if comm.has_streams(device):
             return cls.over(device, (CudaCopyStream(device), CudaCopyStream(device)), pin)
         return cls.over(device, (DirectStream(), DirectStream()), pin)
 

@@ -1,6 +1,5 @@
 """--sequence-parallel: the losses, gradients and traffic of the same model without it, and dropout that differs per slice."""
 
-import functools
 from dataclasses import replace
 from functools import partial
 
@@ -197,7 +196,7 @@ def test_recomputation_repeats_the_dropout_of_slices_bit_for_bit():
 
 
 def compiled_case():
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    torch.compile = partial(torch.compile, backend="aot_eager")
     mpu.initialize_model_parallel(2)
     tokens, found = random_tokens(2, 12, VOCAB), []
     for is_compiled in (False, True):
