@@ -43,7 +43,8 @@ aten = torch.ops.aten
 class Held(LiveBytes):
     """Counts fake tensors, by the device that they pretend to be on, and says something where their values are asked for.
 
-    Every number is 1, and two tensors are always equal.
+    Every number is 1, and two tensors are always equal. It also is what the world is made of beside tensors: whoever pretends
+    more of it overrides that.
 
     Attributes:
         waits: what the host has waited for the accelerator for: the operation, and who asked for it.
@@ -53,9 +54,24 @@ class Held(LiveBytes):
         super().__init__()
         self.waits: list[str] = []
 
+    def swap_file(self, folder: str, rank: int, aio: Any = None) -> SwapFile:
+        """A `SwapFile`."""
+        return PretendedSwapFile(folder, rank, aio)
+
+    def thread(self, target: Callable[[], None], name: str) -> Any:
+        """A `threading.Thread`."""
+        return ThreadAtOnce(target, name)
+
+    def aligned_empty(self, nbytes: int, pin: bool = False) -> Tensor:
+        """Pages of host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def adam(self, settings: Any, operands: Any, step: float, scale: float = 1.0) -> None:
+        """The pass of Numba's kernel over memory, which makes none."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(tensors_in(args))
-        if _waits(func, tensors, args, kwargs or {}):
+        if host_waits(func, tensors, args, kwargs or {}):
             self.waits.append(f"{func.overloadpacket.__name__} in {_asked_by()}")
         if tensors and not any(isinstance(x, FakeTensor) for x in tensors):  # the state of a random generator
             with unset_fake_temporarily():
@@ -71,7 +87,7 @@ class Held(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _waits(func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+def host_waits(func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the host waits for the accelerator in this operation."""
     devices = {tensor.device for tensor in tensors}
     if func is aten._to_copy.default:
@@ -174,27 +190,35 @@ def device_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 @contextmanager
 def fake_world(
-    world_size: int, model_parallel_size: int = 1, rank: int = 0, device_bytes: int | None = None
+    world_size: int,
+    model_parallel_size: int = 1,
+    rank: int = 0,
+    device_bytes: int | None = None,
+    held: Held | None = None,
 ) -> Iterator[Held]:
     """This process is one of many ranks, and what it makes inside has no memory. Nothing that it makes may be used outside.
 
     Args:
         device_bytes: memory of the accelerator, for --placement auto.
+        held: what it is made of.
     """
+    held = held or Held()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "local_device", lambda: ACCELERATOR)
         patch.setattr(F, "scaled_dot_product_attention", device_attention)
         patch.setattr(F, "dropout", device_dropout)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
-        # Numba's kernel reads memory, and makes none.
-        patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: lambda *_: None)
-        for module in (link, nvme_home):
-            patch.setattr(module, "aligned_empty", lambda nbytes, pin=False: torch.empty(nbytes, dtype=torch.uint8))
-        for module in (homes, init):
-            patch.setattr(module, "SwapFile", PretendedSwapFile)
+        patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: held.adam)
+        for module in (link, nvme_home, checkpointing.storage):
+            patch.setattr(module, "aligned_empty", held.aligned_empty)
+        for module in (homes, init, checkpointing.storage):
+            patch.setattr(module, "SwapFile", held.swap_file)
         patch.setattr(homes, "check_space", lambda folder, nbytes: None)
-        patch.setattr(delayed, "threading", SimpleNamespace(Thread=ThreadAtOnce))
-        patch.setattr(comm, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group))
+        patch.setattr(delayed, "threading", SimpleNamespace(Thread=held.thread))
+        for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):
+            patch.setattr(
+                module, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group)
+            )
         channel = comm.Channel
         patch.setattr(channel, "compare_first", lambda _: None)  # there is nobody to compare with
 
@@ -208,7 +232,7 @@ def fake_world(
         try:
             mpu.initialize_model_parallel(model_parallel_size)
             mpu.model_parallel_cuda_manual_seed(1)
-            with FakeTensorMode(), Held() as held:
+            with FakeTensorMode(), held:
                 if device_bytes is not None:
                     gauge = Gauge(held, device_bytes)
                     patch.setattr(engine, "placed", lambda zero, _: placed(zero, gauge))
@@ -222,12 +246,12 @@ def fake_world(
 
 @contextmanager
 def fake_job(
-    config: Config, world_size: int, rank: int = 0, device_bytes: int | None = None
+    config: Config, world_size: int, rank: int = 0, device_bytes: int | None = None, held: Held | None = None
 ) -> Iterator[tuple[Job, Held]]:
     """The job that `config` describes, built as `pretrain_gpt2.py` builds it, on one of `world_size` ranks."""
     tokenizer: Any = SimpleNamespace(eod=0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with fake_world(world_size, config.parallel.model_parallel_size, rank, device_bytes) as held:
+    with fake_world(world_size, config.parallel.model_parallel_size, rank, device_bytes, held) as held:
         try:
             job = build_job(config, mpu.get_groups(), tokenizer, make_model, forward_step)
             held.watch(bucket.weights.flat for bucket in job.engine.buckets)
