@@ -353,3 +353,26 @@ def test_all_ranks_issue_the_same_collectives_in_one_order(stage):
     assert len({ranks for ranks, _, _ in issued[0]}) >= 4, (
         "within a set, across the sets, of split layers, and the world"
     )
+
+
+# ---- ends that are no end of a step
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        ("after a step", "--zero-stage 2 --bf16 --offload-optimizer cpu"),
+        ("after a forward", OFFLOADED),
+        ("after a backward", OFFLOADED),
+    ],
+)
+def test_memory_of_an_engine_that_is_dropped_goes_back_when_copies_are_over(how, flags):
+    def stop(job: Job) -> None:
+        step(job)
+        if how != "after a step":
+            loss = job.engine(ids(), targets=ids()).mean()
+            if how == "after a backward":
+                job.engine.backward(loss)
+
+    cuda = run(flags, does=stop)
+    assert not cuda.races, "\n".join(cuda.races)

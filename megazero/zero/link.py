@@ -8,6 +8,7 @@ then what a step needs could not be planned. Few crossings are under way at a ti
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ class Crossing:
 
 
 class Way:
-    """One direction of the link.
+    """One direction of the link. If it is dropped, the host waits first for what is under way, whose memory is used until then.
 
     Args:
         most: crossings under way at a time; one more has the host wait for the oldest.
@@ -149,6 +150,7 @@ class Way:
     def __init__(self, stream: CopyStream, most: int) -> None:
         self._stream, self._most = stream, most
         self._under_way: deque[Crossing] = deque()
+        weakref.finalize(self, _wait_for_all, self._under_way).atexit = False
 
     def start(
         self,
@@ -172,8 +174,12 @@ class Way:
 
     def finish(self) -> None:
         """Returns when nothing is under way."""
-        while self._under_way:
-            self._under_way.popleft().wait()
+        _wait_for_all(self._under_way)
+
+
+def _wait_for_all(crossings: deque[Crossing]) -> None:
+    while crossings:
+        crossings.popleft().wait()
 
 
 class Outbox:
