@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.arguments import load_config
 from megazero.checkpoint import saver
@@ -375,4 +376,24 @@ def test_memory_of_an_engine_that_is_dropped_goes_back_when_copies_are_over(how,
                 job.engine.backward(loss)
 
     cuda = run(flags, does=stop)
+    assert not cuda.races, "\n".join(cuda.races)
+
+
+def test_memory_of_a_crossing_that_failed_goes_back_when_its_copies_are_over():
+    cuda = PretendedCuda()
+
+    def fail_halfway() -> None:
+        way = link.Link.to(ACCELERATOR, pin=True).to_host
+        pages, x = cuda.aligned_empty(32, pin=True), torch.ones(8, device=ACCELERATOR)
+
+        def work() -> None:
+            pages.view(torch.float32).copy_(x, non_blocking=True)
+            raise torch.OutOfMemoryError("no memory for the next piece")
+
+        way.start(work, on_device=[x], on_host=[pages])
+
+    with cuda.installed(), FakeTensorMode(), cuda:
+        with suppress(torch.OutOfMemoryError):
+            fail_halfway()
+        gc.collect()
     assert not cuda.races, "\n".join(cuda.races)

@@ -69,8 +69,12 @@ class CudaCopyStream:
     def start(self, work: Callable[[], object]) -> CudaEvent:
         """As `CopyStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            work()
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        except BaseException:  # nobody will wait for what is under way of it, and its memory goes
+            self._stream.synchronize()
+            raise
         event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are Adam's
         self._stream.record_event(event)
         return CudaEvent(event, self._stream.device)
