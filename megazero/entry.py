@@ -14,7 +14,9 @@ from typing import NoReturn, TypeVar
 import torch
 
 from megazero.comm import OtherRankError
-from megazero.logging import setup_logging
+from megazero.logging import ALIKE, get_logger, setup_logging
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -45,6 +47,9 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     descriptor = os.environ.get("MEGAZERO_CHECK")
     setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
+    if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        logger.warning("a rank has failed, and all were started again: restart %d of %s", restarts, most, extra=ALIKE)
     try:
         if descriptor is None:
             work(check(world_size))

@@ -4,6 +4,7 @@
 #   PYTHON          the interpreter; without it .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes, or RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+#   MAX_RESTARTS    on one node: how often all ranks are started again after one has failed (0); they continue from the last checkpoint
 
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -48,6 +49,11 @@ JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm ma
 # launch SCRIPT ARG...: torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their step, save and exit 0
 launch() {
   local where=()
+  # After a rank of one node is lost, torchrun starts the others' again at another time, or not at all, and they do not meet.
+  if [ "${NNODES:-1}" -gt 1 ] && [ "${MAX_RESTARTS:-0}" != 0 ]; then
+    echo "error: MAX_RESTARTS=$MAX_RESTARTS is for one node, and NNODES is $NNODES. Let the batch system start the whole job again (Slurm: --requeue), or unset it." >&2
+    exit 2
+  fi
   # One process reads flags and files before all ranks start, and says on descriptor 3 how many there are to be (megazero.entry).
   { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
   [ -n "$NPROC" ] || exit 0  # it has printed --help
@@ -62,7 +68,7 @@ launch() {
   fi
   # In a session of its own, torchrun gets neither the terminal's Ctrl-C nor the batch system's signal, which it would answer
   # by killing its ranks after 30 seconds; the ranks get it from here.
-  $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --nproc-per-node "$NPROC" "$@" &
+  $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" &
   local torchrun=$! status=0
   trap 'pkill -TERM -P '"$torchrun"' || kill -TERM '"$torchrun" TERM INT HUP  # no ranks yet: torchrun itself
   trap 'kill -TERM '"$torchrun" QUIT  # Ctrl-\, for ranks that do not end so: torchrun gives them 30 seconds

@@ -275,6 +275,28 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
     assert "saved" in output
 
 
+def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
+    for name, body in (
+        ("scontrol", '[ "$1" = requeue ] && echo "again $2" || echo n1'),
+        ("srun", 'echo "run ${MAX_RESTARTS:-none}"; exit 3'),
+    ):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    for restarts, said in (
+        ({}, ""),
+        ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}, "again 7\n"),
+        ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "2"}, ""),
+    ):
+        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none\n{said}"
+
+
+def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
+    output = run("scripts/pretrain_gpt2.sh", **corpus, NNODES="2", MAX_RESTARTS="3", EXPECT="2")
+    assert output.startswith("error: MAX_RESTARTS=3 is for one node, and NNODES is 2.") and output.count("\n") == 1
+
+
 def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
     output = run("scripts/pretrain_gpt2_zero2.sh", "--no-such-flag", **corpus, SAVE=str(tmp_path), EXPECT="1")
     assert output == "error: Unknown flag --no-such-flag. --help lists all flags.\n"

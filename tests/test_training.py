@@ -210,6 +210,17 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     assert f"Each of these takes less: {'' if ranks == 1 else '--zero-stage 2; --zero-stage 3; '}{ways}" in report
 
 
+def test_a_job_with_restarts_goes_on_from_its_checkpoint_when_a_rank_is_killed(corpus, tmp_path):
+    process = start_job(flags(corpus, tmp_path, 60, "--save-interval", "5"), 2, MAX_RESTARTS="1")
+    wait_for(lambda: (tmp_path / "latest").exists())
+    (launcher,) = children(process.pid)
+    os.kill(children(launcher)[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "failed (exitcode: -9) local_rank: 1" in output, output
+    after = output.partition("WARNING: a rank has failed, and all were started again: restart 1 of 1\n")[2]
+    assert "continuing after iteration" in after and "iteration       60/      60 |" in after, output
+
+
 def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
@@ -428,13 +439,13 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     assert "8 samples long" in warnings[0] and "--seed, --split: not as in the run" in warnings[1]
 
 
-def start_job(arguments: list[str], world_size: int) -> subprocess.Popen:
+def start_job(arguments: list[str], world_size: int, **variables: str) -> subprocess.Popen:
     """The job through scripts/common.sh's launch, in a session of its own."""
     command = f'source scripts/common.sh; PYTHON={sys.executable}; launch pretrain_gpt2.py "$@"'
     return subprocess.Popen(
         ["bash", "-c", command, "launch", *arguments],
         cwd=ROOT,
-        env={**os.environ, "NPROC": str(world_size), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "NPROC": str(world_size), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

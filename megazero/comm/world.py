@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 ProcessGroup = dist.ProcessGroup
 
@@ -138,8 +139,15 @@ def _adopt_open_mpi(port: int) -> None:
 
 
 def _join_by_environment(backend: str, timeout: timedelta) -> None:
+    how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if backend == "nccl" else None}
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=local_device() if backend == "nccl" else None)
+        if attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            # torchrun's store still has the addresses of the ranks before, under the same keys.
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            how |= {"store": dist.PrefixStore(f"megazero/attempt/{attempt}", store)}
+            how |= {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, **how)
     except (RuntimeError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
