@@ -128,6 +128,7 @@ class Config:
                 f"{self.model.max_position_embeddings}: there is no embedding for the last positions. "
                 f"Use --max-position-embeddings {self.data.seq_length}."
             )
+        self.schedule.check_length(self.training.train_iters)
         self.checkpoint_settings()  # refuses what does not go together
 
     def warn_of_idle(self) -> None:

@@ -19,7 +19,8 @@ DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 ZERO = "zero_optimization"
 
 # Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
-SCHEDULE_FIELDS = ("warmup", "lr_decay_style", "lr_decay_iters", "min_lr")
+WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
+SCHEDULE_FIELDS = ("warmup", "lr_decay_style", "lr_decay_iters", *WSD_FIELDS, "min_lr")
 PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
 
 

@@ -16,7 +16,15 @@ class LRScheduleConfig:
     lr: float = option(1e-4, "peak learning rate")
     warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)")
-    lr_decay_style: str = option("linear", "shape of the decay", choices=("constant", "linear", "cosine"))
+    lr_decay_style: str = option(
+        "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
+    )
+    lr_wsd_decay_iters: int | None = option(
+        None, "with WSD: iterations of its decay, the last of --lr-decay-iters, before which the rate is --lr"
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential", "with WSD: shape of its decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     min_lr: float = option(0.0, "the decay never goes below this")
 
     def __post_init__(self) -> None:
@@ -28,6 +36,27 @@ class LRScheduleConfig:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
         if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
             raise ValueError(f"--lr-decay-iters must be at least 1, got {self.lr_decay_iters}.")
+        iters = self.lr_wsd_decay_iters
+        if iters is not None and iters < 1:
+            raise ValueError(f"--lr-wsd-decay-iters must be at least 1, got {iters}.")
+        if (self.lr_decay_style == "WSD") != (iters is not None):
+            raise ValueError(
+                f"--lr-decay-style is {self.lr_decay_style} and --lr-wsd-decay-iters is {iters or 'not given'}: WSD decays over "
+                "that many iterations, and no other style knows them. Give both or neither."
+            )
+
+    def check_length(self, train_iters: int) -> None:
+        """Checks that WSD's decay fits behind the warm-up.
+
+        Raises:
+            ValueError: it does not.
+        """
+        iters, warmup, decay = self.lr_wsd_decay_iters, self.warmup * train_iters, self.lr_decay_iters or train_iters
+        if iters is not None and warmup + iters > decay:
+            raise ValueError(
+                f"--lr-wsd-decay-iters {iters} and a warm-up of {warmup:g} iterations (--warmup {self.warmup} of {train_iters}) "
+                f"do not fit into {decay} (--lr-decay-iters, else --train-iters). Shorten one of them."
+            )
 
 
 class HasParamGroups(Protocol):
@@ -40,13 +69,22 @@ class HasParamGroups(Protocol):
 
 
 class AnnealingLR:
-    """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay.
+    """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay, or WSD.
 
     With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):
 
         n <= w   lr * n / w
         linear   lr * (e - (n - w)) / e
         cosine   lr / 2 * (cos(pi * (n - w) / e) + 1)
+
+    WSD (warm-up, stable, decay; arXiv:2404.06395) as in Megatron-LM counts e from the run's start. With d iterations of decay and
+    x = (n - (e - d)) / d, the part of them that is done:
+
+        n <= e - d   lr
+        else         min_lr + (lr - min_lr) * c,    c = 2 * 0.5^x - 1,   1 - x,   (cos(pi * x) + 1) / 2,   1 - sqrt(x)
+
+    for exponential, linear, cosine and minus_sqrt. A checkpoint from before the decay continues with a larger e as if nothing had
+    been decided yet.
     """
 
     def __init__(self, optimizer: HasParamGroups, config: LRScheduleConfig, train_iters: int) -> None:
@@ -62,12 +100,26 @@ class AnnealingLR:
         lr, style = self.config.lr, self.config.lr_decay_style
         if self.warmup_iters > 0 and num_steps <= self.warmup_iters:
             return lr * num_steps / self.warmup_iters
+        if style == "WSD":
+            return self._wsd_at(num_steps)
         done = min(num_steps - self.warmup_iters, self.decay_iters)
         if style == "linear":
             lr = lr * (self.decay_iters - done) / self.decay_iters
         elif style == "cosine":
             lr = lr / 2 * (math.cos(math.pi * done / self.decay_iters) + 1)
         return max(lr, self.config.min_lr)
+
+    def _wsd_at(self, num_steps: int) -> float:
+        lr, least, iters = self.config.lr, self.config.min_lr, self.config.lr_wsd_decay_iters
+        assert iters is not None  # the configuration was checked
+        x = min(max(num_steps - (self.decay_iters - iters), 0) / iters, 1)
+        parts = {
+            "exponential": 2 * 0.5**x - 1,
+            "linear": 1 - x,
+            "cosine": (math.cos(math.pi * x) + 1) / 2,
+            "minus_sqrt": 1 - math.sqrt(x),
+        }
+        return least + (lr - least) * parts[self.config.lr_wsd_decay_style]
 
     def step(self) -> None:
         """Advances by one optimizer step."""

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megazero.arguments import load_config
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 
 
@@ -41,6 +42,33 @@ def test_decay_ends_at_the_minimum_and_stays():
 
 def test_constant_style_stays_after_warmup():
     assert set(rates(schedule(warmup=0.1, lr_decay_style="constant"), 90)[10:]) == {1.0}
+
+
+@pytest.mark.parametrize(
+    "style, halfway",
+    [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
+)
+def test_wsd_is_stable_until_its_decay_which_ends_with_the_run(style, halfway):
+    wsd = {"warmup": 0.1, "lr_decay_style": "WSD", "lr_wsd_decay_style": style, "lr_wsd_decay_iters": 20, "min_lr": 0.2}
+    got = rates(schedule(**wsd), 111)
+    assert got[:10] == [n / 10 for n in range(10)] and set(got[10:81]) == {1.0}
+    assert got[90] == pytest.approx(0.2 + 0.8 * halfway) and got[80:101] == sorted(got[80:101], reverse=True)
+    assert got[100:] == pytest.approx([0.2] * 11)
+    longer = schedule(train_iters=200, **{**wsd, "warmup": 0.05})
+    longer.load_state_dict({"num_steps": 80})  # of the run above, before it has decayed
+    assert set(rates(longer, 101)) == {1.0} and longer.lr_at(200) == pytest.approx(0.2)
+
+
+def test_wsd_needs_the_length_of_its_decay_which_must_fit():
+    for flags in ({"lr_decay_style": "WSD"}, {"lr_wsd_decay_iters": 5}):
+        with pytest.raises(ValueError, match="Give both or neither"):
+            LRScheduleConfig(**flags)
+    with pytest.raises(ValueError, match="--lr-wsd-decay-iters must be at least 1"):
+        LRScheduleConfig(lr_decay_style="WSD", lr_wsd_decay_iters=0)
+    flags = "--lr-decay-style wsd --lr-wsd-decay-iters 90 --warmup 0.1".split()
+    assert load_config([*flags, "--train-iters", "100"]).schedule.lr_decay_style == "WSD"
+    with pytest.raises(ValueError, match=r"90 and a warm-up of 9 iterations .* do not fit into 90"):
+        load_config([*flags, "--train-iters", "90"])
 
 
 def test_loaded_state_continues_the_sequence():
