@@ -4,7 +4,10 @@ from __future__ import annotations
 
 _FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise"
 _ALWAYS_LOGGED = "with --save, all that is logged is in DIR/metrics.jsonl and DIR/tensorboard"
-_ATTENTION = "attention is torch's scaled_dot_product_attention, whose kernel is the fastest that the device has"
+_ATTENTION = (
+    "attention is torch's scaled_dot_product_attention, which takes flash attention where the device has it and nothing but the "
+    "causal mask is asked for: not with --reset-attention-mask"
+)
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
