@@ -19,7 +19,6 @@ from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups
-from megazero.throughput import keep_freed_memory
 from megazero.training import pretrain
 
 
@@ -72,7 +71,6 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
 
 def main(checked: tuple[Config, Tokenizer]) -> None:
     """Trains."""
-    keep_freed_memory()
     pretrain(*checked, make_model, forward_step)
 
 

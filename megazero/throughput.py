@@ -76,7 +76,8 @@ def keep_freed_memory() -> None:
     """Tells glibc to keep large freed blocks for the next step instead of returning them to the kernel.
 
     Activations are allocated and freed at every step; giving their pages back and faulting them in again costs up to a third
-    of a CPU step. For the job's entry point only: it changes the whole process. Does nothing without glibc.
+    of a CPU step. For the job's entry point only, and for ranks that compute on a CPU: it changes the whole process, and where
+    activations lie on a GPU it gains nothing and keeps what loading and saving have freed. Does nothing without glibc.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -43,7 +43,7 @@ from megazero.reporting import (
     progress_bar,
     summary,
 )
-from megazero.throughput import peak_memory_bytes
+from megazero.throughput import keep_freed_memory, peak_memory_bytes
 from megazero.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     set_up_backends(config)
     groups = setup_distributed(config)
     say_what_is_idle(config, comm.local_device())
+    if comm.local_device().type == "cpu":
+        keep_freed_memory()
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
