@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 
 from megazero.activation_checkpointing.options import CheckpointSettings
@@ -80,6 +81,10 @@ class TrainingConfig:
         None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)"
     )
     no_tensorboard: bool = option(False, "write no TensorBoard scalars")
+    profile_steps: str | None = option(
+        None, "A-B: trace these iterations of rank 0 by torch.profiler (SAVE/profile, or --profile-dir)"
+    )
+    profile_dir: str | None = option(None, "where --profile-steps writes its trace (default: SAVE/profile)")
     peak_tflops: float | None = option(
         None, "peak of one device for MFU (default: by its name, else measured by a matmul; of a CPU none, and no MFU)"
     )
@@ -97,12 +102,24 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if self.profile_steps is not None and self.profiled_steps is None:
+            raise ValueError(
+                f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {self.seed}.")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}.")
         if self.eval_iters < 0:
             raise ValueError(f"--eval-iters must be 0 (no evaluation) or more, got {self.eval_iters}.")
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last iteration of --profile-steps; None where it names none."""
+        first, _, last = (self.profile_steps or "").partition("-")
+        last = last or first
+        is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
+        return (int(first), int(last)) if is_right else None
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,8 @@ class Config:
                 f"{self.model.max_position_embeddings}: there is no embedding for the last positions. "
                 f"Use --max-position-embeddings {self.data.seq_length}."
             )
+        if self.training.profile_steps and not self.profile_dir:
+            raise ValueError("--profile-steps has nowhere to write to: give --save, or --profile-dir.")
         self.schedule.check_length(self.training.train_iters)
         self.checkpoint_settings()  # refuses what does not go together
 
@@ -194,6 +213,12 @@ class Config:
     def eval_batch_size(self) -> int:
         """Sequences per evaluation micro-batch and data-parallel rank."""
         return self.training.eval_batch_size or self.training.batch_size
+
+    @property
+    def profile_dir(self) -> str | None:
+        """Where a trace goes, if anywhere."""
+        save = self.checkpoint.save
+        return self.training.profile_dir or (os.path.join(save, "profile") if save else None)
 
     def describe(self) -> str:
         """The effective configuration, a line per component."""

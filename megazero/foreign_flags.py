@@ -62,6 +62,7 @@ NO_EFFECT = {
 WITH_VALUE = {"--zero-reduce-bucket-size", "--zero-allgather-bucket-size"}  # those that take one
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
+_PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
 _WARMUP = "use --warmup, a fraction of --train-iters"
 _ITERATIONS = "runs are counted in iterations: --train-iters, --lr-decay-iters, --warmup"
 _RECOMPUTED_TOGETHER = (
@@ -145,6 +146,11 @@ REFUSED = {
     "--use-checkpoint-lr-scheduler": "the learning-rate schedule is that of the flags",
     "--use-checkpoint-opt_param-scheduler": "the learning-rate schedule is that of the flags",
     "--distributed-timeout-minutes": "use --distributed-timeout-s",
+    "--profile": _PROFILE,
+    "--profile-step-start": _PROFILE,
+    "--profile-step-end": _PROFILE,
+    "--use-pytorch-profiler": _PROFILE,
+    "--profile-ranks": "the first rank is traced",
     "--wandb-project": _ALWAYS_LOGGED,
     "--tensorboard-log-interval": "use --log-interval",
 }

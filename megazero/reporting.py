@@ -19,6 +19,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.job import Job
 from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
+from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory, size
@@ -41,6 +42,21 @@ def metrics_writer(job: Job) -> MetricsWriter:
     save, flags = job.config.checkpoint.save, job.config.training
     board = flags.tensorboard_dir or (str(Path(save) / "tensorboard") if save else None)
     return MetricsWriter(save, None if flags.no_tensorboard else board, job.iteration)
+
+
+def step_profiler(job: Job) -> StepProfiler | None:
+    """What traces the steps of --profile-steps, on rank 0 where there are such to come."""
+    steps, folder = job.config.training.profiled_steps, job.config.profile_dir
+    if steps is None or folder is None or torch.distributed.get_rank() != 0:
+        return None
+    if steps[0] <= job.iteration:
+        logger.warning(
+            "--profile-steps %s: iteration %d is over, and nothing is traced",
+            job.config.training.profile_steps,
+            steps[0],
+        )
+        return None
+    return StepProfiler(steps, Path(folder))
 
 
 def describe_start(job: Job) -> str:

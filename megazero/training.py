@@ -41,6 +41,7 @@ from megazero.reporting import (
     log_step,
     metrics_writer,
     progress_bar,
+    step_profiler,
     summary,
 )
 from megazero.throughput import keep_freed_memory, peak_memory_bytes
@@ -130,8 +131,13 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
     interval: list[float] = []
     saved_at, start = job.iteration, time.perf_counter()
     watch: MemoryWatch | None = MemoryWatch(job.engine)
+    profiler = step_profiler(job)
     while job.iteration < flags.train_iters and not job.stopped:
+        if profiler is not None:
+            profiler.before(job.iteration + 1)
         loss, stop = train_step(job, iterator)
+        if profiler is not None:
+            profiler.after(job.iteration)
         interval.append(loss)
         bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
@@ -154,6 +160,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
         if stop:
             job.stopped = True
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
+    if profiler is not None:
+        profiler.finish(job.iteration)
     if config.checkpoint.save and saved_at != job.iteration:
         save(job)
     job.engine.wait_for_checkpoint()

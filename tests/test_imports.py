@@ -22,7 +22,7 @@ LEVELS = [
         "timers",
         "throughput",
     },
-    {"mpu", "optim", "metrics", "lines", "entry", "runner"},
+    {"mpu", "optim", "metrics", "profiling", "lines", "entry", "runner"},
     {"ops", "zero", "data"},
     {"json_config"},
     {"activation_checkpointing"},

@@ -1,0 +1,55 @@
+"""A trace of a few training steps by torch.profiler, as a file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megazero.files import written_aside
+
+logger = logging.getLogger(__name__)
+
+
+class StepProfiler:
+    """Records what this rank's CPU and GPU do from the beginning of one step to the end of another.
+
+    Args:
+        steps: first and last, counted as in the log.
+        folder: gets `rank0_steps_FIRST-LAST.pt.trace.json`, which is whole or absent.
+    """
+
+    def __init__(self, steps: tuple[int, int], folder: Path) -> None:
+        self.first, self.last = steps
+        self.folder = folder
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called before each step."""
+        if step == self.first:
+            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self._profile = profile(activities=kinds, record_shapes=True)
+            self._profile.start()
+
+    def after(self, step: int) -> None:
+        """To be called after each step."""
+        if step == self.last:
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        """Writes what is being recorded, if anything, up to `step`. A trace that cannot be written is a warning."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        path = self.folder / f"rank0_steps_{self.first}-{step}.pt.trace.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with written_aside(path) as file:
+                self._profile.export_chrome_trace(file.name)
+        except (OSError, RuntimeError) as error:
+            logger.warning("no trace in %s, training goes on: %s", path, error)
+        else:
+            logger.info("steps %d to %d of rank 0 are in %s: open it at ui.perfetto.dev", self.first, step, path)
+        self._profile = None
