@@ -84,12 +84,12 @@ class Megazero(EngineSide):
     """The engine on the model that all sides train.
 
     Args:
-        grad_dtype: of the sums of gradients, fp32 or that of the weights ("compute").
+        settings: of ZeRO.
     """
 
-    def __init__(self, job: Job, stage: int, grad_dtype: str = "fp32") -> None:
+    def __init__(self, job: Job, **settings: Any) -> None:
         super().__init__(job)
-        self.make_engine(job.model(), mpu.initialize_model_parallel(1), ZeroConfig(stage=stage, grad_dtype=grad_dtype))
+        self.make_engine(job.model(), mpu.initialize_model_parallel(1), ZeroConfig(**settings))
 
     def counted_bytes(self) -> int:
         """Elements by the channel's counters times the size of what goes that way: gradients, or weights."""
@@ -103,6 +103,8 @@ class Megazero(EngineSide):
 def all_sides(bf16: bool) -> dict[str, Entry]:
     """Every system that can be run here, by name."""
     ours = {f"megazero-{stage}": Entry(stage, Megazero, {"stage": stage}) for stage in range(4)}
+    overlap = {"overlap_param_gather": True}  # new weights travel while the next forward goes on
+    ours |= {f"megazero-{stage}-overlap": Entry(stage, Megazero, {"stage": stage, **overlap}) for stage in (1, 2)}
     if bf16:
         sums = {"grad_dtype": "compute"}
         ours |= {f"megazero-{stage}-grad16": Entry(stage, Megazero, {"stage": stage, **sums}) for stage in range(4)}

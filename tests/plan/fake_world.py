@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megazero.activation_checkpointing as checkpointing
 from megazero import comm, engine, mpu
+from megazero.checkpoint import writer
 from megazero.config import Config
 from megazero.job import Job, build_job
 from megazero.nvme import Region, SwapFile, Transfer
@@ -209,7 +210,7 @@ def fake_world(
         patch.setattr(F, "dropout", device_dropout)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
         patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: held.adam)
-        for module in (link, nvme_home, checkpointing.storage):
+        for module in (link, nvme_home, writer, checkpointing.storage):
             patch.setattr(module, "aligned_empty", held.aligned_empty)
         for module in (homes, init, checkpointing.storage):
             patch.setattr(module, "SwapFile", held.swap_file)
