@@ -201,4 +201,8 @@ def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:
                 "cpu does, which needs --zero-stage 1 or more, got 0. Add --zero-stage 1, or drop it."
             )
         values["offload_optimizer"] = "cpu"
+    if given.get("checkpoint_activations") is False and values.get("recompute") == "full":
+        raise ValueError(
+            "--no-checkpoint-activations and --recompute full exclude each other. To recompute nothing, give --recompute none."
+        )
     return Config(**dict(zip(components, build(parts, values), strict=True)))

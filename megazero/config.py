@@ -147,6 +147,14 @@ class Config:
             )
         if self.training.profile_steps and not self.profile_dir:
             raise ValueError("--profile-steps has nowhere to write to: give --save, or --profile-dir.")
+        steps = self.training.profiled_steps
+        if steps is not None and steps[0] > self.training.train_iters:
+            raise ValueError(
+                f"--profile-steps {self.training.profile_steps} begins behind --train-iters {self.training.train_iters}. Trace "
+                "earlier iterations."
+            )
+        if self.training.profile_dir and steps is None:
+            raise ValueError("--profile-dir is where --profile-steps writes to: give that too, or drop it.")
         self.schedule.check_length(self.training.train_iters)
         self.checkpoint_settings()  # refuses what does not go together
 

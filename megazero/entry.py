@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 # What wrong input, a full disk, too little memory or a run that diverged raise; anything else is a fault of ours and keeps its
-# traceback, and so does a ValueError that another library raises.
+# traceback, and so do a ValueError that another library raises, and what has no text.
 USER_ERRORS = (ValueError, OSError, MemoryError, FloatingPointError, OtherRankError)
 
 # What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL; or torchrun: in its store.
@@ -48,7 +48,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     descriptor = os.environ.get("MEGAZERO_CHECK")
     setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        most = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         logger.warning("a rank has failed, and all were started again: restart %d of %s", restarts, most, extra=ALIKE)
     try:
         if descriptor is None:
@@ -78,7 +78,7 @@ def _checked_ranks(check: Callable[[int], object]) -> int:
 def _is_ours(error: Exception) -> bool:
     """Whether this library or the script raised it, and so says what to change: torch, of a wrong shape, does not say where."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].split(".")[0] in ("__main__", "megazero", "data_tools")
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("__main__", "megazero", "data_tools")
 
 
 def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
@@ -88,6 +88,6 @@ def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
     if waits:
         time.sleep(10)
-    if isinstance(error, ValueError) and not _is_ours(error):
+    if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
     sys.exit(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}")

@@ -71,7 +71,8 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
         job = build_job(config, groups, tokenizer, model_provider, forward_step)
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
-    load(job)
+    with _tells_out_of_memory(config, job):
+        load(job)
     eval_samples = flags.eval_iters * config.eval_batch_size * groups.data_parallel_size
     train, valid, test = build_datasets(
         config.data,

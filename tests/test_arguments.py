@@ -127,6 +127,9 @@ def test_what_a_script_gives_can_be_taken_back_behind_it(with_file):
     parser = make_parser(list(get_type_hints(Config).values()), "")
     ours = [action for action in parser._actions if action.help != argparse.SUPPRESS and action.const is True]
     assert ours and all(name.startswith("--no-") for action in ours for name in action.option_strings), "no way back"
+    with pytest.raises(ValueError, match="--recompute full exclude each other.* give --recompute none"):
+        load_config("--recompute full --no-checkpoint-activations".split())
+    assert load_config("--recompute full --recompute none".split()).model.recompute_mode == "none"
     document = {"fp16": {"enabled": True}, "communication_data_type": "fp16"}
     with pytest.raises(ValueError, match='communication_data_type "fp16" .* parameters, which is fp32'):
         with_file(document, "--no-fp16")

@@ -63,5 +63,9 @@ def test_flags():
     for wrong in ("5-4", "0-3", "a-b", "-", "5:7"):
         with pytest.raises(ValueError, match="give the first and the last iteration to trace"):
             load_config([f"--profile-steps={wrong}", "--save", "x"])
+    with pytest.raises(ValueError, match="--profile-steps 50-60 begins behind --train-iters 10"):
+        load_config("--profile-steps 50-60 --save x --train-iters 10".split())
+    with pytest.raises(ValueError, match="--profile-dir is where --profile-steps writes to"):
+        load_config("--profile-dir x".split())
     with pytest.raises(ValueError, match="give --save, or --profile-dir"):
         load_config("--profile-steps 5".split())

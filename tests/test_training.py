@@ -210,15 +210,30 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     assert f"Each of these takes less: {'' if ranks == 1 else '--zero-stage 2; --zero-stage 3; '}{ways}" in report
 
 
+KILLED_ONCE = """
+import os, signal
+import pretrain_gpt2
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+def forward_step(job, iterator):
+    if job.iteration == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pretrain_gpt2.forward_step(job, iterator)
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, pretrain_gpt2.make_model, forward_step))
+"""
+
+
 def test_a_job_with_restarts_goes_on_from_its_checkpoint_when_a_rank_is_killed(corpus, tmp_path):
-    process = start_job(flags(corpus, tmp_path, 60, "--save-interval", "5"), 2, MAX_RESTARTS="1")
-    wait_for(lambda: (tmp_path / "latest").exists())
-    (launcher,) = children(process.pid)
-    os.kill(children(launcher)[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    script = tmp_path / "killed_once.py"
+    script.write_text(KILLED_ONCE)
+    arguments = flags(corpus, tmp_path / "saved", 10, "--save-interval", "5")
+    process = start_job(arguments, 2, str(script), MAX_RESTARTS="1", PYTHONPATH=str(ROOT))
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and "failed (exitcode: -9) local_rank: 1" in output, output
     after = output.partition("WARNING: a rank has failed, and all were started again: restart 1 of 1\n")[2]
-    assert "continuing after iteration" in after and "iteration       60/      60 |" in after, output
+    assert "continuing after iteration 5" in after and "iteration       10/      10 |" in after, output
 
 
 def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
@@ -439,9 +454,11 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     assert "8 samples long" in warnings[0] and "--seed, --split: not as in the run" in warnings[1]
 
 
-def start_job(arguments: list[str], world_size: int, **variables: str) -> subprocess.Popen:
+def start_job(
+    arguments: list[str], world_size: int, script: str = "pretrain_gpt2.py", **variables: str
+) -> subprocess.Popen:
     """The job through scripts/common.sh's launch, in a session of its own."""
-    command = f'source scripts/common.sh; PYTHON={sys.executable}; launch pretrain_gpt2.py "$@"'
+    command = f'source scripts/common.sh; PYTHON={sys.executable}; launch {script} "$@"'
     return subprocess.Popen(
         ["bash", "-c", command, "launch", *arguments],
         cwd=ROOT,

@@ -146,13 +146,7 @@ class Channel:
         noted = self._reductions.take_noted() if self.num_ranks > 1 else None
         if noted is None:
             return
-        try:
-            self._meeting.compare("collectives before the first update", noted)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{error} Every rank must run the same units in the same order: look for what in the model depends on the data "
-                "or the rank."
-            ) from None
+        self._meeting.compare("the first engine.step()", noted)
 
     def reset_traffic(self) -> None:
         """Sets all counters to zero."""

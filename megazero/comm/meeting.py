@@ -47,7 +47,7 @@ class Meeting:
             self._forget(count - 1)
 
     def compare(self, what: str, lines: list[str]) -> None:
-        """Returns when every rank has come with the same lines, each without a line break.
+        """Returns when every rank has come with the same lines, each a collective before this, without a line break.
 
         Args:
             what: as of `hold`, and nothing else that is held or compared here is called so.
@@ -64,7 +64,9 @@ class Meeting:
             number, (expected, found) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
             self._store.set(
                 f"{what}/difference",
-                f"{what}: number {number} is {expected} on rank {self._ranks[0]}, and {found} on rank {self._ranks[self._rank]}.",
+                f"{what}: of the collectives before it number {number} is {expected} on rank {self._ranks[0]}, and {found} on "
+                f"rank {self._ranks[self._rank]}. Every rank must run the same units in the same order: look for what in the "
+                "model depends on the data or the rank.",
             )
         self.hold(f"{what}, compared")
         if self._store.check([f"{what}/difference"]):

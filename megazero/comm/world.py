@@ -142,7 +142,13 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
     how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if backend == "nccl" else None}
     try:
         if attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            # torchrun's store still has the addresses of the ranks before, under the same keys.
+            # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its
+            # own restarts, so that they would look for each other under different keys until the timeout.
+            if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+                raise OtherRankError(
+                    f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
+                    "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
+                )
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
             how |= {"store": dist.PrefixStore(f"megazero/attempt/{attempt}", store)}

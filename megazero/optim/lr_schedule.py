@@ -44,6 +44,10 @@ class LRScheduleConfig:
                 f"--lr-decay-style is {self.lr_decay_style} and --lr-wsd-decay-iters is {iters or 'not given'}: WSD decays over "
                 "that many iterations, and no other style knows them. Give both or neither."
             )
+        if self.lr_wsd_decay_style != LRScheduleConfig.lr_wsd_decay_style and iters is None:
+            raise ValueError(
+                f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is for --lr-decay-style WSD, got {self.lr_decay_style}. Drop it."
+            )
 
     def check_length(self, train_iters: int) -> None:
         """Checks that WSD's decay fits behind the warm-up.

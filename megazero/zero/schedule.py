@@ -85,6 +85,7 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
+        self._awaits_weights = await_weights
         if await_weights:
             for module in (model, *self._root_modules(model)):
                 self._await_before(module, self._of_unit[ROOT])
@@ -149,8 +150,8 @@ class Schedule:
     def start_backward(self) -> None:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
-        # Of whole ones also what no forward has read, and a graph from before the update does.
-        self._gather(self._of_unit[ROOT] if self._sharded else self.buckets)
+        # Of weights on their way also those that no forward has read, and a graph from before the update does.
+        self._gather(self.buckets if self._awaits_weights else self._of_unit[ROOT])
 
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""

@@ -60,6 +60,7 @@ class Weights:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
         self.is_gathered, self.is_held = True, False
         self._gather_work: Work | None = None
+        self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
         self._point_parameters()
         self._versions = self._current_versions()
@@ -97,7 +98,9 @@ class Weights:
         if self.is_gathered:  # one that fails stays under way, so that nobody takes what is there for the new values
             self._gather_work.wait()
             self._gather_work = None
-            self._show_parameters()
+            if self._waits_when_touched:
+                self._waits_when_touched = False
+                self._show_parameters()
             return
         work, self._gather_work = self._gather_work, None
         work.wait()
@@ -154,6 +157,7 @@ class Weights:
     def wait_when_touched(self) -> None:
         """Leaves an exchange under way: whatever touches a parameter from now on waits for it."""
         if self.is_gathering:
+            self._waits_when_touched = True
             for parameter in self.parameters.values():
                 parameter.__class__ = ArrivingParameter
 

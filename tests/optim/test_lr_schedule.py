@@ -63,6 +63,8 @@ def test_wsd_needs_the_length_of_its_decay_which_must_fit():
     for flags in ({"lr_decay_style": "WSD"}, {"lr_wsd_decay_iters": 5}):
         with pytest.raises(ValueError, match="Give both or neither"):
             LRScheduleConfig(**flags)
+    with pytest.raises(ValueError, match="--lr-wsd-decay-style linear is for --lr-decay-style WSD, got cosine"):
+        LRScheduleConfig(lr_decay_style="cosine", lr_wsd_decay_style="linear")
     with pytest.raises(ValueError, match="--lr-wsd-decay-iters must be at least 1"):
         LRScheduleConfig(lr_decay_style="WSD", lr_wsd_decay_iters=0)
     flags = "--lr-decay-style wsd --lr-wsd-decay-iters 90 --warmup 0.1".split()
