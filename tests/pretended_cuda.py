@@ -323,6 +323,8 @@ class PretendedCuda(Held):
             return
         streams = memory.recorded if memory.owner is None else {memory.owner, *memory.recorded}
         for access in memory.unseen(self.host.clock, memory.seen, *(stream.clock for stream in streams)):
+            if memory.owner is None and isinstance(access.agent, HostThread):
+                continue  # a thread refers to what it reads and writes, so that it has gone on when the last reference goes
             self._report(memory, access, "goes back" if memory.owner is None else f"goes back to {memory.owner}")
 
     def _resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
