@@ -498,6 +498,7 @@ class PretendedCuda(Held):
                 "synchronize": self.synchronize,
                 "current_device": lambda: 0,
                 "is_available": lambda: True,
+                "is_current_stream_capturing": lambda: False,
             }
             for name, value in cuda.items():
                 patch.setattr(torch.cuda, name, value)
