@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -76,13 +77,16 @@ def check_data(config: DataConfig, tokenizer: Tokenizer, evaluates: bool) -> Non
         FileNotFoundError: a corpus is missing.
         ValueError: a file is truncated or foreign, or was made with another tokenizer, or a split is empty.
     """
+    sources: dict[Path, IndexedDataset] = {}  # the same one serves all parts that --split cuts off it
     for part, (corpora, shares) in enumerate(_parts(config)):
         for corpus in corpora:
-            if corpus.is_indexed:
-                source = IndexedDataset(corpus.path)
+            if not corpus.is_indexed:
+                continue
+            if corpus.path not in sources:
+                source = sources[corpus.path] = IndexedDataset(corpus.path)
                 check_tokenizer(source.prefix, source.num_tokens, tokenizer)
-                if shares[part] and (evaluates or part == 0):
-                    _documents(config, source, shares, part)
+            if shares[part] and (evaluates or part == 0):
+                _documents(config, sources[corpus.path], shares, part)
 
 
 def build_datasets(
