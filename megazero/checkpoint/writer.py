@@ -39,6 +39,10 @@ class Piece(NamedTuple):
     start: int
     stop: int
 
+    def key(self, state: str) -> str:
+        """What is saved of it under this name is called so in the rank's file."""
+        return f"{state}/{self.name}"
+
 
 @dataclass
 class Snapshot:
@@ -54,9 +58,9 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor | LazyTensor]:
         """Everything by its key in the rank's file: weights first, so that reading them alone reads on."""
-        found = [(state, piece.name, t) for piece, saved in self.pieces.items() for state, t in saved.items()]
+        found = [(state, piece.key(state), t) for piece, saved in self.pieces.items() for state, t in saved.items()]
         found.sort(key=lambda each: (each[0] != MASTER, each[0]))
-        return {**{f"{state}/{name}": tensor for state, name, tensor in found}, **self.blobs}
+        return {**{key: tensor for _, key, tensor in found}, **self.blobs}
 
     def staged(self) -> Snapshot:
         """A copy in host memory, which training does not change.
@@ -83,7 +87,7 @@ class Snapshot:
 
         try:
             pieces: dict[Piece, States] = {
-                piece: {state: copy(f"{state}/{piece.name}", tensor) for state, tensor in saved.items()}
+                piece: {state: copy(piece.key(state), tensor) for state, tensor in saved.items()}
                 for piece, saved in self.pieces.items()
             }
             return Snapshot(pieces, {key: copy(key, tensor) for key, tensor in self.blobs.items()})
@@ -104,8 +108,7 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, An
     return {
         "file": {"bytes": written.nbytes, "crc32": written.crc32},
         "pieces": [
-            [*piece, {state: at[f"{state}/{piece.name}"] for state in saved}]
-            for piece, saved in snapshot.pieces.items()
+            [*piece, {state: at[piece.key(state)] for state in saved}] for piece, saved in snapshot.pieces.items()
         ],
         "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
     }
