@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,10 @@ settings.load_profile("same-examples")
 # Set before the first rank is forked: many small processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# A shell's `command &` ignores these, its children too, and no script can undo it: tests send them.
+for signal_number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(signal_number) is signal.SIG_IGN:
+        signal.signal(signal_number, action)
 
 
 def pytest_configure(config: pytest.Config) -> None:
