@@ -178,7 +178,7 @@ class JsonConfig:
             gather_limits=GatherLimits(
                 prefetch=self._if_given("prefetch_bucket_size"),
                 live=self._if_given("max_live_parameters"),
-                reuse=self._if_given("max_reuse_distance"),
+                reuse=self._if_given("max_reuse_distance") or 0,
             ),
             param_persistence_threshold=self._if_given("param_persistence_threshold") or 0,
             model_persistence_threshold=self._if_given("model_persistence_threshold"),

@@ -110,7 +110,7 @@ class ZeroSection:
     max_reuse_distance: int = key(
         1_000_000_000,
         IF_GIVEN,
-        "a unit stays gathered if so many elements or fewer run until its backward; else none stays",
+        "a unit stays gathered if so many elements or fewer run until its backward; else the last one alone",
         name="stage3_max_reuse_distance",
         at_least=0,
     )

@@ -67,6 +67,7 @@ def step_moments(
     rest = states.at_rest + (states.gradients if has_earlier else 0)
     is_default = settings.zero.gather_limits == GatherLimits()
     between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
+    last_block = blocks[-1].gathered if is_default else 0  # it stays, as its backward comes next
     backward = 0
     together = min(settings.recomputed_together, num_layers)
     for first in range(0, num_layers, together):
@@ -82,7 +83,7 @@ def step_moments(
     embedding += max(2 * work.head_gradient, root.wire)
     last_to_go = sum(block.leaving for block in [root, *blocks][:MOST_TO_HOST])
     return {
-        "loss": between + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
+        "loss": between + last_block + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
         "blocks' backward": backward,
         "embedding's backward": between + embedding,
         "update": states.resident + max(states.updating, last_to_go),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megazero.model.config import GPT2Config
 from megazero.plan.activations import Shape
-from megazero.zero.bucket_bytes import BucketBytes, StateSettings
-from megazero.zero.units import ROOT, BucketPlan
+from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathered_once
+from megazero.zero.units import BucketPlan
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def plan_traffic(
     trained = [need for need in needs if need.owned]
     reduced = sum(need.plan.layout.numel for need in trained) * times
     across = 2 * reduced // n * (sets - 1) // sets
-    gathered = sum(_gathered(need.plan, m) for need in trained)
+    once = gathered_once(needs, settings)
+    gathered = sum(_gathered(need.plan, m * (1 if need.plan.unit in once else 2)) for need in trained)
     wire = trained[0].plan.reduce_dtype.itemsize
     away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
@@ -77,11 +78,9 @@ def plan_traffic(
     )
 
 
-def _gathered(plan: BucketPlan, micro_batches: int) -> int:
-    """Elements of P that ranks gather from each other in a step: all after the update, or for each forward and backward."""
-    if not plan.sharding.parameters:
-        return plan.layout.numel
-    return plan.layout.numel * micro_batches * (1 if plan.unit == ROOT else 2)  # the root stays for a micro-batch
+def _gathered(plan: BucketPlan, times: int) -> int:
+    """Elements of P that ranks gather from each other in a step: once after the update, or as often as sharded ones are used."""
+    return plan.layout.numel * (times if plan.sharding.parameters else 1)
 
 
 def _model_parallel(model: GPT2Config, shape: Shape) -> int:

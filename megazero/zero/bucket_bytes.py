@@ -237,8 +237,8 @@ class BucketBytes:
 def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """Whole parameters at a time: the root, which stays for the micro-batch; the unit that runs; what is fetched ahead, or stays.
 
-    Without limits that is one unit ahead, and none stays. Beside them are shards that come over the link ahead of their gather,
-    of the units whose gather is next but one and later.
+    Without limits that is one unit ahead; and the last one stays, whose backward comes next. Beside them are shards that come
+    over the link ahead of their gather, of the units whose gather is next but one and later.
     """
     nbytes = _by_unit(needs, lambda need: need.whole_parameters)
     coming = _by_unit(needs, lambda need: need.coming * settings.zero.overlap_comm)
@@ -253,14 +253,13 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
 
 def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], settings: StateSettings) -> int:
     """Bytes of the units that are whole at the same time under the `stage3_*` limits, beside the root."""
-    sharded = _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
-    nbytes = _by_unit(needs, lambda need: need.whole_parameters)
-    residency = Residency([sharded[unit] for unit in units], settings.zero.gather_limits)
+    root, nbytes = _sharded(needs)[ROOT], _by_unit(needs, lambda need: need.whole_parameters)
+    residency = _residency(needs, settings)
     live: set[int] = set()  # indices in `units`
     most = 0
 
     def numel() -> int:
-        return sharded[ROOT] + sum(residency.sizes[index] for index in live)
+        return root + sum(residency.sizes[index] for index in live)
 
     for step in (1, -1):
         for index in range(len(units))[::step]:
@@ -270,6 +269,21 @@ def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], sett
             if step < 0 or not residency.stays(index, numel()):
                 live.discard(index)
     return most
+
+
+def gathered_once(needs: Sequence[BucketBytes], settings: StateSettings) -> set[int]:
+    """Units that are whole from a micro-batch's forward to its backward, if `stage3_max_live_parameters` has room for them."""
+    residency, units = _residency(needs, settings), [unit for unit in _sharded(needs) if unit != ROOT]
+    return {ROOT, *(unit for index, unit in enumerate(units) if residency.stays(index, live=0))}
+
+
+def _residency(needs: Sequence[BucketBytes], settings: StateSettings) -> Residency:
+    return Residency([size for unit, size in _sharded(needs).items() if unit != ROOT], settings.zero.gather_limits)
+
+
+def _sharded(needs: Sequence[BucketBytes]) -> dict[int, int]:
+    """Elements of sharded parameters of each unit."""
+    return _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
 
 
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from megazero.zero.hooks import Hook
@@ -57,6 +58,7 @@ class Forwards:
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
+        self._has_graph = False  # of the outermost one
 
     def watch(self, module: nn.Module) -> list[Any]:
         """Counts the module in from now on; returns the handles."""
@@ -68,6 +70,11 @@ class Forwards:
         """The one that runs now, if any does."""
         return self._modules[-1] if self._modules else None
 
+    @property
+    def train(self) -> bool:
+        """Whether a backward will follow: also in a part whose activations are not kept, which runs under no_grad."""
+        return torch.is_grad_enabled() or (self._has_graph and bool(self._modules))
+
     def read(self, bucket: Bucket) -> bool:
         """Whether one of them reads a parameter of the bucket that it does not own."""
         return any(bucket_of(p) is bucket for module in self._modules for p in external_parameters(module))
@@ -77,6 +84,8 @@ class Forwards:
         self._modules.clear()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if not self._modules:
+            self._has_graph = torch.is_grad_enabled()
         self._modules.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:

@@ -1,9 +1,10 @@
 """Gemini: traces one iteration on the cpu policy, plans what stays gathered on the device, and replays the plan.
 
-Parameters and optimizer states rest in host memory. A unit that is gathered lies on the device as well; releasing it drops that
-copy, and the next gather brings it again (PatrickStar, arXiv:2108.05818; Colossal-AI's Gemini). The first iteration keeps
-nothing and measures what else is on the device at each moment. From the second on the plan says what is gathered when, and what
-stays. An iteration that runs units in another order falls back to gathering on demand, and the next one is traced anew.
+Parameters and optimizer states rest in host memory. A unit that is gathered lies on the device as well; releasing it drops
+that copy, and the next gather brings it again (PatrickStar, arXiv:2108.05818; Colossal-AI's Gemini). The first iteration
+gathers as if there were no plan, and measures what else is on the device at each moment. From the second on the plan says
+what is gathered when, and what stays. An iteration that runs units in another order falls back to gathering on demand, and
+the next one is traced anew.
 """
 
 from __future__ import annotations

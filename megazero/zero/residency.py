@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatherLimits:
-    """DeepSpeed's `stage3_*` limits, in elements of whole parameters. None is what the engine does by itself.
+    """DeepSpeed's `stage3_*` limits, in elements of whole parameters. The defaults are what the engine does by itself.
 
     Attributes:
         prefetch: most that is gathered ahead of the unit that runs; None: one unit, of any size. 0 gathers nothing ahead.
         live: most that is gathered at a time; what runs is gathered all the same. None: no limit beyond the others.
-        reuse: a unit stays gathered after its forward if no more than this runs until its backward. None: none stays.
+        reuse: a unit stays gathered after its forward if no more than this runs until its backward. So the last one always stays:
+            its backward comes next.
     """
 
     prefetch: int | None = None
     live: int | None = None
-    reuse: int | None = None
+    reuse: int = 0
 
 
 class Residency:
@@ -65,6 +66,6 @@ class Residency:
         Args:
             live: elements that are gathered now, the unit's included.
         """
-        if self.limits.reuse is None or (self.limits.live is not None and live > self.limits.live):
+        if self.limits.live is not None and live > self.limits.live:
             return False
         return 2 * sum(self.sizes[index + 1 :]) <= self.limits.reuse  # the units behind it run forward and backward

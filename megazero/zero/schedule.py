@@ -325,7 +325,7 @@ class Schedule:
         if not self.overlap:
             return
         step = -1 if _in_backward() else 1
-        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or torch.is_grad_enabled())
+        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._tiles)]
         for unit in ahead:
             for bucket in self._of_unit[unit]:
@@ -359,7 +359,11 @@ class Schedule:
         return sum(bucket.layout.numel for bucket in self._sharded if bucket.weights.is_allocated)
 
     def _stays(self, index: int) -> bool:
-        return index != ROOT and torch.is_grad_enabled() and self.residency.stays(index, self._live)
+        if index == ROOT:
+            return False
+        # A tile that is recomputed has its backward after the recomputation of all tiles of its layer, and is gathered for both.
+        trains = torch.is_grad_enabled() if index in self._tiles else self._forwards.train
+        return trains and self.residency.stays(index, self._live)
 
     def _before_model(self, _: nn.Module, __: Any) -> None:
         self._gather(self._of_unit[ROOT], lambda: self._prefetch(ROOT, True))

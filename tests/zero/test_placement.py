@@ -17,6 +17,7 @@ from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine, token_batches, train
 from tests.zero.test_offload import Wide
+from tests.zero.test_residency import Recomputed
 from tests.zero.test_stages import compare
 
 
@@ -81,13 +82,13 @@ def watched(engine, batches) -> tuple[dict, list[int], int]:
     return trace, gathers, most[0]
 
 
-def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None) -> tuple:
+def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None, model: type[Wide] = Wide) -> tuple:
     mpu.initialize_model_parallel(1)
     batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
-    engine = placed_engine(blocks, dtype=dtype, gpu_margin_mem_ratio=ratio)
+    engine = placed_engine(blocks, model, dtype, gpu_margin_mem_ratio=ratio)
     got, gathers, most = watched(engine, batches)
     torch.manual_seed(0)
-    want, _, _ = watched(make_engine(Wide(), 3, dtype=dtype), batches)
+    want, _, _ = watched(make_engine(model(), 3, dtype=dtype), batches)
     compare(got, want, f"budget of {blocks} blocks", bitwise=True)
     plan = engine.placement.gemini.plan
     assert plan.peak_bytes <= plan.budget == blocks * block_bytes(engine)
@@ -97,12 +98,13 @@ def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None) 
     return gathers, most / block_bytes(engine), on_device, list(plan.shard_units)
 
 
+@pytest.mark.parametrize("model", [Wide, Recomputed])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_more_memory_means_fewer_gathers_and_never_other_numbers(world_size):
+def test_more_memory_means_fewer_gathers_and_never_other_numbers(world_size, model):
     # Each step runs 4 units forward and backward; those that are there when forward ends need no second gather.
     for blocks in (2, 3, 9):
-        for gathers, most, _, _ in run_ranks(world_size, placement_case, blocks, 0.0):
-            assert gathers == [8, *[8 - min(blocks, 4)] * 3], blocks
+        for gathers, most, _, _ in run_ranks(world_size, placement_case, blocks, 0.0, None, model):
+            assert gathers == [7, *[8 - min(blocks, 4)] * 3], blocks
             assert most <= blocks
 
 
@@ -115,7 +117,7 @@ def test_optimizer_states_of_the_first_units_take_the_margin():
 def test_where_all_optimizer_states_fit_the_shards_of_parameters_follow(dtype, blocks):
     for gathers, most, on_device, shards in run_ranks(2, placement_case, blocks, 1.0, dtype):
         # Of two ranks each has half of the states, and there is room for all of them, the root's included.
-        assert on_device == [0, 1, 2, 3, ROOT] == shards and gathers == [8, 4, 4, 4] and most <= 4
+        assert on_device == [0, 1, 2, 3, ROOT] == shards and gathers == [7, 4, 4, 4] and most <= 4
 
 
 def shrinking_case() -> list[list[int]]:

@@ -13,6 +13,7 @@ from megazero import mpu, zero
 from megazero.comm import channel as channel_module
 from megazero.comm import collectives, point_to_point
 from megazero.engine import Engine
+from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, FrozenToy, Toy, make_engine, token_batches
 
@@ -56,8 +57,6 @@ def table_of_the_design(engine: Engine, micro: int) -> Count:
     """Collectives and elements of a step: m micro-batches, psi with padding, each times (N - 1)/N."""
     n, stage = engine.channel.size, engine.zero.stage
     trained = [bucket.layout.numel for bucket in engine.buckets if bucket.is_trainable]
-    roots = [bucket.layout.numel for bucket in engine.buckets if bucket.name == "root"]
-    units = [bucket.layout.numel for bucket in engine.buckets if bucket.name != "root"]
     m = micro
 
     def times(factor: int, numels: list[int]) -> tuple[int, int]:
@@ -70,11 +69,10 @@ def table_of_the_design(engine: Engine, micro: int) -> Count:
         return {"all_reduce": none, "reduce_scatter": times(1, trained), "all_gather": times(1, trained)}
     if stage == 2:
         return {"all_reduce": none, "reduce_scatter": times(m, trained), "all_gather": times(1, trained)}
-    forward_and_backward, once = (
-        times(2 * m, units),
-        times(m, roots),
-    )  # the root stays whole between forward and backward
-    gathers = (forward_and_backward[0] + once[0], forward_and_backward[1] + once[1])
+    stay = (ROOT, max(bucket.unit for bucket in engine.buckets))  # from forward to backward
+    once = times(m, [bucket.layout.numel for bucket in engine.buckets if bucket.unit in stay])
+    twice = times(2 * m, [bucket.layout.numel for bucket in engine.buckets if bucket.unit not in stay])
+    gathers = (once[0] + twice[0], once[1] + twice[1])
     return {"all_reduce": none, "reduce_scatter": times(m, trained), "all_gather": gathers}
 
 
