@@ -328,8 +328,9 @@ def test_nothing_races_where_gloo_carries_what_is_on_the_device(case):
     assert not cuda.races, "\n".join(cuda.races)
 
 
+@pytest.mark.parametrize("recompute", ["", " --checkpoint-activations"])
 @pytest.mark.parametrize("device_bytes", [2_000_000, 100_000_000])
-def test_nothing_races_where_a_plan_moves_states(device_bytes):
+def test_nothing_races_where_a_plan_moves_states(device_bytes, recompute):
     moved: list[int] = []
 
     def steps(job: Job) -> None:
@@ -337,7 +338,7 @@ def test_nothing_races_where_a_plan_moves_states(device_bytes):
             step(job)
         moved.append(sum(not bucket.is_offloaded for bucket in job.engine.buckets))
 
-    cuda = run("--zero-stage 3 --bf16 --placement auto", does=steps, device_bytes=device_bytes)
+    cuda = run(f"--zero-stage 3 --bf16 --placement auto{recompute}", does=steps, device_bytes=device_bytes)
     assert not cuda.races, "\n".join(cuda.races)
     assert moved[0] == (2 if device_bytes == 2_000_000 else LAYERS + 1), "units whose states are on the device"
 

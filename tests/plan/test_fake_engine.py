@@ -119,9 +119,12 @@ def test_a_rank_of_a_few_wide_layers_holds_what_was_planned(case):
     check(*CASES[case], layers=3)
 
 
-def test_a_placement_by_plan_holds_what_was_planned_and_no_more_than_the_device_has():
+@pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
+def test_a_placement_by_plan_holds_what_was_planned_and_no_more_than_the_device_has(recompute):
     width = "--hidden-size 4096 --num-attention-heads 32 --num-layers 3"
-    config = load_config(f"{COMMON} {width} --zero-stage 3 --placement auto --batch-size 1".split(), world_size=8)
+    config = load_config(
+        f"{COMMON} {width} {recompute} --zero-stage 3 --placement auto --batch-size 1".split(), world_size=8
+    )
     plan = plan_job(Setup.of(config, 8, 8, "cuda"))
     planned = plan.device - plan.runtime
     for total in (11 * planned // 10, 2 * planned):
