@@ -57,6 +57,12 @@ def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tens
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
+def count_tokens(job: Job, data: dict[str, Tensor]) -> int:
+    """How many tokens of a micro-batch the mean of `forward_step` is over."""
+    tokens = data["text"][:, :-1]
+    return int((tokens != job.tokenizer.eod).sum()) if job.config.training.eod_mask_loss else tokens.numel()
+
+
 def check(world_size: int) -> tuple[Config, Tokenizer]:
     """The configuration and the tokenizer, after all checks that need no communication."""
     config = load_config(world_size=world_size)
@@ -71,7 +77,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
 
 def main(checked: tuple[Config, Tokenizer]) -> None:
     """Trains."""
-    pretrain(*checked, make_model, forward_step)
+    pretrain(*checked, make_model, forward_step, count_tokens)
 
 
 if __name__ == "__main__":

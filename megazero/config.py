@@ -75,6 +75,9 @@ class TrainingConfig:
         False, "kernels and collectives that give the same bits again on a GPU too; slower (docs/training.md)"
     )
     eod_mask_loss: bool = option(True, "what follows an end-of-text token does not count in the loss")
+    calculate_per_token_loss: bool = option(
+        False, "every counted token of the global batch weighs alike, however it is cut into micro-batches"
+    )
     reset_position_ids: bool = option(False, "positions start again after each end-of-text token")
     reset_attention_mask: bool = option(False, "tokens do not attend across end-of-text tokens")
     tensorboard_dir: str | None = option(

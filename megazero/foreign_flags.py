@@ -131,7 +131,6 @@ REFUSED = {
     "--transformer-impl": _ONE_ENGINE,
     "--apply-query-key-layer-scaling": _UNSCALED,
     "--attention-backend": _ATTENTION,
-    "--calculate-per-token-loss": "the loss is the mean over micro-batches of the mean over their tokens",
     "--weight-decay-incr-style": "weight decay stays what it is",
     "--ckpt-format": "checkpoints have one format, which any number of ranks reads",
     "--fp16-lm-cross-entropy": "the loss is always fp32",

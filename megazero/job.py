@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
+CountTokens = Callable[["Job", dict[str, Tensor]], int]
 
 
 class StopSignal:
@@ -79,6 +80,7 @@ class Job:
     corpora: list[str] | None = None  # fingerprints of the training data, or first of the checkpoint's
     stopped: bool = False  # all ranks have agreed to end early
     stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
+    count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: of a micro-batch, those that count
 
     @property
     def global_batch_size(self) -> int:
@@ -124,8 +126,19 @@ def build_job(
     tokenizer: Tokenizer,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
+    count_tokens: CountTokens | None = None,
 ) -> Job:
-    """The model, its engine and what else the loop needs, before anything is loaded."""
+    """The model, its engine and what else the loop needs, before anything is loaded.
+
+    Raises:
+        ValueError: --calculate-per-token-loss without `count_tokens`.
+    """
+    weighs_tokens = config.training.calculate_per_token_loss
+    if weighs_tokens and count_tokens is None:
+        raise ValueError(
+            "--calculate-per-token-loss weighs the mean loss of a micro-batch by its number of tokens, and this script does not "
+            "say how many of them count: give pretrain(..., count_tokens=), as pretrain_gpt2.py does, or drop the flag."
+        )
     device, dtype = comm.local_device(), config.precision.dtype
     timers = Timers(device)
     activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
@@ -146,6 +159,8 @@ def build_job(
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
     job = Job(config, groups, device, tokenizer, engine, forward_step, timers, _peak_tflops(config, device))
+    if weighs_tokens:
+        job.count_tokens = count_tokens
     seed_dropout(job)
     if config.model.recompute == "auto":
         _decide_recompute(job)
@@ -242,3 +257,16 @@ def batches(
         generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
     )
     return until_exhausted(loader, name)
+
+
+def take_counted(job: Job, iterator: Iterator | None, count: int) -> tuple[Iterator | None, list[int]]:
+    """The next `count` micro-batches of `iterator`, and how many tokens of each count; without an iterator None, and zeros."""
+    if iterator is None:
+        return None, [0] * count
+    assert job.count_tokens is not None
+    taken = []
+    with job.timers("data loader"):
+        for _ in range(count):
+            # What a worker has shared keeps a file open, and a step may have more micro-batches than a process may have files.
+            taken.append({name: x.clone() if x.is_shared() else x for name, x in next(iterator).items()})
+    return iter(taken), [job.count_tokens(job, batch) for batch in taken]

@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 # Parts of the configuration that say which samples come, and in which order.
 SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
 
-# Flags of `training` that say what the loss of a sample is.
-LOSS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+# Flags of `training` that say what the loss of a sample is, or what it weighs.
+LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
 
 # What no shape of a parameter shows, and makes the same weights another model.
 UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")

@@ -21,6 +21,7 @@ from megazero.config import Config
 from megazero.data.build import build_datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import (
+    CountTokens,
     ForwardStep,
     Job,
     ModelProvider,
@@ -28,6 +29,7 @@ from megazero.job import (
     batches,
     build_job,
     setup_distributed,
+    take_counted,
     with_vocabulary,
 )
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
@@ -50,7 +52,13 @@ from megazero.timers import Timers
 logger = logging.getLogger(__name__)
 
 
-def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider, forward_step: ForwardStep) -> Job:
+def pretrain(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    count_tokens: CountTokens | None = None,
+) -> Job:
     """Runs the job that `config` describes, from set-up to summary, and returns it.
 
     Args:
@@ -58,6 +66,11 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
         model_provider: makes the model from its configuration, the groups, device and dtype.
         forward_step: takes the job and an iterator of micro-batches (None on tensor-parallel ranks other than the first, which
             get theirs by `mpu.broadcast_data`), and returns the mean loss of the next micro-batch.
+        count_tokens: takes the job and a micro-batch on the host, and returns how many tokens that mean is over, 0 where none
+            counts and the mean is 0. Asked with --calculate-per-token-loss only, on first tensor-parallel ranks.
+
+    Raises:
+        ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit.
     """
     set_up_backends(config)
     groups = setup_distributed(config)
@@ -68,7 +81,7 @@ def pretrain(config: Config, tokenizer: Tokenizer, model_provider: ModelProvider
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
     with _tells_out_of_memory(config):
-        job = build_job(config, groups, tokenizer, model_provider, forward_step)
+        job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens)
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
     with _tells_out_of_memory(config, job):
@@ -172,7 +185,8 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     """One optimizer step.
 
     Returns:
-        The loss averaged over micro-batches and data-parallel ranks, and the reason to stop now that any rank has, if any.
+        The loss averaged over micro-batches and data-parallel ranks, with --calculate-per-token-loss over the counted tokens of
+        all of them; and the reason to stop now that any rank has, if any.
 
     Raises:
         FloatingPointError: the loss of some rank is not finite; on every rank, naming that one and its samples.
@@ -181,10 +195,17 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     job.stop.check_launcher()
     engine, timers = job.engine, job.timers
     steps = engine.gradient_accumulation_steps()
+    weights: Iterator[Tensor] | None = None
+    if job.count_tokens is not None:
+        with timers("forward"):
+            iterator, counts = take_counted(job, iterator, steps)
+            weights = _token_weights(job, counts)
     total = torch.zeros((), device=job.device)
     for _ in range(steps):
         with timers("forward"):
             loss = job.forward_step(job, iterator)
+            if weights is not None:
+                loss = loss * next(weights)
         with timers("backward"):
             total += engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
@@ -201,6 +222,30 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     loss_value = mean / torch.distributed.get_world_size()
     job.first_loss = loss_value if job.first_loss is None else job.first_loss
     return loss_value, (job.stop.received or "another rank was signalled") if stops else None
+
+
+def _token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
+    """What to multiply the mean loss of each micro-batch by, so that all counted tokens of the global batch weigh alike.
+
+    n M / N, with n such tokens in the micro-batch and N in all M micro-batches of all ranks: the engine divides by M. The counts
+    of the ranks are on their way while the first forward runs, and the host does not wait for the device to know them. A step in
+    which no token counts has a loss and a gradient of 0.
+
+    Args:
+        counts: of this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
+    """
+    rank = job.groups.data_parallel_rank
+    table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)
+    for place, count in zip(table[rank], counts, strict=True):
+        place.fill_(count)
+    coming = comm.all_reduce_(table, comm.world())
+
+    def weights() -> Iterator[Tensor]:
+        if coming is not None:
+            coming.wait()
+        yield from table[rank] * table.numel() / table.sum().clamp(min=1)
+
+    return weights()
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
@@ -229,17 +274,29 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
 
 
 def evaluate(job: Job, dataset: Any) -> float:
-    """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare."""
+    """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare.
+
+    With --calculate-per-token-loss it is the mean over all their counted tokens.
+    """
     engine, flags = job.engine, job.config.training
     iterator = batches(job, dataset, "evaluation", job.config.eval_batch_size)
     training_timers, job.timers = job.timers, Timers(job.device)  # an evaluation's phases are not a training step's
     engine.eval()
-    total = torch.zeros((), device=job.device)
+    total, tokens = torch.zeros((), device=job.device), 0
     with torch.no_grad():
         for _ in range(flags.eval_iters):
-            total += job.forward_step(job, iterator)
+            if job.count_tokens is None:
+                total += job.forward_step(job, iterator)
+            else:
+                batch, (count,) = take_counted(job, iterator, 1)
+                total = total + job.forward_step(job, batch).double() * count
+                tokens += count
     engine.train()
     job.timers = training_timers
+    if job.count_tokens is not None:  # other tensor-parallel ranks than the first have counted nothing
+        sums = torch.stack([total, torch.full_like(total, tokens)])
+        loss, counted = comm.all_reduced(sums, comm.world()).tolist()
+        return loss / max(counted, 1)
     return float(comm.all_reduced(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
 
 

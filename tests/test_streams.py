@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megazero import comm, training
 from megazero.arguments import load_config
 from megazero.checkpoint import saver
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.comm.meeting import Meeting
 from megazero.job import Job
+from megazero.training import train_step
 from megazero.zero import GatheredParameters, access, arrival, home, link, nvme_home
 from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
@@ -343,18 +346,50 @@ def test_nothing_races_where_a_plan_moves_states(device_bytes, recompute):
     assert moved[0] == (2 if device_bytes == 2_000_000 else LAYERS + 1), "units whose states are on the device"
 
 
+def order_of(cuda: PretendedCuda) -> list[tuple[tuple[int, ...], str, int]]:
+    """The collectives of a rank, by the distance of the others from the first of them."""
+    return [(tuple(r - ranks[0] for r in ranks), name, numel) for ranks, name, numel in cuda.issued]
+
+
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_ranks_issue_the_same_collectives_in_one_order(stage):
     """NCCL's kernels of two communicators could else wait for each other."""
     flags = f"--zero-stage {stage} --bf16 --zero-shard-size 2 --model-parallel-size 2 --global-batch-size 8"
-    issued = []
-    for rank in (0, 3, 6):
-        ranks_of = run(flags, 8, rank=rank).issued
-        issued.append([(tuple(r - ranks[0] for r in ranks), name, numel) for ranks, name, numel in ranks_of])
+    issued = [order_of(run(flags, 8, rank=rank)) for rank in (0, 3, 6)]
     assert issued[0] == issued[1] == issued[2]
     assert len({ranks for ranks, _, _ in issued[0]}) >= 4, (
         "within a set, across the sets, of split layers, and the world"
     )
+
+
+def weighed_steps(job: Job) -> None:
+    """The numbers of tokens of all ranks come while the first forward runs."""
+    texts = repeat({"text": torch.zeros(1, 33, dtype=torch.int64)})
+    for _ in range(2):
+        train_step(job, texts if job.groups.model_parallel_rank == 0 else None)
+
+
+WEIGHED = "--zero-stage 3 --bf16 --global-batch-size 8 --model-parallel-size 2 --calculate-per-token-loss"
+
+
+def test_nothing_races_where_tokens_are_weighed_and_ranks_issue_the_same(monkeypatch):
+    monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)  # every number is 1 here, that of bad ranks too
+    runs = [run(WEIGHED, 8, rank=rank, does=weighed_steps) for rank in (0, 3, 6)]
+    assert not any(cuda.races for cuda in runs), [cuda.races for cuda in runs]
+    assert order_of(runs[0]) == order_of(runs[1]) == order_of(runs[2])
+
+
+def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
+    monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
+    start = comm.all_reduce_
+
+    def forget(buffer: torch.Tensor, group: comm.ProcessGroup) -> comm.Work | None:
+        work = start(buffer, group)
+        return None if group is comm.world() else work
+
+    monkeypatch.setattr(comm, "all_reduce_", forget)
+    races = run(WEIGHED, 8, does=weighed_steps).races
+    assert races and all(" weights\n" in race for race in races), races
 
 
 # ---- ends that are no end of a step

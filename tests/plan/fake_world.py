@@ -34,7 +34,7 @@ from megazero.nvme import Region, SwapFile, Transfer
 from megazero.optim import adam_kernels
 from megazero.zero import delayed, homes, init, link, nvme_home
 from megazero.zero.placement import placed
-from pretrain_gpt2 import forward_step, make_model
+from pretrain_gpt2 import count_tokens, forward_step, make_model
 from tests.plan.live_bytes import LiveBytes, tensors_in
 
 ACCELERATOR = torch.device("meta")
@@ -254,7 +254,7 @@ def fake_job(
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with fake_world(world_size, config.parallel.model_parallel_size, rank, device_bytes, held) as held:
         try:
-            job = build_job(config, mpu.get_groups(), tokenizer, make_model, forward_step)
+            job = build_job(config, mpu.get_groups(), tokenizer, make_model, forward_step, count_tokens)
             held.watch(bucket.weights.flat for bucket in job.engine.buckets)
             yield job, held
         finally:

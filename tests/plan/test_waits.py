@@ -21,6 +21,8 @@ CASES = {
     "all sharded, recomputed": "--zero-stage 3 --bf16 --checkpoint-activations",
     "tensor-parallel": "--zero-stage 2 --bf16 --model-parallel-size 2 --sequence-parallel",
     "loss in chunks": "--zero-stage 1 --bf16 --sequence-chunk-size 16",
+    "tokens weighed": "--zero-stage 2 --fp16 --global-batch-size 32 --calculate-per-token-loss",
+    "tokens weighed, tensor-parallel": "--zero-stage 3 --bf16 --model-parallel-size 2 --calculate-per-token-loss",
     "O on the host": "--zero-stage 2 --bf16 --offload-optimizer cpu",
 }
 
