@@ -15,7 +15,7 @@ from megazero.zero.bucket_bytes import BucketBytes, StateSettings, adding_bytes
 from megazero.zero.link import MOST_TO_HOST
 from megazero.zero.memory import MemoryPlan
 from megazero.zero.residency import GatherLimits
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER, FIRST
 from megazero.zero.units import ROOT
 
 
@@ -81,6 +81,7 @@ def step_moments(
         backward = max(backward, (between + here if is_default else between) + gradients + kept)
     embedding = _gradients(blocks, root, -1, settings, has_earlier, adding)
     embedding += max(2 * work.head_gradient, root.wire)
+    embedding += blocks[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
     last_to_go = sum(block.leaving for block in [root, *blocks][:MOST_TO_HOST])
     return {
         "loss": between + last_block + work.saved + work.loss_working + (last_to_go if has_earlier else 0),

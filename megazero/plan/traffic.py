@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from megazero.model.config import GPT2Config
 from megazero.plan.activations import Shape
-from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathered_once
-from megazero.zero.units import BucketPlan
+from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathers_of_units
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,11 @@ def plan_traffic(
     trained = [need for need in needs if need.owned]
     reduced = sum(need.plan.layout.numel for need in trained) * times
     across = 2 * reduced // n * (sets - 1) // sets
-    once = gathered_once(needs, settings)
-    gathered = sum(_gathered(need.plan, m * (1 if need.plan.unit in once else 2)) for need in trained)
+    gathers = gathers_of_units(needs, settings)
+    # Of P, from other ranks: once after the update, or whenever what is sharded is used.
+    gathered = sum(
+        need.plan.layout.numel * (gathers[need.plan.unit] if need.plan.sharding.parameters else 1) for need in trained
+    )
     wire = trained[0].plan.reduce_dtype.itemsize
     away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
@@ -76,11 +78,6 @@ def plan_traffic(
         disk_read=(states + swapped if on_disk else 0) + (shards + staged if params_on_disk else 0),
         disk_written=(states + swapped if on_disk else 0) + (owned * shape.dtype.itemsize if params_on_disk else 0),
     )
-
-
-def _gathered(plan: BucketPlan, times: int) -> int:
-    """Elements of P that ranks gather from each other in a step: once after the update, or as often as sharded ones are used."""
-    return plan.layout.numel * (times if plan.sharding.parameters else 1)
 
 
 def _model_parallel(model: GPT2Config, shape: Shape) -> int:

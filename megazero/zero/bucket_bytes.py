@@ -15,7 +15,7 @@ from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
 from megazero.zero.residency import GatherLimits, Residency
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER, FIRST, MAX_REDUCTIONS
 from megazero.zero.units import ROOT, BucketPlan
 
 
@@ -271,10 +271,16 @@ def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], sett
     return most
 
 
-def gathered_once(needs: Sequence[BucketBytes], settings: StateSettings) -> set[int]:
-    """Units that are whole from a micro-batch's forward to its backward, if `stage3_max_live_parameters` has room for them."""
-    residency, units = _residency(needs, settings), [unit for unit in _sharded(needs) if unit != ROOT]
-    return {ROOT, *(unit for index, unit in enumerate(units) if residency.stays(index, live=0))}
+def gathers_of_units(needs: Sequence[BucketBytes], settings: StateSettings) -> dict[int, int]:
+    """How often each unit's sharded parameters are gathered in a step: for a forward and a backward of each micro-batch.
+
+    Less what stays: the root, for all of them; what runs last, for its backward, and more of it as `stage3_max_reuse_distance`
+    says, if `stage3_max_live_parameters` has room; and what runs first, for the next micro-batch.
+    """
+    m, residency = settings.micro_batches, _residency(needs, settings)
+    units = [unit for unit in _sharded(needs) if unit != ROOT]
+    to_backward = {unit for index, unit in enumerate(units) if residency.stays(index, live=0)}
+    return {ROOT: 1, **{unit: 2 * m - m * (unit in to_backward) - (m - 1) * (unit == FIRST) for unit in units}}
 
 
 def _residency(needs: Sequence[BucketBytes], settings: StateSettings) -> Residency:

@@ -33,6 +33,7 @@ from megazero.zero.units import ROOT, tiles_in
 
 logger = get_logger(__name__)
 
+FIRST = 0  # unit of a forward, and the last one of its backward
 MAX_REDUCTIONS = 1  # on their way at the same time
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, beyond those that are gathered ahead
 
@@ -173,7 +174,8 @@ class Schedule:
         self._inputs_left.clear()
         self._has_leaf_inputs.clear()
         self.residency.finish()
-        self.release_all()
+        for bucket in self.buckets:
+            self._release(bucket)
 
     def release_all(self) -> None:
         """Frees every gathered parameter, and what was fetched ahead and not used."""
@@ -395,7 +397,12 @@ class Schedule:
             return
         if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
             for bucket in buckets:
-                bucket.weights.release()
+                self._release(bucket)
+
+    def _release(self, bucket: Bucket) -> None:
+        """Releases a unit whose backward is over, but where the next micro-batch begins with it: no update comes between."""
+        if self.is_last_micro_batch or bucket.unit not in (ROOT, FIRST):
+            bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:
         def on_input_grad(_: Tensor) -> None:

@@ -69,10 +69,13 @@ def table_of_the_design(engine: Engine, micro: int) -> Count:
         return {"all_reduce": none, "reduce_scatter": times(1, trained), "all_gather": times(1, trained)}
     if stage == 2:
         return {"all_reduce": none, "reduce_scatter": times(m, trained), "all_gather": times(1, trained)}
-    stay = (ROOT, max(bucket.unit for bucket in engine.buckets))  # from forward to backward
-    once = times(m, [bucket.layout.numel for bucket in engine.buckets if bucket.unit in stay])
-    twice = times(2 * m, [bucket.layout.numel for bucket in engine.buckets if bucket.unit not in stay])
-    gathers = (once[0] + twice[0], once[1] + twice[1])
+    last = max(bucket.unit for bucket in engine.buckets)
+    gathers = [0, 0]
+    for bucket in engine.buckets:
+        stays_for_backward, stays_for_forward = bucket.unit in (ROOT, last), bucket.unit in (ROOT, 0)
+        number, elements = times(2 * m - m * stays_for_backward - (m - 1) * stays_for_forward, [bucket.layout.numel])
+        gathers = [gathers[0] + number, gathers[1] + elements]
+    gathers = tuple(gathers)
     return {"all_reduce": none, "reduce_scatter": times(m, trained), "all_gather": gathers}
 
 
