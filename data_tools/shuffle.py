@@ -27,7 +27,7 @@ from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import contents_of, describe, finish, finished, run_lines
-from megazero.files import COMPRESSED, append_suffix, locked
+from megazero.files import append_suffix, locked
 from megazero.lines.contents import key_of
 from megazero.lines.jsonl import check_strict, expected_text_bytes, read_object
 from megazero.lines.outputs import full_disk_named
@@ -95,7 +95,7 @@ def plan_layout(inputs: Sequence[Path], outputs: int, options: RunOptions) -> La
     Raises:
         ValueError: --memory is so little that there would be more buckets than files may be open.
     """
-    text = expected_text_bytes(inputs, (*COMPRESSED, ".parquet"))
+    text = expected_text_bytes(inputs)
     frames = -(-max(1, text // options.block_bytes) // outputs) * outputs
     # Half full on average: hashes do not fall evenly, and documents differ in length.
     buckets = min(frames, max(1, 2 * _COPIES * text // _bucket_memory(options)))

@@ -18,6 +18,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8
 _PIECE_BYTES = 1 << 20
 _COMPRESSION = 4  # of text, when guessing how much a file holds
+_COMPRESSING = (*COMPRESSED, ".parquet")
 _STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
 
 ERRORS_KEPT = 20
@@ -151,9 +152,9 @@ def is_blank(line: bytes, block: Block) -> bool:
     return (not line or line.isspace()) and block.fault is None
 
 
-def expected_text_bytes(paths: Sequence[Path], packed: Sequence[str] = COMPRESSED) -> int:
+def expected_text_bytes(paths: Sequence[Path]) -> int:
     """About how much text files hold, by their sizes and the endings of those that are compressed."""
-    return sum(path.stat().st_size * (_COMPRESSION if path.suffix in packed else 1) for path in paths)
+    return sum(path.stat().st_size * (_COMPRESSION if path.suffix in _COMPRESSING else 1) for path in paths)
 
 
 @dataclass

@@ -12,14 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megazero.files import COMPRESSED
-from megazero.lines.jsonl import (
-    MAX_LINE_BYTES,
-    Block,
-    check_strict,
-    expected_text_bytes,
-    read_blocks,
-)
+from megazero.lines.jsonl import MAX_LINE_BYTES, Block, check_strict, expected_text_bytes, read_blocks
 from megazero.lines.partial_shard import PartialShard, Place
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult
@@ -73,7 +66,7 @@ def read_pieces(
 
 def useful_workers(paths: Sequence[Path], block_bytes: int, most: int) -> int:
     """As many as there are blocks, but `most` at most: a small file is done before a worker has started."""
-    return max(1, min(most, -(-expected_text_bytes(paths, (*COMPRESSED, ".parquet")) // block_bytes)))
+    return max(1, min(most, -(-expected_text_bytes(paths) // block_bytes)))
 
 
 def fill(

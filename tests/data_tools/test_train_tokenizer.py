@@ -158,6 +158,17 @@ def test_a_kill_while_it_trains_leaves_the_old_one_and_a_kill_later_nothing_half
     assert not (tmp_path / "m.partial").exists() and run(capsys, *flags, "410")["skipped"]
 
 
+def test_the_sample_of_a_parquet_file_has_the_size_that_was_asked_for(tmp_path):
+    import pyarrow.parquet
+
+    texts, path = make_texts(4000), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, compression="gzip")
+    whole = sum(len(text.encode()) for text in texts) / 1e6
+    assert 2.5 < whole * 1e6 / path.stat().st_size < 6  # as text is compressed
+    sample = train_tokenizer.sample_documents([path], "text", whole / 8).texts
+    assert 0.5 < sum(len(text.encode()) for text in sample) / 1e6 / (whole / 8) < 1.5
+
+
 def test_memory_bounds_the_sample(tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", make_texts(10))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "%s"}\n' % (b"x" * 1000) * 5000))
