@@ -86,8 +86,6 @@ def apply_to_block(function: LineFunction, item: Item) -> BlockResult:
     counts = result.counts
     for number, offset, line in filled_lines(block, result):
         try:
-            if block.fault is not None:
-                raise LineError(block.fault)
             if offset in drops:
                 reason, identity, detail = drops[offset]
                 raise Dropped(reason, identity or identify(line), detail)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_tools.documents import document_blocks, document_id
 from megazero.data.tokenizer import valid_unicode
-from megazero.lines.jsonl import Block, LineError, expected_text_bytes, read_object
+from megazero.lines.jsonl import LineError, expected_text_bytes, read_object
 from megazero.lines.progress import Progress
 from megazero.lines.results import NO_TEXT, BlockResult, Counts, filled_lines, report
 
@@ -59,8 +59,8 @@ def sample_documents(
             for block in document_blocks(path, _BLOCK_BYTES, 0, file, max_line_bytes):
                 done, result = sample.counts.lines, BlockResult([], Counts())
                 for number, _, line in filled_lines(block, result):
-                    if zlib.crc32(str(done + number + 1).encode()) <= limit or block.fault is not None:
-                        _take(sample, line, key, block, number, result)
+                    if zlib.crc32(str(done + number + 1).encode()) <= limit:
+                        _take(sample, line, key, number, result)
                 sample.left_out.append(report(block, done - before, result, sample.counts.errors, strict))
                 sample.counts.add(result.counts)
                 if sample.num_bytes > _MOST_SAMPLED * sample_mb * 1e6 + max_line_bytes:
@@ -72,9 +72,9 @@ def sample_documents(
     return sample
 
 
-def _take(sample: Sample, line: bytes, key: str, block: Block, number: int, result: BlockResult) -> None:
+def _take(sample: Sample, line: bytes, key: str, number: int, result: BlockResult) -> None:
     try:
-        document = read_object(line, key, block.fault)
+        document = read_object(line, key)
     except LineError as error:
         result.bad_line(number, str(error))
         return

@@ -147,11 +147,6 @@ def block_lines(block: Block) -> Iterator[tuple[int, bytes]]:
         offset += len(line) + 1
 
 
-def is_blank(line: bytes, block: Block) -> bool:
-    """Whether a line of `block_lines` holds nothing; one with a fault was not read, and does."""
-    return (not line or line.isspace()) and block.fault is None
-
-
 def expected_text_bytes(paths: Sequence[Path]) -> int:
     """About how much text files hold, by their sizes and the endings of those that are compressed."""
     return sum(path.stat().st_size * (_COMPRESSION if path.suffix in _COMPRESSING else 1) for path in paths)
@@ -213,17 +208,12 @@ def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
         raise ValueError(f"{errors[0]} (found {found}). {_STRICT_HINT}")
 
 
-def read_object(line: bytes, key: str, fault: str | None = None) -> dict[str, Any]:
+def read_object(line: bytes, key: str) -> dict[str, Any]:
     """The JSON object on a line, which has a string under `key`.
 
-    Args:
-        fault: of the line's block.
-
     Raises:
-        LineError: the line has a fault, is not valid UTF-8, not a JSON object, or has no string under `key`; says which.
+        LineError: the line is not valid UTF-8, not a JSON object, or has no string under `key`; says which.
     """
-    if fault is not None:
-        raise LineError(fault)
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -13,7 +13,6 @@ from megazero.lines.jsonl import (
     LineError,
     block_lines,
     complain,
-    is_blank,
     left_out,
     read_object,
 )
@@ -88,11 +87,16 @@ class BlockResult:
 
 
 def filled_lines(block: Block, result: BlockResult) -> Iterator[tuple[int, int, bytes]]:
-    """(number within the block, byte of the text at which it begins, line) of each line that is not blank; all are counted."""
+    """(number within the block, byte of the text at which it begins, line) of each line that is not blank; all are counted.
+
+    A line that is too long to be read goes into `result`.
+    """
     result.counts.text_bytes_in = block.stop - block.start
     for number, (offset, line) in enumerate(block_lines(block)):
         result.counts.lines += 1
-        if is_blank(line, block):
+        if block.fault is not None:
+            result.bad_line(number, block.fault)
+        elif not line or line.isspace():
             result.counts.blank_lines += 1
         else:
             yield number, offset, line
@@ -102,7 +106,7 @@ def read_documents(block: Block, key: str, result: BlockResult) -> Iterator[tupl
     """As `filled_lines`, with the document on each line; lines that hold none go into `result`."""
     for number, offset, line in filled_lines(block, result):
         try:
-            document = read_object(line, key, block.fault)
+            document = read_object(line, key)
         except LineError as error:
             result.bad_line(number, str(error))
         else:
