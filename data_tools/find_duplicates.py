@@ -34,9 +34,9 @@ from data_tools.done_marker import marker_path, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.options import add_run_options, run_options
 from megazero.files import append_suffix
-from megazero.lines.jsonl import check_strict
 from megazero.lines.outputs import check_ours
 from megazero.lines.partial_shard import JOURNAL
+from megazero.lines.results import check_strict
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,10 @@ from data_tools.options import RunOptions, run_options
 from data_tools.shard_plan import plan_shards
 from megazero.files import append_suffix, locked, sync_folder
 from megazero.lines.contents import check_unchanged, describe_files, key_of
-from megazero.lines.jsonl import check_strict
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Place, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import Counts
+from megazero.lines.results import Counts, check_strict
 from megazero.lines.resumable import BlockWork, Drops, fill, useful_workers
 
 logger = logging.getLogger(__name__)

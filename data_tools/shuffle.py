@@ -29,11 +29,11 @@ from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import contents_of, describe, finish, finished, run_lines
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import key_of
-from megazero.lines.jsonl import check_strict, expected_text_bytes, read_object
+from megazero.lines.jsonl import expected_text_bytes, read_object
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import BlockResult, Counts
+from megazero.lines.results import BlockResult, Counts, check_strict
 from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
 
 _COPIES = 6  # of a bucket while it is sorted: lines, keys, the sorted text, its compressed form

@@ -31,9 +31,8 @@ from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiec
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
 from megazero.files import append_suffix, locked, sync_folder, written_aside
 from megazero.lines.contents import check_unchanged, describe_files, key_of
-from megazero.lines.jsonl import check_strict
 from megazero.lines.outputs import check_ours, full_disk_named
-from megazero.lines.results import NO_TEXT
+from megazero.lines.results import NO_TEXT, check_strict
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_pat
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
-from megazero.lines.jsonl import check_strict, read_blocks
+from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import NO_TEXT
+from megazero.lines.results import NO_TEXT, check_strict
 from megazero.lines.resumable import BlockReader, WorkOptions, fill, useful_workers
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,17 +11,11 @@ from typing import Any, BinaryIO
 
 from megazero.files import COMPRESSED, DAMAGE, decompressed, is_compressed
 
-logger = logging.getLogger(__name__)
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8
 _PIECE_BYTES = 1 << 20
 _COMPRESSION = 4  # of text, when guessing how much a file holds
 _COMPRESSING = (*COMPRESSED, ".parquet")
-_STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
-
-ERRORS_KEPT = 20
-"""Complaints about lines that are logged and kept."""
 
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are no documents but damage: they are never held whole."""
@@ -181,31 +174,6 @@ class Position:
 
 class LineError(ValueError):
     """A line that holds no document; the message says why."""
-
-
-def complain(message: str, errors: list[str], strict: bool) -> None:
-    """Logs that a line is left out, and adds it to `errors`, as long as these are few.
-
-    Raises:
-        ValueError: `strict` is set.
-    """
-    if strict:
-        raise ValueError(f"{message}. {_STRICT_HINT}")
-    if len(errors) < ERRORS_KEPT:
-        logger.warning("left out: %s", message)
-        errors.append(message)
-
-
-def left_out(path: Path, line: int, identity: str | None, reason: str, detail: str | None = None) -> bytes:
-    """The line of a sidecar that says which line of a file was left out and why."""
-    record = {"file": str(path), "line": line, "id": identity, "reason": reason}
-    return json.dumps(record if detail is None else {**record, "detail": detail}).encode() + b"\n"
-
-
-def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
-    """Raises a ValueError where `strict` is set and an earlier run has kept errors; `found` says when."""
-    if strict and errors:
-        raise ValueError(f"{errors[0]} (found {found}). {_STRICT_HINT}")
 
 
 def read_object(line: bytes, key: str) -> dict[str, Any]:

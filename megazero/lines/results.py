@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megazero.lines.jsonl import (
-    ERRORS_KEPT,
-    Block,
-    LineError,
-    block_lines,
-    complain,
-    left_out,
-    read_object,
-)
+from megazero.lines.jsonl import Block, LineError, block_lines, read_object
+
+logger = logging.getLogger(__name__)
 
 BAD_LINE = "bad line"
 """The reason for leaving out a line that holds no document."""
 NO_TEXT = "no text"
 """The reason for leaving out a document whose text is empty."""
+_ERRORS_KEPT = 20  # complaints about lines that are logged and kept
+_STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Counts:
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
         self.dropped = dict(sorted((Counter(self.dropped) + Counter(other.dropped)).items()))
-        self.errors = (self.errors + other.errors)[:ERRORS_KEPT]
+        self.errors = (self.errors + other.errors)[:_ERRORS_KEPT]
 
     def statistics(self, shards: int = 1, skipped: int = 0) -> dict[str, Any]:
         """The entries of a step's JSON line."""
@@ -133,8 +131,20 @@ def report(
     records = []
     for line, reason, identity, detail in result.removed:
         number = before + line + 1
-        records.append(left_out(block.path, number, identity, reason, detail))
+        record = {"file": str(block.path), "line": number, "id": identity, "reason": reason}
+        records.append(record if detail is None else {**record, "detail": detail})
         if reason == BAD_LINE or reason in faults:
             what = detail if reason == BAD_LINE else f"{reason} {identity}" + (f" ({detail})" if detail else "")
-            complain(f"{block.path}:{number}: {what}", errors, strict)
-    return b"".join(records)
+            message = f"{block.path}:{number}: {what}"
+            if strict:
+                raise ValueError(f"{message}. {_STRICT_HINT}")
+            if len(errors) < _ERRORS_KEPT:
+                logger.warning("left out: %s", message)
+                errors.append(message)
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
+    """Raises a ValueError where `strict` is set and an earlier run has kept errors; `found` says when."""
+    if strict and errors:
+        raise ValueError(f"{errors[0]} (found {found}). {_STRICT_HINT}")
