@@ -100,12 +100,11 @@ def run_blocks(
         total, todo = Counts(), {}
         for shard in shards:
             description = describe(step, settings, [contents[path] for path in shard.inputs], options)
-            done = finished(shard, key_of(description))
+            done = finished(shard, key_of(description), options.strict)
             if done is None:
                 todo[shard] = description
-                continue
-            total.add(done)
-            check_strict(done.errors, options.strict, f"when {shard.record} was made")
+            else:
+                total.add(done)
         if skipped := len(shards) - len(todo):
             logger.info("%s: %d of %d shards are there already", step, skipped, len(shards))
         if todo:
@@ -165,15 +164,17 @@ def finish(partial: PartialShard, description: dict[str, Any]) -> None:
     partial.remove()
 
 
-def finished(shard: Shard, key: str) -> Counts | None:
+def finished(shard: Shard, key: str, strict: bool) -> Counts | None:
     """What was counted when the shard was made, if it is there, whole, and of the same input and settings; else None.
 
     Raises:
-        ValueError: an output exists that no run of a step has made: it would be overwritten.
+        ValueError: an output exists that no run of a step has made; or `strict` is set, and lines were left out.
     """
     content = read_marker(shard.record, key, shard.outputs)
     if content is not None:
-        return Counts(**content["counts"])
+        counts = Counts(**content["counts"])
+        check_strict(counts.errors, strict, f"when {shard.record} was made")
+        return counts
     check_ours(shard.outputs, "--output", marker_path(shard.record), append_suffix(shard.record, JOURNAL))
     return None
 

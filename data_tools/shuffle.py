@@ -33,7 +33,7 @@ from megazero.lines.jsonl import expected_text_bytes, read_object
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import BlockResult, Counts, check_strict
+from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
 
 _COPIES = 6  # of a bucket while it is sorted: lines, keys, the sorted text, its compressed form
@@ -130,9 +130,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     description = describe("shuffle", settings, contents_of(inputs, options), options)
     shard.record.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(shard.record, ".lock")):
-        done = finished(shard, key_of(description))
+        done = finished(shard, key_of(description), options.strict)
         if done is not None:
-            check_strict(done.errors, options.strict, f"when {shard.record} was made")
             shutil.rmtree(_buckets_folder(shard), ignore_errors=True)  # of a run that was killed when it had finished
             return done.statistics(skipped=1)
         return _shuffle(shard, args, options, description).statistics()
@@ -169,7 +168,7 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
     function = partial(scatter, args.json_key, args.seed, layout)
     run_lines("shuffle", [scattered], function, settings, scatter_options)
     of_buckets = describe("shuffle", settings, contents_of(shard.inputs, options), scatter_options)
-    counts = finished(scattered, key_of(of_buckets))
+    counts = finished(scattered, key_of(of_buckets), options.strict)
     if counts is None:
         raise RuntimeError(f"{folder} was changed by another process while its files were sorted. Start again.")
     # What was sorted from other buckets must not be continued, so the layout is a part of the key of the partial files only.
