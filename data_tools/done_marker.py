@@ -49,17 +49,14 @@ def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, An
 
 
 @contextmanager
-def written_marked(output: Path, key: str, content: dict[str, Any], flag: str) -> Iterator[BinaryIO]:
+def written_marked(output: Path, key: str, content: dict[str, Any]) -> Iterator[BinaryIO]:
     """A binary file that becomes `output`, with a marker, when the block ends well; `content` may be filled in inside.
-
-    Args:
-        flag: as for `check_ours`.
 
     Raises:
         ValueError: a file is there that no run of a step has made. FullDiskError: the disk is full.
     """
     claim = append_suffix(output, JOURNAL)  # vouches for the output until the marker does
-    check_ours([output], flag, marker_path(output), claim)
+    check_ours([output], "--output", marker_path(output), claim)
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
         claim.touch()

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
     options, inputs, output = run_options(args), list_inputs(args.input, output=args.output), Path(args.output)
-    check_list_name(output, "--output")
+    check_list_name(output)
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
     key = search.settings["all_inputs"]
     content = read_marker(output, key, [output])
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         check_ours([output], "--output", marker_path(output), append_suffix(output, JOURNAL))  # before the search
         content = {"copies": 0, "same_name": 0}
-        with search.result() as (files, first), written_marked(output, key, content, "--output") as file:
+        with search.result() as (files, first), written_marked(output, key, content) as file:
             content |= {name: search.signed[name] for name in ("documents", "bad_lines", "first_errors")}
             file.writelines(in_pieces(_listed(files, first, content), output))
     if content.get("same_name"):

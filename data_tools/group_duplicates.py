@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Groups, and returns the statistics."""
     path, output = Path(args.input), Path(args.output)
-    check_list_name(output, "--output")
+    check_list_name(output)
     if (need := bytes_of_names(path, "--input")) > args.memory:
         raise ValueError(
             f"--memory {args.memory >> 20}M is too little for the names in {path}: give {(need >> 20) + 1}M, or use the step "
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     skipped = content is not None
     if content is None:
         content = {}
-        with written_marked(output, key, content, "--output") as file:
+        with written_marked(output, key, content) as file:
             groups = _groups(path)
             check_unchanged([path], described)
             lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"groups": content["groups"], "copies": content["copies"], "skipped": skipped}
 
 
-def check_list_name(path: Path, flag: str) -> None:
-    """Raises a ValueError for a list of a kind that is not written; lists are plain JSON lines, .gz or .zst."""
-    if path.suffix in (".bz2", ".parquet", ".xz", ".zip"):
+def check_list_name(output: Path) -> None:
+    """Raises a ValueError for an --output of a kind that is not written; lists are plain JSON lines, .gz or .zst."""
+    if output.suffix in (".bz2", ".parquet", ".xz", ".zip"):
         raise ValueError(
-            f"{flag} {path}: such lists are not written. Name one that ends in .jsonl, .jsonl.gz or .jsonl.zst."
+            f"--output {output}: such lists are not written. Name one that ends in .jsonl, .jsonl.gz or .jsonl.zst."
         )
 
 
