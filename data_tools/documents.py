@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_tools.done_marker import MARKER
 from data_tools.optional import require
 from megazero.files import append_suffix, is_compressed
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
-from megazero.lines.partial_shard import JOURNAL
+from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
@@ -28,7 +29,7 @@ _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".parquet", ".wet", ".warc")
 ID_KEYS = ("id", "url")
 """The entries that name a document."""
 _PIECE_BYTES = 1 << 20
-_SIDECAR_ENDS = (".dropped.jsonl", ".done.json", "manifest.json", JOURNAL)
+_SIDECAR_ENDS = (DROPPED_SUFFIX, MARKER, "manifest.json", JOURNAL)
 
 
 def list_inputs(

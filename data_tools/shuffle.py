@@ -31,7 +31,7 @@ from megazero.files import append_suffix, locked
 from megazero.lines.contents import key_of
 from megazero.lines.jsonl import expected_text_bytes, read_object
 from megazero.lines.outputs import full_disk_named
-from megazero.lines.partial_shard import PartialShard, Shard
+from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
@@ -191,7 +191,7 @@ def _gather(
     """Sorts the buckets into the outputs, one after another, and finishes these; a bucket that is done is not sorted again."""
     buckets = output.shard.inputs
     if output.is_new:
-        with open(buckets[0].with_name("scatter.dropped.jsonl"), "rb") as dropped:
+        with open(append_suffix(buckets[0].with_name("scatter"), DROPPED_SUFFIX), "rb") as dropped:
             while data := dropped.read(_READ_BYTES):
                 output.append(*(b"" for _ in output.shard.outputs), data)
     work = partial(sort_bucket, layout, _bucket_memory(options))
