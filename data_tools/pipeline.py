@@ -156,17 +156,15 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     commands = []
     for step in pipeline.steps:
         argv = _command(pipeline, step, outputs)
-        commands.append((step, argv))
-        _parse(pipeline.path, step["step"], argv)
+        commands.append((step["step"], argv, _parse(pipeline.path, step["step"], argv)))
     manifest: dict[str, Any] = {"pipeline": str(pipeline.path), "versions": _versions(), "steps": []}
     pipeline.folder.mkdir(parents=True, exist_ok=True)
-    for number, (step, argv) in enumerate(commands, start=1):
-        logger.info("step %d of %d: %s %s", number, len(commands), step["step"], " ".join(argv))
-        args = _parse(pipeline.path, step["step"], argv)
+    for number, (name, argv, args) in enumerate(commands, start=1):
+        logger.info("step %d of %d: %s %s", number, len(commands), name, " ".join(argv))
         statistics = args.run(args)
-        _check_folder(step["step"], args, statistics)
+        _check_folder(name, args, statistics)
         seconds = statistics["seconds"]
-        manifest["steps"].append({"step": step["step"], "flags": argv, "seconds": seconds, "statistics": statistics})
+        manifest["steps"].append({"step": name, "flags": argv, "seconds": seconds, "statistics": statistics})
         with written_aside(pipeline.folder / "manifest.json") as file:
             file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
     return manifest
@@ -174,8 +172,8 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
 
 def _check_folder(step: str, args: argparse.Namespace, statistics: dict[str, Any]) -> None:
     """Raises a ValueError where the next step would take up files that this one has made of other input, in an earlier run."""
-    folder = Path(getattr(args, "output", None) or "")
-    made = len(list(folder.glob(f"*{MARKER}"))) if getattr(args, "output", None) and folder.is_dir() else 0
+    folder = getattr(args, "output", None)
+    made = len(list(Path(folder).glob(f"*{MARKER}"))) if folder else 0
     if made > statistics.get("shards", made):
         raise ValueError(
             f"{folder} holds {made} finished files, of which step {step} makes {statistics['shards']} of its present input. "
