@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-Document = dict[str, str]
+from data_tools.documents import Document, dump
 
 SHARES = {
     "exact_duplicate": 0.03,
@@ -79,12 +79,12 @@ def plant_faults(documents: Sequence[Document], seed: int = 1234) -> tuple[bytes
 
 def _lines(documents: Sequence[Document], slots: Sequence[list[bytes]]) -> Iterator[bytes]:
     for document, faults in zip(documents, slots, strict=True):
-        yield _line(document["text"], document["url"])
+        yield dump(document)
         yield from faults
 
 
 def _line(text: str, url: str) -> bytes:
-    return json.dumps({"text": text, "url": url}, ensure_ascii=False).encode() + b"\n"
+    return dump({"text": text, "url": url})
 
 
 def _near_duplicate(generator: random.Random, text: str, url: str) -> bytes:
@@ -119,7 +119,7 @@ def _repetitive(generator: random.Random, _: str, url: str) -> bytes:
 
 def _surrogate(generator: random.Random, text: str, url: str) -> bytes:
     text = f"Planted page {generator.randrange(10**9)}. " + " ".join(reversed(text.split()))
-    return json.dumps({"text": f"{text} \ud83d half a pair", "url": url}).encode() + b"\n"
+    return _line(f"{text} \ud83d half a pair", url)
 
 
 def _end_of_text(generator: random.Random, text: str, url: str) -> bytes:
