@@ -101,15 +101,12 @@ def _count_gpus() -> int:
 
 
 def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
-    """One node, this one. torchrun inherits the terminal's input, so that an interactive script works."""
+    """One node, this one."""
     [(host, slots)] = nodes.items()
     where = standalone()
     if options.master_port or options.master_addr:
         where = static(1, 0, options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT)
-    command = torchrun_command(program, len(slots), where)
-    command = node_command(command, _variables(slots, local=True, has_gpus=has_gpus))
-    _say({host: command}, nodes)
-    return Node(command).wait()
+    return _run_torchrun(program, host, slots, where, has_gpus)
 
 
 def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
@@ -121,6 +118,11 @@ def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes
         )
     host, slots = list(nodes.items())[rank]
     where = static(len(nodes), rank, options.master_addr, options.master_port or DEFAULT_PORT)
+    return _run_torchrun(program, host, slots, where, has_gpus)
+
+
+def _run_torchrun(program: Program, host: str, slots: list[int], where: Sequence[str], has_gpus: bool) -> int:
+    """torchrun on this node. It inherits the terminal's input, so that an interactive script works."""
     variables = _variables(slots, local=True, has_gpus=has_gpus)
     command = node_command(torchrun_command(program, len(slots), where), variables)
     _say({host: command}, {host: slots})

@@ -65,9 +65,9 @@ def _escape(argument: str) -> str:
     return argument.replace("$", "$$")
 
 
-def node_command(torchrun: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def node_command(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """A command in an environment with some variables set."""
-    return ["env", *(f"{key}={value}" for key, value in environment.items()), *torchrun] if environment else [*torchrun]
+    return ["env", *(f"{key}={value}" for key, value in environment.items()), *command]
 
 
 def agent_command(command: Sequence[str], obeys_stdin: bool, python: str = sys.executable) -> list[str]:
@@ -80,10 +80,10 @@ def remote_command(
     command: Sequence[str],
     cwd: str,
     *,
-    environment: Mapping[str, str] | None = None,
-    ssh_port: int | None = None,
-    launcher_args: Sequence[str] = (),
-    venv_script: str = "",
+    environment: Mapping[str, str],
+    ssh_port: int | None,
+    launcher_args: Sequence[str],
+    venv_script: str,
 ) -> list[str]:
     """The ssh command that runs `command` on `host` in the folder `cwd`, with every argument as it is.
 
@@ -91,17 +91,17 @@ def remote_command(
 
     Args:
         environment: variables to set there.
-        ssh_port: where sshd listens, if not where ssh's configuration says.
+        ssh_port: where sshd listens; None: where ssh's configuration says.
         launcher_args: further options of ssh.
-        venv_script: is sourced there first.
+        venv_script: is sourced there first, unless it is "".
     """
     port = ["-p", str(ssh_port)] if ssh_port else []
     activate = f". {shlex.quote(venv_script)} && " if venv_script else ""
-    line = f"cd {shlex.quote(cwd)} && {activate}exec {shlex.join(node_command(command, environment or {}))}"
+    line = f"cd {shlex.quote(cwd)} && {activate}exec {shlex.join(node_command(command, environment))}"
     return ["ssh", *port, *launcher_args, host, line]
 
 
-def srun_command(hosts: Sequence[str], command: Sequence[str], launcher_args: Sequence[str] = ()) -> list[str]:
+def srun_command(hosts: Sequence[str], command: Sequence[str], launcher_args: Sequence[str]) -> list[str]:
     """The srun command that runs `command` once on each of `hosts`, and ends all when one fails."""
     count = str(len(hosts))
     # cpu-bind=none: the one task of a node is torchrun, whose ranks share all its cores
