@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from megazero import comm, zero
 from megazero.compat.placement import offload_sections
-from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
+from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, check_keys, join
 from megazero.deepspeed.engine import DeepSpeedEngine
-from megazero.option import did_you_mean
 
 __all__ = ["FP16Adam", "PatrickStarEngine", "initialize_engine"]
 
@@ -134,16 +133,13 @@ class FP16Adam(EngineOptimizer):
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are obeyed, after all of them were looked at."""
-    known = {*_OBEYED, *_REFUSED, *_NO_EFFECT}
     values = {key: value for key, value in config.items() if key != "client"}
     client = config.get("client", {})
+    check_keys("config['client']", client, ("mem_tracer", "opts"))
     for part in client:
-        if part not in ("mem_tracer", "opts"):
-            raise ValueError(f"config['client'] has no {part!r}. {did_you_mean(part, ('mem_tracer', 'opts'))}")
         values.update({f"client.{part}.{key}": value for key, value in client[part].items()})
+    check_keys("PatrickStar's configuration", values, {*_OBEYED, *_REFUSED, *_NO_EFFECT})
     for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"PatrickStar's configuration has no {key!r}. {did_you_mean(key, known)}")
         if value and key in _REFUSED:
             raise ValueError(f"{key} true cannot be obeyed: {_REFUSED[key]}. Drop it.")
     idle = [f"{key} ({_NO_EFFECT[key]})" for key in values if key in _NO_EFFECT]
@@ -156,9 +152,7 @@ def _fp16(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """DeepSpeed's fp16 section, with PatrickStar's default of 2000 clean steps; None where it is not enabled."""
     if section is None:
         return None
-    for key in section:
-        if key not in _FP16:
-            raise ValueError(f"config['fp16'] has no {key!r}. {did_you_mean(key, _FP16)}")
+    check_keys("config['fp16']", section, _FP16)
     return {"loss_scale_window": 2000, **section} if section.get("enabled", False) else None
 
 
@@ -166,9 +160,7 @@ def _optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
     kind, given = section.get("type", "Adam"), section.get("params", {})
     if kind not in ("Adam", "AdamW"):
         raise ValueError(f"config['optimizer']['type'] must be Adam or AdamW, got {kind!r}.")
-    for key in given:
-        if key not in _ADAM:
-            raise ValueError(f"config['optimizer']['params'] has no {key!r}. {did_you_mean(key, _ADAM)}")
+    check_keys("config['optimizer']['params']", given, _ADAM)
     params = {**_ADAM, **given}
     params.pop("use_hybrid_adam")  # each shard is updated where it lies, by the kernel of that device
     return {"type": "Adam", "params": {**params, "adam_w_mode": kind == "AdamW"}}
