@@ -77,10 +77,7 @@ class LossHook(BaseHook):
         """Says the mean."""
         trainer.states.setdefault("metrics", {})["train"] = float(torch.stack(self._losses).mean())
 
-    def before_test_epoch(self, trainer: Trainer) -> None:
-        """Starts anew."""
-        self._losses = []
-
+    before_test_epoch = before_train_epoch
     after_test_iter = after_train_iter
 
     def after_test_epoch(self, trainer: Trainer) -> None:
