@@ -97,14 +97,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(lines: Sequence[str]) -> None:
-    print("\n".join(lines))
-
-
 def _ls(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     is_checkpoint = arguments.tag is not None or (path / "index.json").is_file() or not path.is_dir()
-    _show(describe(open_checkpoint(path, arguments.tag)) if is_checkpoint else describe_directory(path))
+    lines = describe(open_checkpoint(path, arguments.tag)) if is_checkpoint else describe_directory(path)
+    print(*lines, sep="\n")
     return 0
 
 
@@ -112,17 +109,18 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(*locate(arguments.path, arguments.tag))
     what = _size_of(found.reader) if found.reader else str(found.path)
     if not found.problems:
-        _show([f"{what}: all is as it was written"])
+        print(f"{what}: all is as it was written")
         return 0
-    _show([what, *(f"  {problem}" for problem in found.problems)])
-    _show([f"{counted(len(found.problems), 'problem')}: copy the checkpoint again, or continue from another one"])
+    print(what, *found.problems, sep="\n  ")
+    print(f"{counted(len(found.problems), 'problem')}: copy the checkpoint again, or continue from another one")
     return 1
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
     found = compare(a, b, weights_only=arguments.weights_only)
-    _show([f"A  {a.path}", f"B  {b.path}", "", *report(found, len(found.values) if arguments.all else 20)])
+    lines = report(found, len(found.values) if arguments.all else 20)
+    print(f"A  {a.path}", f"B  {b.path}", "", *lines, sep="\n")
     return 0 if found.is_equal else 1
 
 
@@ -139,7 +137,7 @@ def _reshape(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     reader = open_checkpoint(arguments.path, arguments.tag)
     export_huggingface(reader, arguments.out, DTYPES[arguments.dtype], arguments.tokenizer_files)
-    _show([f"wrote {arguments.out}"])
+    print(f"wrote {arguments.out}")
     return 0
 
 
@@ -164,7 +162,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _show_written(path: Path) -> None:
-    _show([f"wrote {_size_of(Reader(path.parent, path.name))}"])
+    print(f"wrote {_size_of(Reader(path.parent, path.name))}")
 
 
 def _size_of(reader: Reader) -> str:
