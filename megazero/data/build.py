@@ -175,7 +175,7 @@ def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
 
 def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:
     """The documents [start, stop) of a corpus that a part has."""
-    documents = split_ranges((shares[0], shares[1], shares[2]), len(source))[part]
+    documents = split_ranges(shares, len(source))[part]
     if documents is None or documents[0] == documents[1] or not source.sizes[slice(*documents)].any():
         raise ValueError(
             f"--split {config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "

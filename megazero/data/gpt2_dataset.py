@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ class GPT2Dataset:
         self.description: dict[str, Any] = {
             "kind": "gpt2",
             "name": name,
-            "corpus": str(Path(indexed.prefix).resolve()),
+            "corpus": str(indexed.prefix.resolve()),
             "corpus_bytes": indexed.num_tokens * indexed.dtype.itemsize,
             "corpus_index": indexed.fingerprint,
             "documents": list(documents),

@@ -9,6 +9,7 @@ one token: the last target of one is the first input of the next. For the same s
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_ranges(weights: tuple[float, float, float], num_documents: int) -> list[tuple[int, int] | None]:
+def split_ranges(weights: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
     """Which documents [start, stop) train, validation and test get; None for a weight of 0.
 
     Boundaries are the rounded cumulative weights times the number of documents (Python's round, half to even). A range may come
