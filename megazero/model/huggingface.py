@@ -73,12 +73,12 @@ def from_huggingface(state_dict: Mapping[str, Tensor], config: GPT2Config) -> di
             tied to the embedding (this model has no separate head).
     """
     bare = bare_names(state_dict)
-    has_head = bare.pop(HEAD, None) is not None
+    head = bare.pop(HEAD, None)
     check_huggingface(
         {name: state_dict[key].shape for name, key in bare.items()}, config, "the Hugging Face state dict"
     )
-    if has_head:
-        check_head(state_dict[HEAD], state_dict[bare["wte.weight"]], "the Hugging Face state dict")
+    if head is not None:
+        check_head(state_dict[head], state_dict[bare["wte.weight"]], "the Hugging Face state dict")
     return {
         ours: (state_dict[bare[theirs]].t().contiguous() if transposed else state_dict[bare[theirs]])
         for ours, theirs, transposed in matching_names(config)
