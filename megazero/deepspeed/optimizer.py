@@ -35,34 +35,38 @@ def client_optimizer(
     if optimizer is None and config.optimizer is None:
         return None, []
     parameters: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
-    if optimizer is None and not parameters:
-        raise DeepSpeedConfigError(
-            "model_parameters is empty. A generator (model.parameters(), filter(...)) can be read once only: give a list, or "
-            "leave model_parameters out to train the whole model."
-        )
-    if any(isinstance(entry, dict) for entry in parameters):
-        if not all(isinstance(entry, dict) for entry in parameters):
-            raise DeepSpeedConfigError("model_parameters mixes parameter groups and parameters. Give one or the other.")
-        groups = [{**group, "params": _unnamed(group["params"])} for group in parameters]
-    else:
-        groups = [{"params": _unnamed(parameters)}]
-    if optimizer is not None and config.optimizer is not None:
+    groups = _groups_of(parameters)
+    if optimizer is None:
+        assert config.optimizer is not None, "else there is none at all"
+        if not parameters:
+            raise DeepSpeedConfigError(
+                "model_parameters is empty. A generator (model.parameters(), filter(...)) can be read once only: give a list, or "
+                "leave model_parameters out to train the whole model."
+            )
+        factory = optimizer_by_name(config.optimizer.type, config.optimizer.params)
+        return factory, [{key: value for key, value in g.items() if key not in _IMPLEMENTATION} for g in groups]
+    if config.optimizer is not None:
         logger.warning(
             "the optimizer given to initialize is used, not the configuration's %s", config.optimizer.type, extra=ALIKE
         )
-    if optimizer is None:
-        assert config.optimizer is not None, "else there is none at all"
-        return optimizer_by_name(config.optimizer.type, config.optimizer.params), [
-            {key: value for key, value in group.items() if key not in _IMPLEMENTATION} for group in groups
-        ]
-    if not isinstance(optimizer, torch.optim.Optimizer):  # a callable
-        return optimizer, groups
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _adopted(optimizer, config)
+    return optimizer, groups
+
+
+def _groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
+    if not any(isinstance(entry, dict) for entry in parameters):
+        return [{"params": _unnamed(parameters)}]
+    if not all(isinstance(entry, dict) for entry in parameters):
+        raise DeepSpeedConfigError("model_parameters mixes parameter groups and parameters. Give one or the other.")
+    return [{**group, "params": _unnamed(group["params"])} for group in parameters]
+
+
+def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
+    """What gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working; and its groups."""
     name = type(optimizer).__name__
-    if (
-        config.zero_optimization.stage > 0
-        and not is_elementwise(optimizer)
-        and not config.zero_allow_untested_optimizer
-    ):
+    allows_any = config.zero_optimization.stage == 0 or config.zero_allow_untested_optimizer
+    if not allows_any and not is_elementwise(optimizer):
         raise DeepSpeedConfigError(
             f"{name} is not known to work on flat ranges of parameters, as ZeRO needs. If every element's update depends on "
             "that element alone, say so by zero_allow_untested_optimizer: true."
@@ -75,7 +79,13 @@ def client_optimizer(
     if optimizer.state:  # Adagrad makes its state in its constructor, so it has to be constructed on the slices
         defaults = {key: value for key, value in optimizer.defaults.items() if key not in _IMPLEMENTATION}
         return lambda new: type(optimizer)(new, **defaults), groups
-    return _adopting(optimizer), groups
+
+    def adopt(slices: Iterable[Any]) -> torch.optim.Optimizer:
+        for mine, new in zip(optimizer.param_groups, slices, strict=True):
+            mine["params"] = new["params"]
+        return optimizer
+
+    return adopt, groups
 
 
 def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
@@ -108,17 +118,6 @@ def _unnamed(parameters: Any) -> list[Any]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
-
-
-def _adopting(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
-    """Gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working."""
-
-    def adopt(groups: Iterable[Any]) -> torch.optim.Optimizer:
-        for mine, new in zip(optimizer.param_groups, groups, strict=True):
-            mine["params"] = new["params"]
-        return optimizer
-
-    return adopt
 
 
 @contextmanager
