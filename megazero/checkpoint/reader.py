@@ -60,7 +60,7 @@ class Reader:
     """
 
     def __init__(self, directory: str | Path, tag: str | None = None, content: bytes | None = None) -> None:
-        is_first = content is None
+        looks_for_files = content is None
         # What was located last, and what was wanted: the states of a parameter lie alike.
         self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
         tag = latest_tag(directory) if tag is None else check_tag(tag)
@@ -93,7 +93,7 @@ class Reader:
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
         with self.well_formed("tensors"):
             self.tensors = {name: self._parse(name, saved) for name, saved in self.index["tensors"].items()}
-        for file in self.files if is_first else ():
+        for file in self.files if looks_for_files else ():
             file.check_size()
 
     def entry(self, name: str) -> TensorEntry:
