@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from data_tools.done_marker import MARKER
 from data_tools.optional import require
-from megazero.files import append_suffix, is_compressed
+from megazero.files import append_suffix, uncompressed_name
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 
@@ -116,7 +116,8 @@ def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str]
 
 
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
-    is_document = document_suffix(path) in suffixes and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
+    has_kind = uncompressed_name(path).suffix in suffixes
+    is_document = has_kind and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
     return is_document and not _is_token_record(path)
 
 
@@ -127,11 +128,6 @@ def _is_token_record(path: Path) -> bool:
     from megazero.data.sidecar import read_sidecar  # which needs numpy
 
     return read_sidecar(prefix) is not None
-
-
-def document_suffix(path: Path) -> str:
-    """The kind of a file by its name, without what says how it is compressed: ".jsonl" of "a.jsonl.gz"."""
-    return path.with_suffix("").suffix if is_compressed(path) else path.suffix
 
 
 def output_format(path: Path) -> str | None:
@@ -147,7 +143,7 @@ def document_blocks(
     Raises:
         ValueError: the file is damaged, or a package that reads it is missing; names the pip command.
     """
-    suffix = document_suffix(path)
+    suffix = uncompressed_name(path).suffix
     if suffix == ".parquet":
         from data_tools.parquet import parquet_lines
 

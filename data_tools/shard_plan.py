@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.documents import OUTPUT_FORMATS, output_format
-from megazero.files import is_compressed
+from megazero.files import uncompressed_name
 from megazero.lines.partial_shard import Shard
 
 # Of a name that ends so, nobody expects that a folder is made.
@@ -51,8 +51,7 @@ def plan_shards(
     else:
         shards = []
         for path in inputs:
-            stem = path.with_suffix("") if is_compressed(path) else path
-            target = output / f"{stem.stem}.{ending(path, format, formats)}"
+            target = output / f"{uncompressed_name(path).stem}.{ending(path, format, formats)}"
             shards.append(Shard((path,), (target,), target))
     check_outputs(shards)
     return shards

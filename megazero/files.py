@@ -135,6 +135,11 @@ def is_compressed(path: Path) -> bool:
     return path.suffix in COMPRESSED
 
 
+def uncompressed_name(path: Path) -> Path:
+    """The path without the ending that says how the file is compressed: "a.jsonl" of "a.jsonl.gz"."""
+    return path.with_suffix("") if is_compressed(path) else path
+
+
 def open_bytes(path: Path) -> BinaryIO:
     """The (decompressed) bytes of a plain, .gz, .xz or .zst file; reading a damaged one raises one of `DAMAGE`.
 

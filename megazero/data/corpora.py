@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.sidecar import read_sidecar
-from megazero.files import COMPRESSED, append_suffix, is_compressed
+from megazero.files import COMPRESSED, append_suffix, uncompressed_name
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
@@ -120,8 +120,7 @@ def _find_named(name: str, flag: str) -> list[Corpus]:
 
 def is_json(path: Path) -> bool:
     """Whether the file's name says JSON lines, compressed or not."""
-    name = path.with_suffix("") if is_compressed(path) else path
-    return name.suffix in _JSON_SUFFIXES
+    return uncompressed_name(path).suffix in _JSON_SUFFIXES
 
 
 def _indexed_prefix(path: Path) -> Path | None:
