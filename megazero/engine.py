@@ -502,7 +502,7 @@ class Engine:
 
         Raises:
             DirectoryInUseError: another job saves there.
-            OSError: it cannot be created or written.
+            OSError: it cannot be created or written, or some rank does not see it.
         """
         self._saver.claim(save_dir)
 

@@ -85,17 +85,18 @@ class CheckpointFolder:
         self._lock: int | None = None
         self._deleting: threading.Thread | None = None
 
-    def claim(self) -> None:
+    def claim(self) -> bool:
         """Makes the directory this job's, until the process ends or `release`, and clears what saves that died have left.
 
-        Does nothing a second time.
+        Returns:
+            Whether it was not yet: a second time nothing is done.
 
         Raises:
             DirectoryInUseError: another job saves here.
             OSError: it cannot be created or written.
         """
         if self._lock is not None and self._is_ours(self._lock):
-            return
+            return False
         self.release()  # if somebody has deleted the directory
         with self._one_at_a_time:
             shared = next(filter(self._is_ours, +self._users), None)
@@ -105,6 +106,7 @@ class CheckpointFolder:
                 os.ftruncate(self._lock, 0)
                 os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._clear()
+        return True
 
     def _is_ours(self, lock: int) -> bool:
         """Whether a lock of this process is that of the directory."""

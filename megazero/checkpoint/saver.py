@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,9 @@ from megazero.checkpoint.tensor_file import naming
 from megazero.checkpoint.writer import Snapshot, whole_index, write_rank_file
 
 logger = logging.getLogger(__name__)
+
+# Network file systems remember for up to a minute that a directory, which ranks have looked for at their start, was not there.
+SEEN_WITHIN_S = 60.0
 
 
 class Saver:
@@ -73,17 +81,34 @@ class Saver:
         """Makes the directory this job's, before hours are spent on what could not be saved.
 
         Raises:
-            OSError: it cannot be written, or is another job's (DirectoryInUseError on the first rank).
+            OSError: it cannot be written, a rank does not see it, or another job has it (DirectoryInUseError on the first rank).
         """
         if self._group is None:
             self._group = comm.new_object_group()
         path = Path(directory).absolute()  # a job may change its working directory
         folder = self._folders.setdefault(path, CheckpointFolder(path))
         try:
-            self._on_first_rank(folder.claim)
+            sign = self._on_first_rank(partial(_claim, folder))
         except comm.OtherRankError as error:
             raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
+        if (name := comm.all_gathered_objects(sign, self._group)[0]) is not None:
+            self._refuse_unshared(path, name)
         return folder
+
+    def _refuse_unshared(self, path: Path, sign: str) -> None:
+        """Returns if every rank sees the file `sign` of the first rank in its own `path`, and deletes it."""
+        found = comm.all_gathered_objects((_is_seen(path / sign), socket.gethostname(), str(path)), self._group)
+        if torch.distributed.get_rank() == 0:
+            with suppress(OSError):  # the next job clears it
+                (path / sign).unlink()
+        blind = [(rank, host, where) for rank, (sees, host, where) in enumerate(found) if not sees]
+        if blind:
+            (_, host_0, path_0), (rank, host, where) = found[0], blind[0]
+            more = f", nor do {len(blind) - 1} more ranks" if len(blind) > 1 else ""
+            raise OSError(
+                f"rank {rank} on {host} does not see in {where} what rank 0 on {host_0} has just put into {path_0}{more}. "
+                "All ranks write their parts of a checkpoint there: choose a directory on a file system that all nodes share."
+            )
 
     def wait(self) -> None:
         """Returns when nothing is being written or deleted in the background.
@@ -137,8 +162,26 @@ class Saver:
             if torch.distributed.get_rank() == 0:  # where the other ranks' errors arrive, too
                 logger.error("%s", self._error)
 
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        comm.together(action if torch.distributed.get_rank() == 0 else None, self._group)
+    def _on_first_rank(self, action: Callable[[], Any]) -> Any:
+        return comm.together(action if torch.distributed.get_rank() == 0 else None, self._group)
+
+
+def _claim(folder: CheckpointFolder) -> str | None:
+    """Claims the directory, and returns the name of a new file by which other ranks know it; None where it has been claimed."""
+    if not folder.claim():
+        return None
+    # A name that nobody has looked for, and that is cleared where this rank dies.
+    sign = f".{uuid.uuid4().hex}.partial"
+    (folder.path / sign).touch()
+    return sign
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether a file is there, or comes while a network file system may not know of it yet."""
+    end = time.monotonic() + SEEN_WITHIN_S
+    while not (is_there := os.path.exists(path)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return is_there
 
 
 def _note(aside: Path, rank: int) -> Path:

@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
-from megazero.checkpoint import folder, writer
+from megazero.checkpoint import folder, saver, writer
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
@@ -457,14 +459,37 @@ def test_nodes_that_do_not_share_the_directory_are_told_so(tmp_path):
 
 def _apart(parent: str) -> None:
     rank, engine = torch.distributed.get_rank(), make_engine(1)
+    saver.SEEN_WITHIN_S = 0.3
     mine = Path(parent) / f"node{rank}"
     mine.mkdir()
+    host = re.escape(socket.gethostname())
     with pytest.raises(
+        OSError,
+        match=rf"^rank 1 on {host} does not see in .*/node1 what rank 0 on {host} has just put into .*/node0\. ",
+    ):
+        engine.claim_checkpoints(str(mine))
+    assert os.listdir(mine) == [".lock"] * (rank == 0)
+    with pytest.raises(  # a caller that goes on all the same
         OSError, match=r"rank 1 has written its part .*rank_00001\.json is not there: every node must see --save"
     ):
         engine.save_checkpoint(str(mine))
     assert not folder.list_tags(mine) and not (mine / "latest").exists()
     engine.save_checkpoint(parent)  # and what they share takes it
+
+
+def test_a_directory_that_a_network_file_system_shows_late_is_waited_for(tmp_path):
+    run_ranks(2, _late, str(tmp_path / "new"))
+
+
+def _late(directory: str) -> None:
+    engine, exists, looks = make_engine(1), os.path.exists, []
+    if torch.distributed.get_rank() == 1:
+        os.path.exists = lambda path: (looks.append(path), len(looks) > 2 and exists(path))[1]
+    engine.claim_checkpoints(directory)
+    os.path.exists = exists
+    assert len(looks) == (3 if torch.distributed.get_rank() == 1 else 0)
+    comm.barrier()
+    assert os.listdir(directory) == [".lock"]
 
 
 def _no_memory(snapshot):
