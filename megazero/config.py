@@ -171,6 +171,13 @@ class Config:
                 ", ".join(idle),
                 extra=ALIKE,
             )
+        if self.zero.nvme_path and "nvme" not in (self.zero.offload_optimizer, self.zero.offload_param):
+            logger.warning(
+                "--nvme-path %s has no effect: states rest there by --offload-optimizer nvme and --offload-param nvme, and "
+                "activation checkpoints by --checkpoint-nvme-path",
+                self.zero.nvme_path,
+                extra=ALIKE,
+            )
 
     def checkpoint_settings(self) -> CheckpointSettings:
         """How activation checkpoints are kept; contiguous ones have room for one micro-batch, by default.

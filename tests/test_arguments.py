@@ -409,6 +409,27 @@ ZERO_FLAGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            "--checkpoint-in-cpu",
+            "nothing is recomputed, so how activation checkpoints are kept (checkpoint_in_cpu) has",
+        ),
+        ("--checkpoint-in-cpu --checkpoint-activations", ""),
+        (
+            "--zero-stage 3 --nvme-path /drive --offload-optimizer cpu",
+            "--nvme-path /drive has no effect: states rest",
+        ),
+        ("--zero-stage 3 --nvme-path /drive --offload-optimizer cpu --offload-param nvme", ""),
+        ("--zero-stage 3 --nvme-path /drive --offload-optimizer nvme", ""),
+    ],
+)
+def test_a_flag_without_effect_is_said(caplog, flags, said):
+    load_config(flags.split())
+    assert said in caplog.text and len(caplog.records) == bool(said), caplog.text
+
+
 @pytest.mark.parametrize("flag, section, written, field, value", ZERO_FLAGS, ids=[entry[0] for entry in ZERO_FLAGS])
 def test_every_flag_of_zero_wins_over_its_key_and_the_log_says_so(with_file, flag, section, written, field, value):
     top = {key: section[key] for key in section if key in ("data_types", "communication_data_type")}
