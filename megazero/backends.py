@@ -50,10 +50,10 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def say_what_is_idle(config: Config, device: torch.device) -> None:
+def say_what_is_idle(dtype: torch.dtype, tf32: bool, device: torch.device) -> None:
     """Logs that --tf32 has no effect on `device` or in 16 bits, or that fp32 leaves tensor cores idle for lack of it."""
-    dtype, is_cuda = config.precision.dtype, device.type == "cuda"
-    if config.precision.tf32 and (dtype != torch.float32 or not is_cuda):
+    is_cuda = device.type == "cuda"
+    if tf32 and (dtype != torch.float32 or not is_cuda):
         why = f"the ranks compute on {device.type}" if dtype == torch.float32 else f"parameters are in {dtype}"
         logger.warning("--tf32 has no effect: %s", why, extra=ALIKE)
     elif is_cuda and _wastes_tensor_cores(device, dtype):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
+from megazero.backends import say_what_is_idle
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
@@ -33,6 +34,9 @@ class InferenceConfig:
     distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
     fp16: bool = option(False, "compute in fp16")
     bf16: bool = option(False, "compute in bf16")
+    tf32: bool = option(
+        False, "fp32 matrix products on a GPU's tensor cores: what is multiplied is rounded to 10 bits of mantissa"
+    )
     tokenizer_type: str | None = option(None, "default: that of the training job")
     tokenizer_path: str | None = option(None, "file or directory of the vocabulary (default: that of the training job)")
     vocab_file: str | None = option(None, "encoder.json or vocab.json (default: that of the training job)")
@@ -121,7 +125,10 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     One parameter at a time is in memory beside this rank's part of the model.
     """
     architecture = model_config(reader)
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
     comm.init_distributed(config.distributed_backend)
+    say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)
     model = GPT2Model(architecture, group=groups.model, device=comm.local_device(), dtype=config.dtype)
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size

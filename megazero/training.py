@@ -74,7 +74,7 @@ def pretrain(
     """
     set_up_backends(config)
     groups = setup_distributed(config)
-    say_what_is_idle(config, comm.local_device())
+    say_what_is_idle(config.precision.dtype, config.precision.tf32, comm.local_device())
     if comm.local_device().type == "cpu":
         keep_freed_memory()
     config = replace(config, model=with_vocabulary(config.model, tokenizer))

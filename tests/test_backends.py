@@ -55,7 +55,7 @@ def test_idle_tensor_cores_and_an_idle_flag_are_said_once(monkeypatch, caplog, f
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     config = load_config(flags.split())
     set_up_backends(config)
-    say_what_is_idle(config, device)
+    say_what_is_idle(config.precision.dtype, config.precision.tf32, device)
     assert said in caplog.text and len(caplog.records) == bool(said), caplog.text
 
 

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import generate_samples
+from megazero import mpu
 from megazero.checkpoint.folder import CheckpointFolder
+from megazero.inference import load_model
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.tiny import TINY_MODEL, make_corpus, run_job
 
@@ -114,6 +117,21 @@ def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded
     assert len(request.prompts[0]) + request.new_tokens == 32, (
         "what is asked for by default is cut to the room there is"
     )
+
+
+@pytest.mark.parametrize("flag, precision", [("--tf32", "high"), ("--no-tf32", "highest")])
+def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(whole, monkeypatch, caplog, flag, precision):
+    monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "the", flag])
+    request = generate_samples.check(1)
+    try:
+        load_model(request.config, request.reader)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        torch.set_float32_matmul_precision("highest")
+    said = flag == "--tf32" and not torch.cuda.is_available()
+    assert ("--tf32 has no effect: the ranks compute on cpu" in caplog.text) == said
 
 
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):

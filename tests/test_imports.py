@@ -29,8 +29,8 @@ LEVELS = [
     {"model"},
     {"checkpoint"},
     {"utils", "config", "engine", "evaluation"},
-    {"arguments", "backends", "job", "inference", "deepspeed"},
-    {"job_checkpoints", "reporting", "plan"},
+    {"arguments", "backends", "job", "deepspeed"},
+    {"job_checkpoints", "reporting", "plan", "inference"},
     {"training"},
     {"compat"},
 ]
