@@ -6,10 +6,14 @@ python evaluate_gpt2.py --load DIR --task wikitext --valid-data wiki.test.tokens
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 

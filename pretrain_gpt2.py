@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+
+if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from torch import Tensor, nn

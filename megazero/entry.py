@@ -44,6 +44,8 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         check: reads the command line and looks at files; communicates nothing and is the same on every rank.
         work: the rest.
     """
+    # As SIGTERM is: C++ that waits for other ranks hears no handler. A job that trains has one, and saves.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     descriptor = os.environ.get("MEGAZERO_CHECK")
     setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself

@@ -11,6 +11,11 @@ import signal
 import sys
 from argparse import Namespace
 
+if (
+    __name__ == "__main__"
+):  # until torchrun has ranks, which it ends itself: imports print a traceback, and C++ that waits hears nothing
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 # While a meeting point does not answer, torch would print a stack of C++ frames at every try. It reads this variable once, when
 # it is imported; the ranks are not to inherit it.
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"

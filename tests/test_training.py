@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -145,6 +146,45 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     last = max(metrics(tmp_path))
     assert f"stopping after iteration {last}: SIGTERM" in output  # which is what the launcher passes on
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+IMPORTING = [["pretrain_gpt2.py"], ["evaluate_gpt2.py"], ["generate_samples.py"], ["-m", "megazero.launch", "x.py"]]
+
+
+@pytest.mark.parametrize("command", IMPORTING, ids=lambda command: command[-1])
+def test_ctrl_c_while_torch_is_imported_prints_nothing(command):
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", None) and process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("by", ["itself", "the launcher"])
+def test_ctrl_c_while_others_are_waited_for_ends_the_process(corpus, by):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # in place of the first rank, or node
+        mute.settimeout(60)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(mute.getsockname()[1])}
+        where = ["--nnodes=2", "--node-rank=1", f"--master-port={address['MASTER_PORT']}"]
+        launcher = ["-m", "megazero.launch", *where] if by == "the launcher" else []
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "pretrain_gpt2.py", *TINY_MODEL, *corpus],
+            cwd=ROOT,
+            env={**os.environ, **address, "RANK": "1", "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            connection, _ = mute.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                output, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT and "Traceback" not in output, output
+    assert len(output.splitlines()) == (by == "the launcher"), output  # where it waits
 
 
 def test_a_rank_that_nccl_ended_is_explained():
