@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ from megazero.logging import ALIKE, get_logger, setup_logging
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+OURS = ("__main__", "megazero", "data_tools")  # whose errors say what to change
 
 # What wrong input, a full disk, too little memory or a run that diverged raise; anything else is a fault of ours and keeps its
 # traceback, and so do a ValueError that another library raises, and what has no text.
@@ -31,6 +34,17 @@ LOST_RANK = (
     "Connection reset by peer",
     "remote process exited",
     "Did the remote server shutdown or crash?",
+)
+
+# What one meets that has waited for another until the time limit: in this library's channels and meetings; in gloo; in torchrun's
+# store. The last two do not say what for.
+TIMED_OUT = (
+    "did not come within",
+    " s not on ranks",
+    "Timed out waiting",
+    "Timed out after",
+    "has timed out after",
+    "wait timeout after",
 )
 
 
@@ -47,7 +61,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     # As SIGTERM is: C++ that waits for other ranks hears no handler. A job that trains has one, and saves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    descriptor = os.environ.get("MEGAZERO_CHECK")
+    is_later, descriptor = int(os.environ.get("LOCAL_RANK", 0)) != 0, os.environ.get("MEGAZERO_CHECK")
     setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
@@ -58,11 +72,14 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         else:
             os.write(int(descriptor), str(_checked_ranks(check)).encode())
     except USER_ERRORS as error:
-        _exit(error, rank, waits=int(os.environ.get("LOCAL_RANK", 0)) != 0)
+        _exit(error, rank, waits=is_later)
     except RuntimeError as error:
-        if not any(text in str(error) for text in LOST_RANK):
+        if any(text in str(error) for text in LOST_RANK):
+            _exit(error, rank, waits=True)
+        if not any(text in str(error) for text in TIMED_OUT):
             raise
-        _exit(error, rank, waits=True)
+        where = " > ".join(_our_calls(error)[-4:])
+        _exit(RuntimeError(f"waited in vain for another rank, in {where}: {error}"), rank, waits=is_later)
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:
@@ -80,7 +97,18 @@ def _checked_ranks(check: Callable[[int], object]) -> int:
 def _is_ours(error: Exception) -> bool:
     """Whether this library or the script raised it, and so says what to change: torch, of a wrong shape, does not say where."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("__main__", "megazero", "data_tools")
+    return _module(frame).split(".")[0] in OURS
+
+
+def _our_calls(error: Exception) -> list[str]:
+    """The calls in which it was raised, the innermost last, without those of other libraries: module, function and line."""
+    frames = traceback.walk_tb(error.__traceback__)
+    every = [(_module(frame), frame.f_code.co_name, line) for frame, line in frames]
+    return [f"{module}.{name}:{line}" for module, name, line in every if module.split(".")[0] in OURS]
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "")
 
 
 def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:

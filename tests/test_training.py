@@ -463,6 +463,47 @@ def test_an_error_that_another_library_raises_in_a_script_of_ones_own_says_where
     assert done.stdout.count("Traceback") == has_traceback
 
 
+WAITS = """
+import time
+from datetime import timedelta
+import torch
+from megazero import comm
+from megazero.entry import run_script
+
+def work(_):
+    comm.init_distributed("gloo")
+    channel, group = comm.Channel(comm.world(), timeout_s=1), torch.distributed.new_group(timeout=timedelta(seconds=1))
+    comm.barrier()
+    if torch.distributed.get_rank() == 1:
+        time.sleep(60)
+    {what}
+
+run_script(lambda world_size: None, work)
+"""
+
+
+@pytest.mark.parametrize(
+    "what, where, said",
+    [
+        (
+            "channel.all_reduce_(torch.ones(64), 'x').wait()",
+            "comm.lane.wait:",
+            "of x, 64 elements .* rank 1 did not come",
+        ),
+        ("channel.meet('save')", "_wait:", r"save was called on rank 0, but within 1 s not on ranks \[1\] of \[0, 1\]"),
+        ("torch.distributed.all_reduce(torch.ones(2), group=group)", ": ", "Timed out waiting 1000ms"),
+    ],
+    ids=["a channel", "a meeting", "gloo"],
+)
+def test_a_rank_that_has_waited_for_another_says_so_in_one_line(tmp_path, what, where, said):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS.format(what=what))
+    done = run_script(2, str(script), [])
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+    one = rf"^error: waited in vain for another rank, in .*__main__.work:14.*{where}.*{said}.*$"
+    assert re.search(one, done.stdout, re.MULTILINE), done.stdout
+
+
 def test_data_of_another_vocabulary_foreign_and_truncated_files_are_refused(corpus, tmp_path):
     prefix = Path(corpus[corpus.index("--train-data") + 1])
     foreign = tmp_path / "foreign"
