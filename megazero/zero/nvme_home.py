@@ -184,17 +184,19 @@ class SwappedVector:
             return
         has_others = place.low < start * self.dtype.itemsize or stop * self.dtype.itemsize < min(place.high, self._end)
         buffer = self._bring(place) if reads or has_others else self._blank(place)
-        is_kept = False
+        first = start - place.low // self.dtype.itemsize
+        part = buffer[: place.high - place.low].view(self.dtype)[first : first + stop - start]
+        vector, give_back, is_kept = self if writes else None, _giving_back_to(self.home), False
+        del self  # a copy over the link has this block open until it is over
         try:
-            first = start - place.low // self.dtype.itemsize
-            yield buffer[: place.high - place.low].view(self.dtype)[first : first + stop - start]
-            if writes:
-                transfer = self._write(place, buffer)
+            yield part
+            if vector is not None:
+                transfer = vector._write(place, buffer)
                 is_kept = True  # until it has been written
-                self.home.written(transfer)
+                vector.home.written(transfer)
         finally:
             if not is_kept:
-                self.home.give_back(buffer)
+                give_back(buffer)
 
     def send(self, values: Tensor, start: int) -> None:
         """Starts to write values on the device, of one buffer at most, to the elements from `start` on, which begin a page.
@@ -229,7 +231,7 @@ class SwappedVector:
         try:
             transfer.wait()
         except BaseException:
-            transfer.then(lambda _: self.home.give_back(buffer))  # a KeyboardInterrupt does not end the read
+            self._give_back_after(transfer, buffer)  # a KeyboardInterrupt does not end the read
             raise
         return buffer
 
@@ -247,8 +249,12 @@ class SwappedVector:
         self._await_writes(place)
         transfer = self.home.swap.write(self._region, buffer[: place.high - place.low], place.low, filled=filled)
         self._behind[place] = transfer
-        transfer.then(lambda _: self.home.give_back(buffer))
+        self._give_back_after(transfer, buffer)
         return transfer
+
+    def _give_back_after(self, transfer: Transfer, buffer: Tensor) -> None:
+        give_back = _giving_back_to(self.home)
+        transfer.then(lambda _: give_back(buffer))
 
     def _await_writes(self, place: _Place) -> None:
         for other, transfer in list(self._behind.items()):
@@ -262,6 +268,21 @@ class SwappedVector:
             buffer, transfer = self._ahead.pop(other)
             transfer.error()
             self.home.give_back(buffer)
+
+
+def _giving_back_to(home: NvmeHome) -> Callable[[Tensor], None]:
+    """`home.give_back` for what is under way, which must hold neither vectors nor their home.
+
+    These hold it themselves, the home by its writes and its link, and finalizers hold these: where the collector does not see, so
+    that none of them would ever go.
+    """
+    there = weakref.ref(home)
+
+    def give_back(buffer: Tensor) -> None:
+        if (home := there()) is not None:
+            home.give_back(buffer)
+
+    return give_back
 
 
 def _free(home: NvmeHome, region: Region, ahead: dict) -> None:

@@ -143,6 +143,21 @@ def test_what_was_read_ahead_of_a_write_is_read_again(tmp_path):
     assert values_of(vectors[:1]) == [7]
 
 
+def test_a_vector_that_is_dropped_goes_at_once_and_its_place_when_it_has_been_written(tmp_path):
+    home, transport, vectors = gated_home(tmp_path)
+    transport.held.add("write")
+    update(vectors[5:])
+    dropped = weakref.ref(vectors.pop())
+    gc.collect()
+    assert dropped() is None
+    size, others = home.swap.nbytes, [home.vector(NUMEL, torch.float32)]
+    assert home.swap.nbytes == size + PAGE
+    transport.let_all_go()
+    home.flush()
+    others.append(home.vector(NUMEL, torch.float32))
+    assert home.swap.nbytes == size + PAGE
+
+
 def test_parts_of_pages_keep_what_lies_beside_them(tmp_path):
     with SwapFile(tmp_path, 0) as swap:
         home = home_of(swap)
