@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero import comm
-from megazero.checkpoint.folder import CheckpointConfig, list_tags
+from megazero.checkpoint.folder import CheckpointConfig, list_tags, tags_to_go_back_to
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
@@ -152,8 +152,8 @@ def _newest_tag(directory: str, fallback: bool) -> str | None:
         if not fallback:
             raise
         tag = None
-    tags = list_tags(directory) if fallback else []
-    return tag or (tags[-1] if tags else None)
+    older = tags_to_go_back_to(directory) if fallback and tag is None else []
+    return tag or next(iter(older), None)
 
 
 def _prepare_to_continue(job: Job, reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,8 @@ def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_no
 
 
 def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_one_before(corpus, whole, tmp_path):
-    subprocess.run(["cp", "-a", f"{whole}/.", str(tmp_path)], check=True)  # times too: they say which is the newest
+    subprocess.run(["cp", "-r", f"{whole}/.", str(tmp_path)], check=True)
+    os.utime(tmp_path / "global_step4" / "index.json")  # of a copy, whose last file is that of any checkpoint
     damaged = tmp_path / "global_step12" / "rank_00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1000] ^= 16

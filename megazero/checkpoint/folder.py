@@ -14,6 +14,7 @@ import shutil
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,26 @@ def list_tags(directory: str | Path) -> list[str]:
     for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
         whole.setdefault(tag_at(path.parent), path)
     return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
+
+
+def tags_to_go_back_to(directory: str | Path, newest: str | None = None) -> list[str]:
+    """Tags of the checkpoints in `directory` but `newest`, in the order in which they stand in for it.
+
+    The tags that jobs give go by their steps, as `_by_age` says; behind them come the user's own, the last written first.
+    """
+    tags = list_tags(directory)
+    of_jobs = _by_age(tags, newest)
+    own = [tag for tag in tags if tag not in of_jobs]
+    return [tag for tag in (*reversed(of_jobs), *reversed(own)) if tag != newest]
+
+
+def _by_age(tags: Iterable[str], newest: str | None) -> list[str]:
+    """Those of the tags that jobs give, by their steps, as times of files are those of a copy, or of a clock that was set back.
+
+    First comes what lies beyond `newest`, of a run that went back.
+    """
+    steps = {tag: int(match[1]) for tag in tags if (match := _TAG.fullmatch(tag))}
+    return sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest or "", steps[tag]), steps[tag]))
 
 
 class CheckpointFolder:
@@ -219,11 +240,9 @@ class CheckpointFolder:
     def _set_aside_older(self, newest: str, keep: int) -> list[Path]:
         """Makes all but the `keep` newest of the tags that jobs give leftovers, and returns where they are; 0 keeps all.
 
-        What `latest` names is never among them, nor what has just been written. Others age by their step, as times of files
-        are those of a copy, or of a clock that was set back: first goes what lies beyond `newest`, of a run that went back.
+        What `latest` names is never among them, nor what has just been written.
         """
-        steps = {tag: int(match[1]) for tag in list_tags(self.path) if (match := _TAG.fullmatch(tag))} if keep else {}
-        tags = sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest, steps[tag]), steps[tag]))
+        tags = _by_age(list_tags(self.path), newest) if keep else []
         kept, leftovers = {newest}, []
         with suppress(CheckpointError):
             kept.add(latest_tag(self.path) or newest)

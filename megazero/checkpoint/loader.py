@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.folder import list_tags
+from megazero.checkpoint.folder import tags_to_go_back_to
 from megazero.checkpoint.format import REMEDY, CheckpointError, latest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
@@ -84,14 +84,13 @@ def _of_first_rank(action: Callable[[], Any]) -> Any:
 
 def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[str | None]:
     """The tag to load, and those to go back to, newest first."""
-    older = [other for other in reversed(list_tags(directory)) if other != tag] if fallback else []
     try:
         newest = tag or latest_tag(directory)
     except CheckpointError:
-        if not older:
+        if not fallback or not (older := tags_to_go_back_to(directory)):
             raise
         return [*older]
-    return [newest, *(other for other in older if other != newest)]
+    return [newest, *(tags_to_go_back_to(directory, newest) if fallback else [])]
 
 
 def _first_intact(

@@ -581,6 +581,18 @@ def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_
     assert folder.list_tags(tmp_path) == ["best", "global_step2"]
 
 
+def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by_time(tmp_path):
+    tags = ("global_step30", "best", "global_step5", "global_step20", "mine", "global_step100")
+    for time_ns, tag in enumerate(tags):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "index.json").touch()
+        os.utime(tmp_path / tag / "index.json", ns=(time_ns, time_ns))
+    went_back = ["global_step5", "global_step100", "global_step30", "mine", "best"]
+    assert folder.tags_to_go_back_to(tmp_path, "global_step20") == went_back
+    by_steps = ["global_step100", "global_step30", "global_step20", "global_step5", "mine", "best"]
+    assert folder.tags_to_go_back_to(tmp_path) == by_steps
+
+
 def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
     engine = write_one(tmp_path / "save")
     (tmp_path / "save" / "global_step1").rename(tmp_path / "elsewhere")
