@@ -11,9 +11,8 @@ import signal
 import sys
 from argparse import Namespace
 
-if (
-    __name__ == "__main__"
-):  # until torchrun has ranks, which it ends itself: imports print a traceback, and C++ that waits hears nothing
+if __name__ == "__main__":
+    # Until torchrun has ranks, which it ends itself: imports print a traceback, and C++ that waits hears nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # While a meeting point does not answer, torch would print a stack of C++ frames at every try. It reads this variable once, when
