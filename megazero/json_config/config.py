@@ -68,7 +68,7 @@ class JsonConfig:
         choices=_DTYPES,
     )
     seq_parallel_communication_data_type: str | None = key(
-        "fp32", NO_EFFECT, "sequences are not split", choices=_DTYPES
+        "fp32", NO_EFFECT, "of DeepSpeed's sequence parallelism, which is not built", choices=_DTYPES
     )
     zero_allow_untested_optimizer: bool = key(False, OBEYED, "ZeRO with an optimizer of the caller's own class")
     zero_force_ds_cpu_optimizer: bool = key(
