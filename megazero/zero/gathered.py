@@ -88,11 +88,11 @@ class GatheredParameters:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the changes of the modifier rank, and releases."""
-        changed: list[str] = []
+        changed: set[str] = set()
         weights = [bucket.weights for bucket in self.buckets]
         assigned = [each.assigned() for each in weights]  # all, before any is written: it may be a view of another
         reshaped = [name for each, new in zip(weights, assigned, strict=True) for name in each.write(new)]
-        for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
+        for bucket in self.buckets:
             bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
                 group = bucket.channel.group
@@ -101,12 +101,19 @@ class GatheredParameters:
                 )
                 bucket.keep_gathered()
             elif kind is None:
-                changed += _changed(bucket)
+                changed.update(_changed(bucket))
             bucket.weights.mark_unwritten()
-            if not was_gathered or changed:
-                bucket.weights.release()
         if self.buckets and kind is None and self.modifier_rank is None:
-            self._refuse(changed)
+            changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
+        for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
+            # What was written is undone on all ranks, or they would gather different buckets next.
+            if not was_gathered or changed or (kind is not None and not _is_in_use(bucket)):
+                bucket.weights.release()
+        if changed:
+            raise RuntimeError(
+                f"GatheredParameters: {', '.join(sorted(changed))} changed inside the context, which was opened for reading "
+                "only; the change has been undone. To keep it, give modifier_rank=0 (the rank whose values count)."
+            )
         if reshaped and kind is None:
             raise RuntimeError(
                 f"GatheredParameters: {', '.join(reshaped)} got data of another shape inside the context; it was not taken. "
@@ -114,13 +121,10 @@ class GatheredParameters:
                 "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
 
-    def _refuse(self, changed: list[str]) -> None:
-        names = {name for names in comm.all_gathered_objects(changed, self.buckets[0].channel.group) for name in names}
-        if names:
-            raise RuntimeError(
-                f"GatheredParameters: {', '.join(sorted(names))} changed inside the context, which was opened for reading only; "
-                "the change has been undone. To keep it, give modifier_rank=0 (the rank whose values count)."
-            )
+
+def _is_in_use(bucket: Bucket) -> bool:
+    """Whether a forward or a backward is under way: an exception in one may be a checkpoint's, which has recomputed enough."""
+    return bucket.driver is not None and bucket.driver.is_under_way
 
 
 def _reader_of(bucket: Bucket) -> nn.Module | None:

@@ -252,6 +252,11 @@ class Schedule:
         """The innermost unit whose forward runs now, or the model."""
         return self._forwards.innermost
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward or a backward runs now."""
+        return self._forwards.innermost is not None or _in_backward()
+
     def gather_external(self, parameter: nn.Parameter) -> bool:
         """Makes a released parameter whole that the forward under way reads, now and whenever that runs; False outside of any."""
         module, bucket = self._forwards.innermost, bucket_of(parameter)

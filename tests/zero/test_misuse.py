@@ -76,6 +76,32 @@ def test_steps_and_writes_inside_of_gathered_parameters_are_refused():
     run_ranks(2, held_case)
 
 
+def undone_case() -> None:
+    """Between two micro-batches, where the root is whole already."""
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    first, second = token_batches(1, 2, 2)[0][:, rank]
+    engine = fresh(3, gradient_accumulation_steps=2)
+    weight = engine.module.embedding.weight
+    engine.backward(engine(first))
+    engine.step()
+    want = engine(second).item()
+    with pytest.raises(RuntimeError, match="undone"), zero.GatheredParameters(weight), torch.no_grad():
+        weight.view(-1)[0] = 7.0  # of the first rank's shard: the other one does not find it in its own
+    assert engine(second).item() == want
+    with pytest.raises(KeyError), zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.zero_()
+        raise KeyError
+    loss = engine(second)
+    assert loss.item() == want
+    engine.backward(loss)
+    engine.step()
+
+
+def test_what_gathered_parameters_do_not_keep_is_undone_on_all_ranks_between_micro_batches():
+    run_ranks(2, undone_case)
+
+
 def copy_case() -> None:
     """A copy is another plain module, whose use between an engine's forward and backward is nothing to it."""
     mpu.initialize_model_parallel(1)
