@@ -247,15 +247,18 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
     if settings.zero.gather_limits == GatherLimits():
         together = settings.recomputed_together + settings.zero.overlap_comm
         return root + ahead + _largest(nbytes.values(), together)
-    most = _most_within_limits(needs, list(nbytes), settings)
+    most, _ = _within_limits(needs, settings)
     return root + ahead + most + _largest(nbytes.values(), settings.recomputed_together - 1)
 
 
-def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], settings: StateSettings) -> int:
-    """Bytes of the units that are whole at the same time under the `stage3_*` limits, beside the root."""
-    root, nbytes = _sharded(needs)[ROOT], _by_unit(needs, lambda need: need.whole_parameters)
-    residency = _residency(needs, settings)
+def _within_limits(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[int, set[int]]:
+    """Under `stage3_*` limits: most bytes of units, beside the root, that are whole together; units that stay for backward."""
+    sharded = _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
+    nbytes = _by_unit(needs, lambda need: need.whole_parameters)
+    root, units = sharded.pop(ROOT), list(sharded)
+    residency = Residency(list(sharded.values()), settings.zero.gather_limits)
     live: set[int] = set()  # indices in `units`
+    stay: set[int] = set()
     most = 0
 
     def numel() -> int:
@@ -268,7 +271,8 @@ def _most_within_limits(needs: Sequence[BucketBytes], units: Sequence[int], sett
             most = max(most, sum(nbytes[units[index]] for index in live))
             if step < 0 or not residency.stays(index, numel()):
                 live.discard(index)
-    return most
+        stay |= live  # nothing does behind backward
+    return most, {units[index] for index in stay}
 
 
 def gathers_of_units(needs: Sequence[BucketBytes], settings: StateSettings) -> dict[int, int]:
@@ -277,19 +281,9 @@ def gathers_of_units(needs: Sequence[BucketBytes], settings: StateSettings) -> d
     Less what stays: the root, for all of them; what runs last, for its backward, and more of it as `stage3_max_reuse_distance`
     says, if `stage3_max_live_parameters` has room; and what runs first, for the next micro-batch.
     """
-    m, residency = settings.micro_batches, _residency(needs, settings)
-    units = [unit for unit in _sharded(needs) if unit != ROOT]
-    to_backward = {unit for index, unit in enumerate(units) if residency.stays(index, live=0)}
+    m, (_, to_backward) = settings.micro_batches, _within_limits(needs, settings)
+    units = {need.plan.unit for need in needs} - {ROOT}
     return {ROOT: 1, **{unit: 2 * m - m * (unit in to_backward) - (m - 1) * (unit == FIRST) for unit in units}}
-
-
-def _residency(needs: Sequence[BucketBytes], settings: StateSettings) -> Residency:
-    return Residency([size for unit, size in _sharded(needs).items() if unit != ROOT], settings.zero.gather_limits)
-
-
-def _sharded(needs: Sequence[BucketBytes]) -> dict[int, int]:
-    """Elements of sharded parameters of each unit."""
-    return _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
 
 
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:

@@ -35,6 +35,7 @@ from megazero.plan.plot import bars, parts
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, plan_memory
+from megazero.zero.residency import GatherLimits
 from tests.tiny import ROOT
 from tests.zero.models import make_engine
 
@@ -128,10 +129,11 @@ def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
     assert memory_of_buckets(buckets, StateSettings(ZeroConfig(3), 4)) == want
 
 
-ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}]
+LIMITS = [{"gather_limits": limits} for limits in (GatherLimits(reuse=30_000), GatherLimits(live=1))]
+ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}, *LIMITS]
 
 
-@pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3), ZERO, strict=True)))
+@pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3), ZERO, strict=True)))
 def test_planned_traffic_is_what_the_engine_sends(stage, zero, monkeypatch):
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)  # there is nobody to compare with
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
