@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.plan.activations import Activations
-from megazero.zero.bucket_bytes import BucketBytes, StateSettings, adding_bytes
+from megazero.zero.bucket_bytes import FIRST, BucketBytes, StateSettings, adding_bytes
 from megazero.zero.link import MOST_TO_HOST
 from megazero.zero.memory import MemoryPlan
 from megazero.zero.residency import GatherLimits
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER, FIRST
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER
 from megazero.zero.units import ROOT
 
 

@@ -15,8 +15,10 @@ from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
 from megazero.zero.residency import GatherLimits, Residency
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER, FIRST, MAX_REDUCTIONS
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
 from megazero.zero.units import ROOT, BucketPlan
+
+FIRST = 0  # unit of a forward, and the last one of its backward
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from megazero.zero.units import ROOT, tiles_in
 
 logger = get_logger(__name__)
 
-FIRST = 0  # unit of a forward, and the last one of its backward
 MAX_REDUCTIONS = 1  # on their way at the same time
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, beyond those that are gathered ahead
 
@@ -74,6 +73,9 @@ class Schedule:
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
+        self._first: int | None = (
+            None  # unit that has run forward since the last backward: its backward will be the last
+        )
         tiles = tiles_in(model)
         self._tiles = {index for index, unit in enumerate(units) if unit in tiles}
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
@@ -177,6 +179,7 @@ class Schedule:
         self.residency.finish()
         for bucket in self.buckets:
             self._release(bucket)
+        self._first = None
 
     def release_all(self) -> None:
         """Frees every gathered parameter, and what was fetched ahead and not used."""
@@ -285,6 +288,8 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
+            if self._first is None and index != ROOT and self._forwards.train and not _in_backward():
+                self._first = index
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
             self._gather(buckets, partial(prefetch, True))
@@ -407,7 +412,7 @@ class Schedule:
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, but where the next micro-batch begins with it: no update comes between."""
-        if self.is_last_micro_batch or bucket.unit not in (ROOT, FIRST):
+        if self.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
             bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:

@@ -47,11 +47,16 @@ class Reordered(Wide):
         return (x @ self.embedding.weight.t()).square().mean()
 
 
-def placed_engine(blocks: float, model=Wide, dtype=None, **zero):
+class Backwards(Reordered):
+    is_reversed = True
+
+
+def placed_engine(blocks: float, model=Wide, dtype=None, micro=1, **zero):
     """An engine on a device that has room for so many blocks."""
     torch.manual_seed(0)
     device = FakeDevice(0)
-    engine = make_engine(model(), 3, zero={"placement": "auto", **zero}, placement_meter=device, dtype=dtype)
+    options = {"placement_meter": device, "dtype": dtype, "gradient_accumulation_steps": micro}
+    engine = make_engine(model(), 3, zero={"placement": "auto", **zero}, **options)
     # What the engine holds there, and would be out of memory with.
     device.model_bytes, device.total = engine.placement.model_bytes, int(blocks * block_bytes(engine))
     return engine
@@ -82,13 +87,15 @@ def watched(engine, batches) -> tuple[dict, list[int], int]:
     return trace, gathers, most[0]
 
 
-def placement_case(blocks: int, ratio: float, dtype: torch.dtype | None = None, model: type[Wide] = Wide) -> tuple:
+def placement_case(
+    blocks: int, ratio: float, dtype: torch.dtype | None = None, model: type[Wide] = Wide, micro: int = 1
+) -> tuple:
     mpu.initialize_model_parallel(1)
-    batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
-    engine = placed_engine(blocks, model, dtype, gpu_margin_mem_ratio=ratio)
+    batches = token_batches(4, micro, mpu.get_data_parallel_world_size())
+    engine = placed_engine(blocks, model, dtype, micro, gpu_margin_mem_ratio=ratio)
     got, gathers, most = watched(engine, batches)
     torch.manual_seed(0)
-    want, _, _ = watched(make_engine(model(), 3, dtype=dtype), batches)
+    want, _, _ = watched(make_engine(model(), 3, dtype=dtype, gradient_accumulation_steps=micro), batches)
     compare(got, want, f"budget of {blocks} blocks", bitwise=True)
     plan = engine.placement.gemini.plan
     assert plan.peak_bytes <= plan.budget == blocks * block_bytes(engine)
@@ -105,6 +112,14 @@ def test_more_memory_means_fewer_gathers_and_never_other_numbers(world_size, mod
     for blocks in (2, 3, 9):
         for gathers, most, _, _ in run_ranks(world_size, placement_case, blocks, 0.0, None, model):
             assert gathers == [7, *[8 - min(blocks, 4)] * 3], blocks
+            assert most <= blocks
+
+
+@pytest.mark.parametrize("model", [Wide, Backwards])
+def test_what_stays_for_the_next_micro_batch_is_what_runs_first_and_within_the_budget(model):
+    for blocks in (2, 3, 9):
+        for gathers, most, _, _ in run_ranks(2, placement_case, blocks, 0.0, None, model, 3):
+            assert gathers[1:] == [3 * (8 - min(blocks, 4)) - 2] * 3, blocks  # between three micro-batches one stays
             assert most <= blocks
 
 
