@@ -18,7 +18,7 @@ from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
 from megazero.zero.units import ROOT, BucketPlan
 
-FIRST = 0  # unit of a forward, and the last one of its backward
+FIRST = 0  # unit of a forward in a model that runs its units in order, and the last one of its backward
 
 
 @dataclass(frozen=True)

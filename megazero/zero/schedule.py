@@ -73,9 +73,8 @@ class Schedule:
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
-        self._first: int | None = (
-            None  # unit that has run forward since the last backward: its backward will be the last
-        )
+        # Unit that was the first to run forward since the last backward: its own backward will be the last.
+        self._first: int | None = None
         tiles = tiles_in(model)
         self._tiles = {index for index, unit in enumerate(units) if unit in tiles}
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
