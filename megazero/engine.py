@@ -584,7 +584,7 @@ class Engine:
         return total
 
     def empty_partition_cache(self) -> None:
-        """Frees whatever is gathered of sharded parameters."""
+        """Frees whatever is gathered of sharded parameters. On every rank, or the next gathers of the ranks differ."""
         self.schedule.release_all()
 
     def destroy(self) -> None:
