@@ -16,7 +16,7 @@ from megazero.activation_checkpointing import ActivationCheckpointer
 from megazero.comm import ProcessGroup
 from megazero.model.attention import ParallelSelfAttention
 from megazero.model.cache import LayerCache
-from megazero.model.config import GPT2Config
+from megazero.model.config import BLOCK_MODES, GPT2Config
 from megazero.model.mlp import ParallelMLP
 from megazero.model.norm import build_layernorm, normalise_slice
 from megazero.mpu.init import InitMethod
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: there is another number of blocks, or no such mode.
         """
-        if len(modes) != len(self.layers) or not {"none", "selective", "full"}.issuperset(modes):
+        if len(modes) != len(self.layers) or not set(BLOCK_MODES).issuperset(modes):
             raise ValueError(
                 f"set_recompute: {list(modes)} must be one of none, selective and full for each of {len(self.layers)} blocks."
             )

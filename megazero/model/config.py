@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from megazero.mpu.mappings import sequence_slice_length
 from megazero.option import option
+
+Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
+RECOMPUTE = get_args(Recompute)
+BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
 
 _SIZES = (
     "num_layers",
@@ -61,11 +65,11 @@ class GPT2Config:
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass instead of storing them")
     checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations")
-    recompute: Literal["none", "selective", "full", "auto"] | None = option(
+    recompute: Recompute | None = option(
         None,
         "what backward recomputes: none, selective (the inside of attention), full (blocks: --checkpoint-activations), or auto: "
         "per block, what is fastest within --recompute-budget-gb",
-        choices=("none", "selective", "full", "auto"),
+        choices=RECOMPUTE,
     )
     recompute_budget_gb: float | None = option(
         None, "with --recompute auto: GB (10^9 bytes) on each rank for what the blocks keep for backward"
@@ -115,7 +119,7 @@ class GPT2Config:
         self._check_tiles()
 
     def _check_recompute(self) -> None:
-        if self.recompute not in (None, "none", "selective", "full", "auto"):
+        if self.recompute not in (None, *RECOMPUTE):
             raise ValueError(f"--recompute is {self.recompute!r}; choose none, selective, full or auto.")
         if self.checkpoint_activations and self.recompute not in (None, "full"):
             raise ValueError(
@@ -153,7 +157,7 @@ class GPT2Config:
             )
 
     @property
-    def recompute_mode(self) -> Literal["none", "selective", "full", "auto"]:
+    def recompute_mode(self) -> Recompute:
         """What backward recomputes, from `recompute` and `checkpoint_activations`."""
         return self.recompute or ("full" if self.checkpoint_activations else "none")
 

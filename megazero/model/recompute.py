@@ -26,10 +26,10 @@ from megazero import activation_checkpointing, comm
 from megazero.activation_checkpointing.storage import Storage
 from megazero.model.attention import attend
 from megazero.model.block import Transformer, TransformerBlock
+from megazero.model.config import BLOCK_MODES
 from megazero.mpu.random import RngState
 from megazero.zero import GatheredParameters
 
-MODES = ("none", "selective", "full")
 _REPEATS = 3  # of which the fastest counts, after one that does not
 
 
@@ -51,7 +51,7 @@ class RecomputePlan:
 
     def __str__(self) -> str:
         """For the log: blocks by mode, bytes of the budget, seconds that recomputation takes of each micro-batch."""
-        counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
+        counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in BLOCK_MODES)
         seconds = sum(self.costs[mode].seconds for mode in self.modes)
         peak = peak_bytes(self.modes, self.costs)
         return (
@@ -98,7 +98,7 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
     """The mode of each block: what loses the least time of all that fits the budget; of equally fast ones the smallest.
 
     Args:
-        costs: of a block, for each of `MODES`.
+        costs: of a block, for each of `BLOCK_MODES`.
         num_blocks: equal blocks, at least one.
         budget_bytes: for `peak_bytes`.
 
@@ -114,7 +114,7 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
             if candidate[1] <= budget_bytes and (best is None or candidate[:2] < best[:2]):
                 best = candidate
     if best is None:
-        least = min(peak_bytes([mode] * others + ["none"], costs) for mode in MODES)
+        least = min(peak_bytes([mode] * others + ["none"], costs) for mode in BLOCK_MODES)
         raise ValueError(
             f"--recompute-budget-gb {budget_bytes / 1e9:g} is {budget_bytes:,} bytes, and {num_blocks} blocks need {least:,} "
             f"even if all but the last are recomputed: one block alone has {costs['none'].nbytes:,} bytes of activations in its "
@@ -160,7 +160,7 @@ def measure_block(
             block.train(was_training)
             attention.recomputes_core = was_selective
             streams.restore()
-    return {mode: BlockCost(nbytes[mode], seconds[mode]) for mode in MODES}
+    return {mode: BlockCost(nbytes[mode], seconds[mode]) for mode in BLOCK_MODES}
 
 
 class SavedTensors:
@@ -231,7 +231,9 @@ def _synchronize() -> None:
 
 def _agreed(costs: dict[str, BlockCost]) -> dict[str, BlockCost]:
     """The largest of all ranks' measurements."""
-    own = torch.tensor([[costs[mode].nbytes, costs[mode].seconds] for mode in MODES], dtype=torch.float64)
+    own = torch.tensor([[costs[mode].nbytes, costs[mode].seconds] for mode in BLOCK_MODES], dtype=torch.float64)
     own = own.to(comm.local_device())
     most = comm.all_reduced(own, comm.world(), torch.distributed.ReduceOp.MAX).tolist()
-    return {mode: BlockCost(math.ceil(nbytes), seconds) for mode, (nbytes, seconds) in zip(MODES, most, strict=True)}
+    return {
+        mode: BlockCost(math.ceil(nbytes), seconds) for mode, (nbytes, seconds) in zip(BLOCK_MODES, most, strict=True)
+    }

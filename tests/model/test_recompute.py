@@ -8,8 +8,9 @@ import torch
 from megazero import activation_checkpointing, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer, CheckpointSettings
 from megazero.arguments import load_config
+from megazero.model.config import BLOCK_MODES
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.recompute import MODES, decide_recompute, measure_block, peak_bytes
+from megazero.model.recompute import decide_recompute, measure_block, peak_bytes
 from tests.model.plain_gpt2 import random_tokens, randomize
 from tests.model.test_activation_memory import A, B, H, S, block_bytes
 from tests.model.test_gpt2 import VOCAB, small_config
@@ -47,7 +48,7 @@ def auto_case(stage, sequence_parallel):
         transformer = model.transformer
         plan = decide_recompute(transformer, seq_length=S, micro_batch_size=B, budget_bytes=budget)
         costs = plan.costs
-        for mode in MODES:
+        for mode in BLOCK_MODES:
             want = block_bytes(t, sequence_parallel, mode, True, True, torch.float32)
             assert costs[mode].nbytes == want, (mode, costs[mode].nbytes, want)
         assert costs["none"].seconds == 0 and costs["selective"].seconds > 0 and costs["full"].seconds > 0

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.model.recompute import MODES, BlockCost, peak_bytes, plan_recompute
+from megazero.model.config import BLOCK_MODES
+from megazero.model.recompute import BlockCost, peak_bytes, plan_recompute
 
 
 def played_peak(modes, costs):
@@ -24,7 +25,7 @@ def played_peak(modes, costs):
 
 
 def costs_of(sizes, times):
-    return {mode: BlockCost(size, time) for mode, size, time in zip(MODES, sizes, times, strict=True)}
+    return {mode: BlockCost(size, time) for mode, size, time in zip(BLOCK_MODES, sizes, times, strict=True)}
 
 
 @st.composite
@@ -36,7 +37,7 @@ def some_costs(draw):
 
 @given(some_costs(), st.integers(1, 6), st.integers(1, 150))
 def test_the_plan_is_as_fast_as_the_best_of_all_assignments(costs, num_blocks, budget):
-    fitting = [m for m in itertools.product(MODES, repeat=num_blocks) if played_peak(m, costs) <= budget]
+    fitting = [m for m in itertools.product(BLOCK_MODES, repeat=num_blocks) if played_peak(m, costs) <= budget]
     if not fitting:
         with pytest.raises(ValueError, match="--recompute-budget-gb"):
             plan_recompute(costs, num_blocks, budget)
