@@ -171,7 +171,9 @@ def test_a_kill_costs_nothing(folder, step, victim):
     while not (workers := [pid for pid, depth in descendants(process.pid) if depth == 2]):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
-    time.sleep(0.3)
+    late = time.monotonic() + 0.3
+    while time.monotonic() < late and not any(path.stat().st_size for path in Path().rglob("*.partial*")):
+        time.sleep(0.01)
     os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == (1 if victim == "worker" else -signal.SIGKILL), errors
