@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero import comm
 from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
@@ -136,9 +137,9 @@ def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) ->
 
 def _load_rng(state: TrainingState, reader: Reader) -> None:
     index, groups = reader.index, state.groups
-    saved = index["model_parallel_size"], index["data_parallel_size"]
-    is_same_world = saved == (groups.model_parallel_size, groups.data_parallel_size)
-    blobs = reader.blobs(RNG, torch.distributed.get_rank()) if is_same_world else {}
+    saved = index["model_parallel_size"], index["data_parallel_size"], index["device"]
+    here = groups.model_parallel_size, groups.data_parallel_size, comm.local_device().type
+    blobs = reader.blobs(RNG, torch.distributed.get_rank()) if saved == here else {}
     states = {key.removeprefix(RNG): state for key, state in blobs.items()}
     if states:
         set_rng_states(states)

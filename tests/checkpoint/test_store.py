@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
-from megazero.checkpoint import folder, saver, writer
+from megazero.checkpoint import capture, folder, saver, writer
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint.format import CheckpointError, latest_tag
 from megazero.checkpoint.reader import Reader
@@ -34,6 +34,8 @@ from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks
+
+GPU = torch.device("cuda")
 
 
 class Net(nn.Module):
@@ -113,6 +115,23 @@ def test_random_generators_continue(world, tmp_path):
     assert torch.equal(torch.rand(3), want)
     with mpu.get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(3), want_tracked)
+
+
+def test_generators_of_another_kind_of_device_are_seeded_anew(world, tmp_path, monkeypatch, caplog):
+    """A GPU's state has another length: it would be found out by the first dropout that draws from it."""
+    engine, of_gpu = make_engine(1), torch.zeros(16, dtype=torch.uint8)
+    states = {"cpu": torch.get_rng_state(), "cuda": of_gpu, "tracker/model-parallel-rng": of_gpu}
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "rng_states", lambda: states)
+        patch.setattr(comm, "local_device", lambda: GPU)
+        engine.save_checkpoint(str(tmp_path))
+    want = mpu.get_cuda_rng_tracker().get_states()
+    caplog.set_level("INFO")
+    engine.load_checkpoint(str(tmp_path))
+    assert "no states for these ranks and devices" in caplog.text
+    assert all(torch.equal(want[name], state) for name, state in mpu.get_cuda_rng_tracker().get_states().items())
+    with mpu.get_cuda_rng_tracker().fork():
+        torch.rand(3)
 
 
 def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
