@@ -178,7 +178,8 @@ def test_states_at_home_are_read_and_written_through_the_public_functions(home, 
     run_ranks(2, access_case, str(tmp_path), home)
 
 
-def resume_case(path: str, saved: dict, loaded: dict) -> None:
+def resume_case(path: str, saved: dict, loaded: dict, unbroken: dict | None = None) -> None:
+    """Saves with states in some homes and goes on in others, as a run without a break (on the accelerator) does."""
     mpu.initialize_model_parallel(1)
     batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
 
@@ -187,7 +188,7 @@ def resume_case(path: str, saved: dict, loaded: dict) -> None:
         options = {"nvme_path": path, "sub_group_size": TILE_MULTIPLE, **home}
         return make_engine(Wide().to(comm.local_device()), 3, zero=options, dtype=torch.bfloat16)
 
-    whole = engine({})
+    whole = engine(unbroken or {})
     dict(train(whole, batches[:2]))
     want = dict(train(whole, batches[2:]))
     first = engine(saved)
