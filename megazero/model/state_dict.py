@@ -52,7 +52,12 @@ def merge_full(
     Args:
         cuts: `mpu.partitions` of the model; a name that it does not have is replicated.
     """
-    return {
-        name: cuts[name].merge(comm.all_gathered(shard.detach(), group)) if name in cuts else shard.detach()
-        for name, shard in shards.items()
-    }
+    device, full = comm.local_device(), {}
+    for name, shard in shards.items():
+        full[name] = shard.detach()
+        if (
+            name in cuts
+        ):  # by way of the device: NCCL takes nothing of host memory, where `module_state_dict` has its copies
+            parts = comm.all_gathered(full[name].to(device), group)
+            full[name] = cuts[name].merge(parts).to(shard.device)
+    return full
