@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import mpu
+from megazero import comm, mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
@@ -30,18 +30,19 @@ OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.5),
     # The bias of the keys cancels in the softmax: its gradient is rounding alone, which a small eps would blow up to a full step.
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),
+    "adamw, fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
 }
 
 
-def batches(data_parallel_size: int) -> torch.Tensor:
+def batches(data_parallel_size: int, length: int = LENGTH) -> torch.Tensor:
     """[steps, micro-batches, data-parallel ranks, b, s + 1] token ids."""
     count = STEPS * MICRO * data_parallel_size * BATCH
-    return random_tokens(count, LENGTH + 1, 131).view(STEPS, MICRO, data_parallel_size, BATCH, LENGTH + 1)
+    return random_tokens(count, length + 1, 131).view(STEPS, MICRO, data_parallel_size, BATCH, length + 1)
 
 
-def plain_training(data_parallel_size: int, optimizer: str):
-    """Mean losses of every rank, gradient norms, last gradients and final weights, by torch alone."""
-    model = PlainGPT2(CONFIG)
+def plain_training(data_parallel_size: int, optimizer: str, config: GPT2Config):
+    """Mean losses of every rank, gradient norms, last gradients and final weights, by torch alone, on the CPU."""
+    model = PlainGPT2(config)
     randomize(model)
     group_of, settings = weight_decay_groups(model, DECAY)
     groups = [
@@ -50,7 +51,7 @@ def plain_training(data_parallel_size: int, optimizer: str):
     ]
     opt = OPTIMIZERS[optimizer](groups)
     losses, norms, gradients = [], [], {}
-    for step in batches(data_parallel_size):
+    for step in batches(data_parallel_size, config.max_position_embeddings):
         opt.zero_grad()
         for micro in step:
             of_ranks = [model.loss(text[:, :-1], text[:, 1:]).mean() for text in micro]
@@ -63,13 +64,15 @@ def plain_training(data_parallel_size: int, optimizer: str):
 
 
 def engine_case(model_parallel_size: int, optimizer: str, options: dict, stage: int = 0) -> None:
+    """Trains where this process computes."""
     groups = mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1)
     rank, size = groups.data_parallel_rank, groups.data_parallel_size
-    losses, norms, gradients, weights = plain_training(size, optimizer)
-    start = PlainGPT2(CONFIG)
+    config, device = GPT2Config(**{**vars(CONFIG), **options}), comm.local_device()
+    losses, norms, gradients, weights = plain_training(size, optimizer, config)
+    start = PlainGPT2(config)
     randomize(start)
-    model = GPT2Model(GPT2Config(**{**vars(CONFIG), **options}))
+    model = GPT2Model(config, device=device)
     model.load_state_dict(slice_full(start.state_dict(), model, groups.model_parallel_rank, model_parallel_size))
     cuts = mpu.partitions(model)
     engine = Engine(
@@ -82,14 +85,14 @@ def engine_case(model_parallel_size: int, optimizer: str, options: dict, stage: 
         zero=ZeroConfig(stage=stage),
     )
     got_losses, got_norms, got_gradients = [], [], {}
-    for step in batches(size):
+    for step in batches(size, config.max_position_embeddings):
         for micro in step:
-            text = micro[rank]
+            text = micro[rank].to(device)
             loss = engine(text[:, :-1], targets=text[:, 1:]).mean()
             got_losses.append(loss.item())
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
-                got_gradients = {name: engine.full_grad(name) for name in gradients}
+                got_gradients = {name: engine.full_grad(name).cpu() for name in gradients}
             engine.step()
         got_norms.append(engine.get_global_grad_norm())
     close = {"rtol": 1e-4, "atol": 1e-5}

@@ -10,6 +10,7 @@ import torch
 
 from megazero import activation_checkpointing
 from megazero.comm import channel
+from tests import test_parity
 from tests.ranks import run_ranks
 from tests.zero.test_engine import engine_case
 from tests.zero.test_offload import resume_case
@@ -47,6 +48,17 @@ def run_there(ranks: int, backend: str, lane: str | None, function: Callable, *a
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_equals_plain_torch(ranks, backend, lane, stage):
     run_there(ranks, backend, lane, engine_case, "sgd", stage=stage)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_position_embeddings": 8, "sequence_parallel": True, "recompute": "full"}],
+    ids=["", "sequence-parallel"],
+)
+def test_a_gpt2_over_all_ranks_equals_plain_torch_on_a_cpu(ranks, backend, lane, options):
+    """Its layers are split over them; by the job's optimizer, which scales and clips in its own pass."""
+    run_there(ranks, backend, lane, test_parity.engine_case, ranks, "adamw, fused", options)
 
 
 @everywhere
