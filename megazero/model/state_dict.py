@@ -55,9 +55,8 @@ def merge_full(
     device, full = comm.local_device(), {}
     for name, shard in shards.items():
         full[name] = shard.detach()
-        if (
-            name in cuts
-        ):  # by way of the device: NCCL takes nothing of host memory, where `module_state_dict` has its copies
+        if name in cuts:
+            # By way of the device, as NCCL takes nothing of host memory, where `module_state_dict` has its copies.
             parts = comm.all_gathered(full[name].to(device), group)
             full[name] = cuts[name].merge(parts).to(shard.device)
     return full
