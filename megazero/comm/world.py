@@ -48,8 +48,8 @@ def init_distributed(
         dist_init_required: False says that the caller has joined already.
 
     Raises:
-        ValueError: nccl was asked for on a machine without CUDA, DEEPSPEED_TIMEOUT is no number, or Open MPI's ranks on several
-            hosts were not given a MASTER_ADDR.
+        ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
+            Open MPI's ranks on several hosts were not given a MASTER_ADDR.
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
@@ -155,6 +155,12 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
             how |= {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, **how)
     except (RuntimeError, dist.DistNetworkError) as error:
+        if "Duplicate GPU" in str(error):  # as NCCL says it
+            raise ValueError(
+                f"rank {os.environ['RANK']}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start "
+                f"as many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
+                "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
+            ) from error
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         port = os.environ.get("MASTER_PORT", "unset")

@@ -239,6 +239,26 @@ def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypa
     assert seen[0] == (["2000", None, "1"] if older is None else [None, older, "1"])
 
 
+def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
+    def init(*_, **__):
+        raise dist.DistBackendError(
+            "...\nLast error:\nDuplicate GPU detected : rank 2 and rank 0 both on CUDA device 1b000"
+        )
+
+    played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 0}
+    for name, value in {**played, "set_device": lambda _: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "as it was")
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with pytest.raises(
+        ValueError, match="rank 2: another rank has the same GPU, cuda:0.*as it has GPUs, of which 2 are"
+    ):
+        comm.init_distributed()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_groups_work_at_the_same_time(way):
     run_ranks(4, subset_case, way)
