@@ -16,7 +16,7 @@ from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
-from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, new_group_like
+from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Channel:
         name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
+        even_out_groups(group)
         self.transport, lanes = _open_lanes(group, self.size, name, self.timeout_s)
         self._reductions, self._gathers = lanes
 

@@ -217,8 +217,21 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
+def even_out_groups(group: ProcessGroup) -> None:
+    """Makes new groups of ranks of `group` possible: brings all to as many groups as the one has that is in most. Collective.
+
+    torch names a group that its own ranks make after how many each of them is in. A script may have made some for a part of the
+    ranks, and then these would wait for each other under different names.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    for _ in range(max(all_gathered_objects(count, group)) - count):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
 def new_group_like(group: ProcessGroup, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
     """A group of these ranks of the world, with the backend that `group` has. Collective over `ranks`.
+
+    They must be in equally many groups (see `even_out_groups`).
 
     Collective over the world where that is bound to devices, as `init_distributed` binds NCCL's: there torch splits the world's
     communicator, which all of its ranks must enter at the same time, each for its own group.

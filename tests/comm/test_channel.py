@@ -349,6 +349,18 @@ def test_sets_of_ranks_gather_within_and_sum_over_all(size, way):
     run_ranks(size, sets_case, way, 2)
 
 
+def other_groups_case(way):
+    """Some ranks are in groups of the script's own: torch names a new one after how many a process is in."""
+    for ranks in ([0], [0, 1], [3]):
+        dist.new_group(ranks)
+    sets_case(way, 2)
+
+
+@pytest.mark.parametrize("way", ["point to point", "native"])
+def test_ranks_that_are_in_different_numbers_of_groups_open_a_channel(way):
+    run_ranks(4, other_groups_case, way, timeout_s=30.0)
+
+
 def uneven_case():
     with pytest.raises(ValueError, match="shard_size=2 does not divide a group of 3 ranks"):
         comm.Channel(dist.group.WORLD, shard_size=2)
