@@ -140,6 +140,7 @@ def build_job(
             "say how many of them count: give pretrain(..., count_tokens=), as pretrain_gpt2.py does, or drop the flag."
         )
     device, dtype = comm.local_device(), config.precision.dtype
+    peak = _peak_tflops(config, device)
     timers = Timers(device)
     activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
@@ -158,7 +159,7 @@ def build_job(
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
-    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, _peak_tflops(config, device))
+    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak)
     if weighs_tokens:
         job.count_tokens = count_tokens
     seed_dropout(job)
@@ -168,11 +169,18 @@ def build_job(
 
 
 def _peak_tflops(config: Config, device: torch.device) -> float | None:
-    """What MFU relates to; None on a CPU, where a measurement varies with whatever else runs there."""
+    """What MFU relates to; None on a CPU, where a measurement varies with whatever else runs there.
+
+    Before the job holds anything on a GPU: the most that it has held is counted from here on, without what is measured with.
+    """
     given = config.training.peak_tflops
     if given is None and device.type == "cpu":
         return None
-    peak, source = peak_tflops(device, config.precision.dtype) if given is None else (given, "--peak-tflops")
+    if given is None:
+        peak, source = peak_tflops(device, config.precision.dtype)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        peak, source = given, "--peak-tflops"
     logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
     return peak
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megazero import throughput
+from megazero import comm, job, mpu, throughput
 from megazero.arguments import load_config
 from megazero.backends import say_what_is_idle, set_up_backends
 from megazero.throughput import peak_tflops
@@ -49,6 +49,21 @@ def test_a_first_product_that_loads_libraries_does_not_count(monkeypatch):
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", slow_at_first)
     assert peak_tflops(CPU, torch.float32)[0] == pytest.approx(2 * 512**3 / 0.01 / 1e12)
+
+
+def test_what_a_peak_is_measured_with_is_no_memory_of_the_job(one_rank, monkeypatch):
+    done = []
+    monkeypatch.setattr(job, "peak_tflops", lambda *_: done.append("measured") or (1.0, "a test"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: done.append("forgotten"))
+    monkeypatch.setattr(comm, "local_device", lambda: GPU)
+
+    def model_provider(*_):
+        done.append("model")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        job.build_job(load_config([]), mpu.get_groups(), None, model_provider, None)
+    assert done == ["measured", "forgotten", "model"]
 
 
 @pytest.mark.parametrize(
