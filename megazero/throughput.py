@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import resource
 import sys
 import time
@@ -34,7 +35,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for key, value in DEVICE_TFLOPS.items():
-            if key in name:
+            if re.search(rf"{key}(?!\d)", name):  # not an RTX A1000
                 return value, f"data sheet of {key}"
     size = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for _ in range(2))

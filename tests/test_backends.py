@@ -51,6 +51,25 @@ def test_a_first_product_that_loads_libraries_does_not_count(monkeypatch):
     assert peak_tflops(CPU, torch.float32)[0] == pytest.approx(2 * 512**3 / 0.01 / 1e12)
 
 
+@pytest.mark.parametrize(
+    "name, known", [("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA L4", 121.0)]
+)
+def test_a_known_gpu_is_found_by_its_name(monkeypatch, name, known):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    value, source = peak_tflops(torch.device("cuda"), torch.bfloat16)
+    assert value == known and source.startswith("data sheet of ")
+
+
+def test_a_gpu_whose_name_begins_as_a_known_one_is_measured(monkeypatch):
+    def randn(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA RTX A1000")
+    monkeypatch.setattr(torch, "randn", randn)
+    with pytest.raises(ZeroDivisionError):
+        peak_tflops(torch.device("cuda"), torch.bfloat16)
+
+
 def test_what_a_peak_is_measured_with_is_no_memory_of_the_job(one_rank, monkeypatch):
     done = []
     monkeypatch.setattr(job, "peak_tflops", lambda *_: done.append("measured") or (1.0, "a test"))
