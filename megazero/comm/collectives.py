@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.lane import Work
-from megazero.comm.world import ProcessGroup, has_streams
+from megazero.comm.world import ProcessGroup, backend_of, has_streams, local_device
 
 
 def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -25,13 +25,15 @@ def all_reduce_(buffer: Tensor, group: ProcessGroup) -> Work | None:
 
 
 def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """`x` of every rank of `group`, in rank order. The shape must be the same on every rank."""
+    """`x` of every rank of `group`, in rank order, where `x` lies. The shape must be the same on every rank."""
     if group.size() == 1:
         return [x]
-    x = x.contiguous()
-    out = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(out, x, group=group)
-    return out
+    own = x.contiguous()
+    if backend_of(group) == "nccl":
+        own = own.to(local_device())  # as NCCL takes nothing of host memory
+    out = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(out, own, group=group)
+    return [part.to(x.device) for part in out]
 
 
 def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:

@@ -162,8 +162,7 @@ class CheckpointingEngine(Engine):
         cuts, whole = partitions(self.module), {}
         for name, value in state.items():
             if name in cuts and self.groups.model_parallel_size > 1 and id(value) not in whole:
-                shards = comm.all_gathered(value.to(self.device), self.groups.model)
-                whole[id(value)] = cuts[name].merge([shard.cpu() for shard in shards])
+                whole[id(value)] = cuts[name].merge(comm.all_gathered(value, self.groups.model))
         return {name: whole.get(id(value), value) for name, value in state.items()}
 
     save_fp16_model = save_16bit_model

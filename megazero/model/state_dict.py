@@ -52,11 +52,7 @@ def merge_full(
     Args:
         cuts: `mpu.partitions` of the model; a name that it does not have is replicated.
     """
-    device, full = comm.local_device(), {}
-    for name, shard in shards.items():
-        full[name] = shard.detach()
-        if name in cuts:
-            # By way of the device, as NCCL takes nothing of host memory, where `module_state_dict` has its copies.
-            parts = comm.all_gathered(full[name].to(device), group)
-            full[name] = cuts[name].merge(parts).to(shard.device)
-    return full
+    return {
+        name: cuts[name].merge(comm.all_gathered(shard.detach(), group)) if name in cuts else shard.detach()
+        for name, shard in shards.items()
+    }

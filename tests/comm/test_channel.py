@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,6 +258,21 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
         ValueError, match="rank 2: another rank has the same GPU, cuda:0.*as it has GPUs, of which 2 are"
     ):
         comm.init_distributed()
+
+
+def test_what_lies_in_host_memory_is_gathered_by_way_of_the_device_over_nccl(monkeypatch):
+    collectives, sent = importlib.import_module("megazero.comm.collectives"), []
+
+    def all_gather(out, x, group):
+        sent.extend(each.device.type for each in (x, *out))
+        out[:] = [torch.full(x.shape, float(rank)) for rank in range(group.size())]  # as meta tensors have no values
+
+    monkeypatch.setattr(collectives, "backend_of", lambda _: "nccl")
+    monkeypatch.setattr(collectives, "local_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    parts = comm.all_gathered(torch.zeros(2, 3), SimpleNamespace(size=lambda: 2))
+    assert sent == ["meta"] * 3
+    assert [part.tolist() for part in parts] == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero import comm, mpu
+from megazero import mpu
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import merge_full, slice_full
@@ -39,17 +39,6 @@ def round_trip_case():
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_slices_merge_to_the_full_state_dict_bitwise(world_size):
     run_ranks(world_size, round_trip_case)
-
-
-def test_what_lies_in_host_memory_is_gathered_on_the_device(one_rank, monkeypatch):
-    """A state dictionary of the engine's does, and NCCL refuses it."""
-    full, gathered = full_state(), []
-    monkeypatch.setattr(comm, "local_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(comm, "all_gathered", lambda x, group: gathered.append(x.device.type) or [torch.ones(x.shape)])
-    cuts = mpu.partitions(GPT2Model(CONFIG, device="cpu"))
-    merged = merge_full(full, cuts, mpu.get_model_parallel_group())
-    assert gathered == ["meta"] * len(cuts)
-    assert all(value.device.type == "cpu" and value.shape == full[name].shape for name, value in merged.items())
 
 
 def test_missing_and_unknown_names_are_listed(one_rank):
