@@ -89,11 +89,11 @@ class Schedule:
         if self._sharded:
             self._watch_forwards(model, units)
         self._awaits_weights = await_weights
-        if await_weights:
+        if await_weights:  # a parameter that is touched waits by itself, but a compiled kernel does not ask it
             for module in (model, *self._root_modules(model)):
-                self._await_before(module, self._of_unit[ROOT])
+                self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for index, unit in enumerate(units):
-                self._await_before(unit, self._of_unit[index])
+                self._before_forward(unit, partial(self._await, self._of_unit[index]))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
                 self._watch_inputs(index, unit)
@@ -102,13 +102,13 @@ class Schedule:
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         """Gathers sharded parameters for whatever reads them: the model, its units, and modules that do not own them."""
         self._handles += self._forwards.watch(model)
-        self._handles.append(model.register_forward_pre_hook(Hook(self._before_model), prepend=True))
+        self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
         for module in self._root_modules(model):
-            self._handles.append(module.register_forward_pre_hook(Hook(self._before_root_module), prepend=True))
+            self._before_forward(module, partial(self._gather, self._of_unit[ROOT]))
         for index, unit in enumerate(units):
             self._handles += self._forwards.watch(unit)
-            self._register(unit, self._of_unit[index], partial(self._prefetch, index), index)
+            self._gather_around(unit, self._of_unit[index], index)
         for module in model.modules():
             for parameter in external_parameters(module):
                 self.add_external(module, parameter)
@@ -119,13 +119,8 @@ class Schedule:
         inside = (module for module in model.modules() if module is not model)
         return [module for module in inside if root.intersection(module.parameters(recurse=False))]
 
-    def _await_before(self, module: nn.Module, buckets: list[Bucket]) -> None:
-        """Has the module's forward wait for the buckets: where torch does not ask a parameter, as in a compiled kernel."""
-
-        def before_forward(_: nn.Module, __: Any) -> None:
-            self._await(buckets)
-
-        self._handles.append(module.register_forward_pre_hook(Hook(before_forward), prepend=True))
+    def _before_forward(self, module: nn.Module, act: Callable[[], None]) -> None:
+        self._handles.append(module.register_forward_pre_hook(Hook(lambda *_: act()), prepend=True))
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes the gradients of the bucket's parameters as they come."""
@@ -247,7 +242,7 @@ class Schedule:
         bucket = bucket_of(parameter)
         if self._sharded and bucket is not None and bucket.driver is self:
             self._external.add(bucket)
-            self._register(module, [bucket], lambda _: None)
+            self._gather_around(module, [bucket])
 
     @property
     def forward_under_way(self) -> nn.Module | None:
@@ -276,28 +271,35 @@ class Schedule:
         self._gather([bucket])
         return True
 
-    def _register(
-        self, module: nn.Module, buckets: list[Bucket], prefetch: Callable[[bool], None], index: int = ROOT
-    ) -> None:
+    def _gather_around(self, module: nn.Module, buckets: list[Bucket], index: int | None = None) -> None:
+        """Makes buckets whole around the module's forward and backward.
+
+        Args:
+            index: which unit the module is, whose buckets these are; None: it reads what others own.
+        """
+
         def before_backward(_: Tensor) -> None:
-            self._gather(buckets, partial(prefetch, False))
+            self._gather(buckets, index, in_forward=False)
 
         inputs: list[tuple[Tensor, Any]] = []  # and what made them, before the module ran
         was_wanted = False  # before the module ran
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
-            if self._first is None and index != ROOT and self._forwards.train and not _in_backward():
+            if self._first is None and index is not None and self._forwards.train and not _in_backward():
                 self._first = index
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
-            self._gather(buckets, partial(prefetch, True))
+            self._gather(buckets, index)
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
             output = _without_views(output, buckets)
-            # In a backward activation checkpointing runs it again, and its backward follows at once; a tile's only after those
-            # of all later tiles, unless the backward of this very one has asked for the recomputation.
-            is_over = index in self._tiles and not was_wanted if _in_backward() else not self._stays(index)
+            if _in_backward():
+                # Activation checkpointing runs it again, and its backward follows at once; a tile's only after those of all later
+                # tiles, unless the backward of this very one has asked for the recomputation.
+                is_over = index in self._tiles and not was_wanted
+            else:
+                is_over = index is None or not self._stays(index)
             for bucket in buckets:
                 if is_over and bucket.unit != ROOT and not self._forwards.read(bucket):
                     bucket.weights.release()
@@ -315,14 +317,15 @@ class Schedule:
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
         self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
 
-    def _gather(self, buckets: list[Bucket], prefetch: Callable[[], None] = lambda: None) -> None:
-        """Makes buckets whole; what comes next is asked for before this one is waited for."""
+    def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
+        """Makes buckets whole; what comes after unit `index`, if that is given, is asked for before they are waited for."""
         for bucket in buckets:
             bucket.weights.gather()
             # It ran twice: gradients come again.
             if bucket.is_trainable and not self._waiting[bucket] and _in_backward():
                 self._waiting[bucket] = {s.name for s in bucket.trained_segments}
-        prefetch()
+        if index is not None:
+            self._prefetch(index, in_forward)
         self._await(buckets)
 
     def _await(self, buckets: list[Bucket]) -> None:
@@ -371,17 +374,9 @@ class Schedule:
         return sum(bucket.layout.numel for bucket in self._sharded if bucket.weights.is_allocated)
 
     def _stays(self, index: int) -> bool:
-        if index == ROOT:
-            return False
         # A tile that is recomputed has its backward after the recomputation of all tiles of its layer, and is gathered for both.
         trains = torch.is_grad_enabled() if index in self._tiles else self._forwards.train
         return trains and self.residency.stays(index, self._live)
-
-    def _before_model(self, _: nn.Module, __: Any) -> None:
-        self._gather(self._of_unit[ROOT], lambda: self._prefetch(ROOT, True))
-
-    def _before_root_module(self, _: nn.Module, __: Any) -> None:
-        self._gather(self._of_unit[ROOT])
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
         output = _without_views(output, self.buckets)
