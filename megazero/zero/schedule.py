@@ -188,29 +188,29 @@ class Schedule:
     # ---- gradients
 
     def _on_grad(self, bucket: Bucket, segment: Segment) -> Callable[[Tensor], None]:
-        # Hooks of a parameter must not hold its engine: the collector does not see that cycle.
-        schedule_of, bucket_of_it = ref(self), ref(bucket)
+        # Hooks of a parameter must not hold its engine: the collector does not see that cycle. A bucket holds its schedule.
+        reference = ref(bucket)
 
         def on_grad(_: Tensor) -> None:
-            schedule, its_bucket = schedule_of(), bucket_of_it()
-            if schedule is None or its_bucket is None:
+            bucket = reference()
+            if bucket is None or (schedule := bucket.driver) is None:
                 return
-            its_bucket.accumulate(segment)
-            waiting = schedule._waiting[its_bucket]
+            bucket.accumulate(segment)
+            waiting = schedule._waiting[bucket]
             waiting.discard(segment.name)
             if not waiting:
                 schedule._reduce_ready()
-                schedule._release_if_done(its_bucket.unit)
+                schedule._release_if_done(bucket.unit)
 
         return on_grad
 
     def _before_grad(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        schedule_of, bucket_of_it = ref(self), ref(bucket)
+        reference = ref(bucket)
 
         def before_grad(_: Tensor) -> None:
-            schedule, its_bucket = schedule_of(), bucket_of_it()
-            if schedule is not None and its_bucket is not None and not its_bucket.weights.is_gathered:
-                schedule._gather([its_bucket])
+            bucket = reference()
+            if bucket is not None and bucket.driver is not None and not bucket.weights.is_gathered:
+                bucket.driver._gather([bucket])
 
         return before_grad
 
