@@ -384,20 +384,18 @@ class Schedule:
             self.release_all()
         return output
 
-    # When a unit's backward is over. A trained parameter's gradient comes when every use of it is done, so a unit is over when
-    # all have come; a frozen weight is needed for the gradients of the unit's inputs as well. And where a parameter was not used,
-    # the gradients of the inputs tell: autograd runs what was recorded later first, so all of the unit has run before the node
-    # that made an input. (An input that no node made, a leaf, is served out of turn and tells nothing.) A graph from before the
-    # last backward (retain_graph, or two forwards and then two backwards) has inputs that nobody counts any more. Where other
-    # modules read a parameter of the unit nothing tells either, as its gradient may come early, by a nested backward, or late.
-    # What nothing tells of is over at the end.
+    # ---- when a unit's backward is over; what nothing tells of is over at the end
 
     def _release_if_done(self, index: int) -> None:
+        """Releases a unit whose gradients have all come: that of a parameter comes when every use of it is done."""
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
             return
+        # Where other modules read a parameter its gradient may come early, by a nested backward, or late.
         if self._external.intersection(buckets):
             return
+        # A frozen weight is needed for the gradients of the unit's inputs too. Those of a graph from before the last backward
+        # (retain_graph, or two forwards and then two backwards) nobody counts.
         if index in self._has_frozen and self._inputs_left.get(index) != 0:
             return
         if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
@@ -410,6 +408,12 @@ class Schedule:
             bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:
+        """Takes a unit's parameters that were not used for done when the gradients of its inputs have come.
+
+        Autograd runs what was recorded later first, so all of the unit has run before the node that made an input. An input that
+        no node made, a leaf, is served out of turn and tells nothing.
+        """
+
         def on_input_grad(_: Tensor) -> None:
             if not self._inputs_left.get(index):
                 return
