@@ -45,11 +45,7 @@ class Update:
         self._scales_itself, self._steps_apart, self._staged = scales_itself, steps_apart, staged
         # Of Adam, as they are now: a schedule may change them while an update in the background goes on.
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
-
-    @property
-    def is_adam(self) -> bool:
-        """Whether every slice can be updated in one pass over memory on the host."""
-        return self._steps_apart and all(settings is not None for settings in self._settings)
+        self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
 
     def run(self) -> None:
         """Steps bucket by bucket, so that the new parameters of one are on their way while the next is updated."""
@@ -95,16 +91,16 @@ class Update:
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
             states = {tile: self._bring(tile, at_hand) for tile in tiles}
-            in_one_pass = [tile for tile in tiles if self._is_one_pass(tile, states[tile])]
-            for tile in in_one_pass:
-                self._step_in_one_pass(tile, states[tile])
-            if len(in_one_pass) < len(tiles):
+            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0][0])  # on the host tiles come one by one
+            if is_one_pass:
+                self._step_in_one_pass(tiles[0], states[tiles[0]])
+            else:
                 for tile in tiles:
                     self._set_gradients(tile, at_hand)
                 self._optimizer.step_slices()
             for tile in tiles:
                 self._take_back(tile, states[tile])
-                if tile not in in_one_pass:
+                if not is_one_pass:
                     self._write_weights(tile, states[tile][MASTER])
 
     def _bring(self, tile: Tile, at_hand: ExitStack) -> dict[str, Tensor]:
@@ -150,9 +146,9 @@ class Update:
 
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
 
-    def _is_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> bool:
-        is_wanted = _has_16_bits(tile[0]) or self._staged is not None
-        return is_wanted and self.is_adam and states[MASTER].device.type == "cpu"
+    def _is_one_pass(self, bucket: Bucket) -> bool:
+        is_wanted = _has_16_bits(bucket) or self._staged is not None
+        return is_wanted and self._is_adam and bucket.optimizer_home.device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
         bucket, start, stop = tile
@@ -163,7 +159,7 @@ class Update:
         with self._gradients[bucket].at_hand(start, stop) as owned, place or nullcontext() as weights:
             for piece, part in pieces:
                 settings, state = self._settings[piece.span.group], self._optimizer.state[piece.master]
-                assert settings is not None, "is_adam"
+                assert settings is not None, "_is_adam"
                 if not state:
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     for key in ("exp_avg", "exp_avg_sq"):
