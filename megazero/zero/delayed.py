@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from megazero import comm
-from megazero.zero.bucket import Bucket
-from megazero.zero.home import Vector
+from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
 
 class DelayedUpdate:
-    """An update that runs in a thread of its own, on gradients that are its own, and keeps new weights back until `finish`.
+    """An `Update` that runs in a thread of its own, on gradients that are its own, and keeps new weights back until `finish`.
 
     Args:
-        update: writes to `staged`.
-        gradients: freed at the end.
-        staged: the new weights of each bucket's owned range.
+        optimizer: Adam, which steps tile by tile.
+        buckets: what it trains. Their gradients are taken from them.
+        factor: by which mean gradients are multiplied.
     """
 
-    def __init__(self, update: Update, gradients: Mapping[Bucket, Vector], staged: Mapping[Bucket, Tensor]) -> None:
-        self._update, self._gradients, self._staged = update, gradients, staged
+    def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
+        self._gradients = {bucket: gradient_of(bucket).take() for bucket in buckets}
+        self._staged = {bucket: bucket.staging() for bucket in buckets}  # new weights of the owned range
+        self._update = Update(
+            optimizer, self._gradients, factor, scales_itself=False, steps_apart=True, staged=self._staged
+        )
         self._error: BaseException | None = None
-        for bucket in gradients:
+        for bucket in buckets:
             bucket.is_pending = True
         self._thread = threading.Thread(target=self._run, name="delayed update")
         self._thread.start()

@@ -142,8 +142,11 @@ class BucketOptimizer(SlicedOptimizer):
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
-            start = self._start_in_background if later else self._run
-            start(clip / self.cur_scale)
+            factor = clip / self.cur_scale
+            if later:
+                self._pending = DelayedUpdate(self, self._trained, factor)
+            else:
+                self._run(factor)
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
         self.loss_scaler.update(self.overflow, where)
@@ -205,12 +208,6 @@ class BucketOptimizer(SlicedOptimizer):
             else:
                 bucket.weights.wait_gathered()
         self.is_torn = False
-
-    def _start_in_background(self, factor: float) -> None:
-        gradients = {bucket: gradient_of(bucket).take() for bucket in self._trained}
-        staged = {bucket: bucket.staging() for bucket in self._trained}
-        update = Update(self, gradients, factor, scales_itself=False, steps_apart=True, staged=staged)
-        self._pending = DelayedUpdate(update, gradients, staged)
 
     @property
     def _steps_apart(self) -> bool:
