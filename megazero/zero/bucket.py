@@ -358,7 +358,7 @@ class Bucket:
     def weight_parts(self) -> Iterator[tuple[Segment, Tensor, int]]:
         """What has to be filled to load the weights: segment, 1-D view of this rank's part, where it begins in the parameter.
 
-        That is the fp32 master weights of what is trained, and P of what is frozen. `adopt_parts` comes after it.
+        That is the fp32 master weights of what is trained, and P of what is frozen. `publish_parts` comes after it.
         """
         self.refuse_if_held("loading")
         if self.is_trainable:
@@ -374,7 +374,7 @@ class Bucket:
                 if part.numel():
                     yield segment, part.detach(), place.start
 
-    def adopt_parts(self) -> None:
+    def publish_parts(self) -> None:
         """Brings P up to date with what was filled. Collective."""
         if self.is_trainable:
             self.publish_master()
@@ -387,7 +387,7 @@ class Bucket:
             values = values_of(segment)
             if values is not None:
                 part.copy_(values.reshape(-1)[start : start + part.numel()])
-        self.adopt_parts()
+        self.publish_parts()
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
         """[start, stop) in the flattened parameter of what this rank saves: of its shard, also where nothing is sharded."""
