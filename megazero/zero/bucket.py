@@ -213,14 +213,9 @@ class Bucket:
 
     def write_back(self, start: int, stop: int, master: Tensor) -> None:
         """Writes new master weights, elements [start, stop) of the owned range, into P; `publish` comes after the last."""
-        if self.master_is_p:
-            return
-        if (link := self._link_to_p) is not None:
-            with link.outbox.fill(self._p_on_device(start, stop)) as weights:
-                weights.copy_(master)
-        else:
-            with self.weights.owned(start, stop, writes=True) as owned:
-                owned.copy_(master)  # casts as it goes, without a copy of its own
+        if not self.master_is_p:
+            with self._p_to_write(start, stop) as weights:
+                weights.copy_(master)  # casts as it goes, without a copy of its own
 
     def staging(self) -> Tensor:
         """A copy of the owned range of P in host memory, for new weights that are not P's yet."""
@@ -232,12 +227,19 @@ class Bucket:
 
         None where there is none: P has fp32, is the master weights, or rests in a file. `publish` comes after the last.
         """
-        if not self.has_16_bits_beside:
-            return None
-        if (link := self._link_to_p) is not None:
-            return link.outbox.fill(self._p_on_device(start, stop), parts)
         p = self.weights.resident
-        return None if p is None or p.device.type != "cpu" else self.weights.owned(start, stop, writes=True)
+        is_on_host = self._link_to_p is not None or (p is not None and p.device.type == "cpu")
+        return self._p_to_write(start, stop, parts) if self.has_16_bits_beside and is_on_host else None
+
+    def _p_to_write(
+        self, start: int, stop: int, parts: Sequence[slice] = (slice(None),)
+    ) -> AbstractContextManager[Tensor]:
+        """Elements [start, stop) of the owned range of P, to be written to: `parts` of them, where there is a link to cross."""
+        if (link := self._link_to_p) is None:
+            return self.weights.owned(start, stop, writes=True)
+        p = self.weights.resident
+        assert p is not None, "P without a link is in memory"
+        return link.outbox.fill(p[start:stop], parts)
 
     @property
     def _link_to_p(self) -> Link | None:
@@ -245,11 +247,6 @@ class Bucket:
         shard = self.weights.shard
         is_away = shard is not None and shard.link is not None
         return None if is_away else self.optimizer_home.link
-
-    def _p_on_device(self, start: int, stop: int) -> Tensor:
-        p = self.weights.resident
-        assert p is not None, "P without a link is in memory"
-        return p[start:stop]
 
     def publish(self) -> None:
         """After a step: starts to bring the other ranks' new weights to this one.
