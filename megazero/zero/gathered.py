@@ -129,8 +129,7 @@ def _is_in_use(bucket: Bucket) -> bool:
 
 def _reader_of(bucket: Bucket) -> nn.Module | None:
     """The module in whose forward this is: it reads what it does not own, and its backward will need that again."""
-    is_elsewhere = bucket.driver is not None and not bucket.weights.is_gathered
-    return bucket.driver.forward_under_way if is_elsewhere and bucket.driver is not None else None
+    return None if bucket.driver is None or bucket.weights.is_gathered else bucket.driver.forward_under_way
 
 
 def _changed(bucket: Bucket) -> list[str]:
