@@ -110,7 +110,7 @@ class Gradient:
         self.wait()  # a late gradient must not write into what is on its way
         if self.is_reduced and not self.is_sharded:
             self._set_reduced_aside()
-        target = view_of(self._whole(), segment)
+        target = view_of(self._allocated(), segment)
         if segment.name in self._filled:
             target.add_(grad)
         else:  # the first since the last reduction overwrites, which saves clearing G and reading it back
@@ -122,9 +122,9 @@ class Gradient:
         self.wait()
         if self.is_sharded and self._owned is not None:
             self._owned.prefetch()  # another micro-batch is added to it
-        if self.is_reduced and not self.is_sharded and not self._filled:
+        if self.is_reduced and not self.is_sharded:
             self._set_reduced_aside()  # a second loss before the step, which reaches the bucket on other ranks at most
-        whole = self._whole()
+        whole = self._allocated()
         for segment in self.layout.segments:
             if segment.name not in self._filled:
                 view_of(whole, segment).zero_()
@@ -195,7 +195,8 @@ class Gradient:
             (part, _square_sum(owned[part.start - low : part.stop - low])) for part in parts if part.start < part.stop
         ]
 
-    def _whole(self) -> Tensor:
+    def _allocated(self) -> Tensor:
+        """`whole`, which is made where there is none."""
         if self.whole is None:
             self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
             for start, stop in self.layout.gaps:
