@@ -63,7 +63,7 @@ class SlicedOptimizer:
     ) -> None:
         self.buckets = buckets
         self._frozen = self._frozen_now()
-        self.slices = self._cut({})
+        self._cut({})
         self.torch_optimizer = factory(
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
@@ -109,13 +109,13 @@ class SlicedOptimizer:
         if self._refusal is not None:
             self._refusal.remove()
 
-    def _cut(self, counters: dict[str, Counters]) -> list[Slice]:
-        """The slices of what this rank owns and trains now, and of what is frozen and has state.
+    def _cut(self, counters: dict[str, Counters]) -> None:
+        """Makes the slices of what this rank owns and trains now, and of what is frozen and has state.
 
         Args:
             counters: of the parameters that have state. Those that have made different numbers of steps stay apart.
         """
-        slices: list[Slice] = []
+        self._by_bucket: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
         for bucket in [bucket for bucket in self.buckets if bucket.is_trainable]:
             for is_trained in (True, False):
 
@@ -127,9 +127,8 @@ class SlicedOptimizer:
                         return None
                     return segment.group, segment.is_replicated, mine and tuple(sorted(mine.items())), mine is None
 
-                slices += _slices_by(key, bucket, is_trained)
-        self._by_bucket = {bucket: [piece for piece in slices if piece.bucket is bucket] for bucket in self.buckets}
-        return slices
+                self._by_bucket[bucket] += _slices_by(key, bucket, is_trained)
+        self.slices = [piece for of_bucket in self._by_bucket.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
         """Asked at the engine's refresh only: a load in between must not cut by what the engine has not followed yet."""
@@ -158,7 +157,7 @@ class SlicedOptimizer:
         }
         self._frozen = self._frozen_now()
         states.clear()
-        self.slices = self._cut(counters)
+        self._cut(counters)
         for piece in self.slices:
             name = next((name for name in _names_in(piece) if name in counters), None)
             if name is not None:
@@ -283,7 +282,7 @@ class SlicedOptimizer:
         for bucket in self.buckets:
             for key in [key for key in bucket.states if key != MASTER]:
                 bucket.states.pop(key).free()
-        self.slices = self._cut(counters)
+        self._cut(counters)
         for piece in self.slices:
             mine = next((counters[name] for name in _names_in(piece) if name in counters), None)
             if mine is not None:
