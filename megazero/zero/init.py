@@ -24,7 +24,6 @@ from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.parameter import add_writer, bucket_of, keep, remove_writer
-from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT, BucketPlan
 
 # DeepSpeed's keywords that are off by default, and what to do instead of turning them on.
@@ -48,9 +47,9 @@ class Init:
 
     Values are those of rank 0 of the group, and equal an unsharded construction with rank 0's seed. While the
     context is active, in-place functions (`p.normal_()`, `nn.init.normal_(p)`) also work on what is sharded already, and so do
-    `copy.deepcopy`, questions about the shape, and under `torch.no_grad()` whatever returns no view (`p[0] = 0` and `p.norm()`,
-    but not `p.data` nor `p[0].zero_()`, which raise). Each gathers one bucket, so every rank must come, and computes in the
-    sharded dtype. Each module's parameters form a small bucket; an engine re-lays them into its units.
+    `p.data`, `copy.deepcopy`, questions about the shape, and under `torch.no_grad()` everything (`p.norm()`, `p[0].zero_()`) but
+    what hands out memory (`p.numpy()`). Each gathers one bucket, so every rank must come, and computes in the sharded dtype. Each
+    module's parameters form a small bucket; an engine re-lays them into its units.
 
     What is on the meta device has no values yet and is sharded at the end of the context, as what `from_pretrained` loads.
 
@@ -175,18 +174,14 @@ def _check_others(others: Mapping[str, Any]) -> None:
 def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
     """What `function` returns when it runs with `parameter` gathered; rank 0's values of it are kept. Collective."""
     with GatheredParameters(parameter, modifier_rank=0):
-        before = _place_of(parameter)
+        before = parameter.shape
         result = function()
-        if before != _place_of(parameter):
+        if before != parameter.shape:
             raise RuntimeError(
-                f"Inside zero.Init a sharded parameter of shape {tuple(before[0])} was given another storage or shape, "
+                f"Inside zero.Init a sharded parameter of shape {tuple(before)} was given another shape, "
                 f"{tuple(parameter.shape)}. Write its values only, or assign a new nn.Parameter to its module."
             )
     return result
-
-
-def _place_of(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.shape, parameter.stride(), storage_id(parameter), parameter.storage_offset()
 
 
 def _dtype_of(sections: Mapping[str, Any]) -> torch.dtype | None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megazero.nested import tensors_in
-from megazero.zero.storage import storage_id
+from megazero.nested import mapped, tensors_in
+from megazero.zero.storage import is_same_memory, storage_id
 
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
@@ -86,9 +86,9 @@ class ReleasedParameter(nn.Parameter):
 
     It is an empty tensor of shape (0,). Asking for its dtype or device is fine. A forward that reads values of it, which belong
     to another module, finds it gathered. Every other operation that would read or write values raises, because what it read would
-    be nothing and what it wrote would be lost. While there is a writer (`zero.Init`
-    is active), in-place functions on it, deep copies, questions about its shape, and without autograd whatever returns no
-    view of it work as if it were whole.
+    be nothing and what it wrote would be lost. While there is a writer (`zero.Init` is active), in-place functions on it, `data`,
+    deep copies, questions about its shape, and everything that makes no graph work as if it were whole; a view of it is a
+    `ReleasedView`.
     """
 
     @classmethod
@@ -100,8 +100,9 @@ class ReleasedParameter(nn.Parameter):
         if _writers and target is not None and _record(target):
             if func in _GEOMETRY:
                 return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
-            if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not torch.is_grad_enabled()):
-                return _writers[-1](target, lambda: _call(func, args, kwargs or {}, target))
+            may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # which would keep what is released
+            if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not may_have_graph):
+                return _written(target, func, args, kwargs or {})
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
             return target
         if func in _GEOMETRY and target is not None and _is_in_forward(target):
@@ -160,6 +161,45 @@ class ReleasedParameter(nn.Parameter):
         assert bucket.weights.shard is not None, "only what is sharded is ever released"
         with bucket.weights.shard.at_hand(low - start, high - start) as part:
             return part.to(bucket.weights.flat.dtype, copy=True)
+
+
+class ReleasedView(Tensor):
+    """A view of a released parameter while a model is being built, as `p.data` or `p[0]`, to read and to write through.
+
+    It is an empty tensor. Whatever is done with it gathers the parameter, and is done with the view that is taken of it then.
+
+    Attributes:
+        parameter: what it is a view of.
+    """
+
+    parameter: nn.Parameter
+    _take: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, like: Tensor, take: Callable[[], Tensor]) -> ReleasedView:
+        """The view that `take` makes while the parameter is whole, of the dtype and device of `like`."""
+        view = like.new_empty(0).as_subclass(cls)
+        view.parameter, view._take = parameter, take
+        return view
+
+    @torch.no_grad()
+    def taken(self) -> Tensor:
+        """The view itself; while the parameter is whole."""
+        return self._take()
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Does it with the parameter gathered."""
+        view = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
+        is_late = isinstance(view.parameter, ReleasedParameter) and not (_writers and _record(view.parameter))
+        is_lost = isinstance(next(iter(args), None), cls) and (func.__name__ == "__set__" or func is _T.requires_grad_)
+        if is_late or is_lost:
+            raise RuntimeError(_message(func, view.parameter))
+        return _written(view.parameter, func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Of which parameter it is a view, instead of values."""
+        return f"ReleasedView({self.parameter!r})"
 
 
 class ArrivingParameter(nn.Parameter):
@@ -221,7 +261,7 @@ def _place(parameter: nn.Parameter) -> tuple[Bucket, Segment]:
     return record
 
 
-def _is_in_place(func: Callable, first: Any, target: nn.Parameter) -> bool:
+def _is_in_place(func: Callable, first: Any, target: Tensor) -> bool:
     name = getattr(func, "__name__", "")
     return first is target and name.endswith("_") and not name.endswith("__")
 
@@ -253,14 +293,46 @@ def _stays(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> b
         return (args[1] if func == _T.data.__set__ else func(*args, **kwargs)) is target  # type: ignore[attr-defined]
 
 
-def _call(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> Any:
-    """What `func` returns with `target` gathered, unless that is a view: its storage is about to be released."""
-    message = _message(func, target)
-    result = func(*args, **kwargs)
-    for item in result if isinstance(result, (list, tuple)) else [result]:
-        if isinstance(item, Tensor) and item is not target and _is_view(item, target):
+def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What `func` returns with `parameter` gathered and the views of it taken; views in that are `ReleasedView`s again.
+
+    Raises:
+        RuntimeError: it hands out memory, which is about to be released, or gives a view another shape in place.
+    """
+    message = _message(func, parameter)
+    if func in _HANDING_OUT:
+        raise RuntimeError(message)
+
+    def taken(tensor: Tensor) -> Tensor:
+        is_of_it = isinstance(tensor, ReleasedView) and tensor.parameter is parameter
+        return tensor.taken() if is_of_it else tensor  # type: ignore[attr-defined]
+
+    def run() -> Any:
+        return func(*mapped(args, taken), **mapped(kwargs, taken))
+
+    def kept(item: Any, position: int | None) -> Any:
+        if not isinstance(item, Tensor) or item is parameter or not _is_view(item, parameter):
+            return item
+        given = [x for x in tensors_in((args, kwargs)) if isinstance(x, ReleasedView) and x.parameter is parameter]
+        same = next((view for view in given if _is_same_view(view.taken(), item)), None)
+        if same is None and given and _is_in_place(func, given[0], given[0]):
             raise RuntimeError(message)
-    return result
+        if same is not None:
+            return same
+        return ReleasedView.of(parameter, item, lambda: run() if position is None else run()[position])
+
+    def call() -> Any:
+        result = run()
+        if isinstance(result, (list, tuple)):
+            items = [kept(item, position) for position, item in enumerate(result)]
+            return type(result)(items) if any(x is not y for x, y in zip(items, result, strict=True)) else result
+        return kept(result, None)
+
+    return _writers[-1](parameter, call) if isinstance(parameter, ReleasedParameter) else call()
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    return is_same_memory(a, b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def _is_view(item: Tensor, of: Tensor) -> bool:
@@ -276,8 +348,8 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
     return (
         f"{which} is sharded over the data-parallel ranks and not gathered now, so {name} would read nothing, or write what is "
         "lost. Use it inside the forward of its own module; or `with megazero.zero.GatheredParameters(params):` to read it and "
-        "`GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under zero.Init p.normal_(), p.zero_() and "
-        "p[i] = 0 work as well, under torch.no_grad(), but no p.data and no view); a whole state dictionary is "
+        "`GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under zero.Init p.normal_(), p.data[i] "
+        "and, without autograd, p[i] = 0 work as well, but nothing that keeps their memory); a whole state dictionary is "
         "engine.module_state_dict(), and engine.load_module_state_dict(state) loads one."
     )
 
@@ -298,6 +370,12 @@ _QUESTIONS = {
     torch._has_compatible_shallow_copy_type,  # asked by nn.Module.to of everything
     *(_T.stride, _T.storage_offset, _T.__len__),
 }
+_WITHOUT_GRAPH = {  # whether autograd is on or not
+    *(_T.data.__get__, _T.data.__set__, _T.detach),  # type: ignore[attr-defined]
+    *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+}
+_HANDING_OUT = {_T.numpy, _T.__array__, _T.__dlpack__, _T.untyped_storage, _T.storage, _T.data_ptr}
 _MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _GEOMETRY = {
     *(_T.shape.__get__, _T.ndim.__get__),  # type: ignore[attr-defined]
