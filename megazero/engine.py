@@ -101,6 +101,7 @@ class Engine:
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}.")
+        norm_group = _norm_group(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         self.module = model
@@ -137,7 +138,7 @@ class Engine:
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
-                norm_group=_norm_group(groups),
+                norm_group=norm_group,
                 counts_replicated=groups.model_parallel_rank == 0,
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
