@@ -448,7 +448,8 @@ class Schedule:
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}, step {self.step + 1}, unit {bucket.name!r}: waiting for {what} failed. If "
                 "the other ranks did not come, they run another part of the model, have failed, or have left the loop; every "
-                f"data-parallel rank must run the same units and the same number of steps. ({error})"
+                "data-parallel rank must run the same units and the same number of steps. (A module that chooses what runs by "
+                f"its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
             ) from error
 
 

@@ -312,6 +312,49 @@ def test_a_forward_on_one_rank_only_names_rank_step_and_unit(tmp_path):
     run_ranks(2, straggler_case, str(tmp_path))
 
 
+class Choosing(nn.Module):
+    """Runs one of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](x)
+
+
+class Experts(nn.Module):
+    """Experts that lie in no block, so that each is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choosing, self.head = Choosing(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.head(self.choosing(x, expert)).square().mean()
+
+
+def expert_case() -> None:
+    """Each rank runs another expert, which gets the mean over ranks of what they bring."""
+    mpu.initialize_model_parallel(1, timeout_s=5.0)
+    grads = []
+    for stage in STAGES:
+        torch.manual_seed(0)
+        engine = make_engine(Experts(), stage, zero_units=[Choosing])
+        engine.backward(engine(torch.ones(2, 4), mpu.get_data_parallel_rank()))
+        grads.append([engine.full_grad(f"choosing.experts.{index}.weight") for index in range(2)])
+        engine.destroy()
+    assert all(grad.any() for grad in grads[0])
+    assert all(torch.equal(*pair) for other in grads for pair in zip(other, grads[0], strict=True))
+    engine = make_engine(Experts(), 3)
+    with pytest.raises(RuntimeError, match=r"unit 'choosing.experts.\d'.*mixture of experts.*zero_units=\[...\]"):
+        engine.backward(engine(torch.ones(2, 4), mpu.get_data_parallel_rank()))
+
+
+def test_experts_that_ranks_choose_apart_train_as_one_unit_and_are_named_as_several():
+    run_ranks(2, expert_case)
+
+
 def save_alone_case(folder: str) -> None:
     mpu.initialize_model_parallel(1, timeout_s=5.0)
     engine = fresh(1)
