@@ -315,10 +315,10 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
             return item
         given = [x for x in tensors_in((args, kwargs)) if isinstance(x, ReleasedView) and x.parameter is parameter]
         same = next((view for view in given if _is_same_view(view.taken(), item)), None)
-        if same is None and given and _is_in_place(func, given[0], given[0]):
-            raise RuntimeError(message)
         if same is not None:
             return same
+        if given and _is_in_place(func, given[0], given[0]):
+            raise RuntimeError(message)
         return ReleasedView.of(parameter, item, lambda: run() if position is None else run()[position])
 
     def call() -> Any:
