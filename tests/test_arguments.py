@@ -87,8 +87,10 @@ def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
 
 
 def test_all_flags_that_cannot_apply_are_named_at_once():
-    with pytest.raises(ValueError, match="^--lr-warmup-iters does not .* use --warmup.* --num-experts does not"):
-        load_config(["--lr-warmup-iters", "10", "--num-experts=8", "--num-layers", "2"])
+    with pytest.raises(
+        ValueError, match="^--lr-warmup-fraction does not .* use --lr-warmup-iters.* --num-experts does not"
+    ):
+        load_config(["--lr-warmup-fraction", "0.1", "--num-experts=8", "--num-layers", "2"])
 
 
 @pytest.mark.parametrize("flag", sorted(AS_IT_IS))
@@ -497,6 +499,8 @@ def test_auto_is_what_the_flags_say(with_file):
     assert (config.schedule.lr, config.optimizer.clip_grad, config.optimizer.adam_beta1) == (1e-2, 0.1, 0.7)
     assert config.deepspeed.scheduler is not None and "wins" not in log
     assert config.deepspeed.scheduler.params == {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}
+    config, _ = with_file(document, flags.replace("--warmup 0.25", "--lr-warmup-iters 7"), world_size=2)
+    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params["warmup_num_steps"] == 7
 
 
 def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):

@@ -85,7 +85,8 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
 
 def _auto(flags: Flags) -> dict[str, Any]:
     """What "auto" means where it is not simply as if the key were absent."""
-    iterations = flags.value("train_iters")
+    iterations, warmup = flags.value("train_iters"), flags.value("lr_warmup_iters")
+    warmup = int(flags.value("warmup") * iterations) if warmup is None else warmup
     return {
         "gradient_clipping": flags.value("clip_grad"),
         "steps_per_print": flags.value("log_interval"),
@@ -93,7 +94,7 @@ def _auto(flags: Flags) -> dict[str, Any]:
         **{f"optimizer.params.{key}": flags.value(field) for key, field in ADAM_FIELDS.items()},
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": flags.value("lr"),
-        "scheduler.params.warmup_num_steps": max(1, int(flags.value("warmup") * iterations)),
+        "scheduler.params.warmup_num_steps": max(1, warmup),
         "scheduler.params.total_num_steps": iterations,
     }
 

@@ -20,7 +20,8 @@ ZERO = "zero_optimization"
 
 # Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
 WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
-SCHEDULE_FIELDS = ("warmup", "lr_decay_style", "lr_decay_iters", *WSD_FIELDS, "min_lr")
+WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
+SCHEDULE_FIELDS = (*WARMUP_FIELDS, "lr_decay_style", "lr_decay_iters", *WSD_FIELDS, "min_lr")
 PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
 
 
@@ -123,8 +124,8 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
     if kind not in SCHEDULES:
         return  # the reader will say which there are, also where it would be dropped
     others = [field for field in SCHEDULE_FIELDS if field in flags.given]
-    if params.get("warmup_num_steps") == AUTO and "warmup" in others:
-        others.remove("warmup")
+    if params.get("warmup_num_steps") == AUTO:
+        others = [field for field in others if field not in WARMUP_FIELDS]
     if others:
         logger.info("%s wins over scheduler %s of %s", " ".join(map(flags.text, others)), kind, flags.path)
         del document["scheduler"]

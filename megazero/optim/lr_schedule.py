@@ -15,6 +15,7 @@ class LRScheduleConfig:
 
     lr: float = option(1e-4, "peak learning rate")
     warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
+    lr_warmup_iters: int | None = option(None, "the same in iterations, instead of --warmup")
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)")
     lr_decay_style: str = option(
         "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
@@ -32,6 +33,11 @@ class LRScheduleConfig:
             raise ValueError(f"--lr must be 0 or more, got {self.lr}.")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"--warmup is a fraction of --train-iters between 0 and 1, got {self.warmup}.")
+        if self.lr_warmup_iters is not None and (self.lr_warmup_iters < 0 or self.warmup != LRScheduleConfig.warmup):
+            raise ValueError(
+                f"--lr-warmup-iters {self.lr_warmup_iters} must be 0 or more, and takes the place of --warmup, which is "
+                f"{self.warmup}. Give one of them."
+            )
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
         if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
@@ -49,17 +55,26 @@ class LRScheduleConfig:
                 f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is for --lr-decay-style WSD, got {self.lr_decay_style}. Drop it."
             )
 
+    def warmup_iters(self, train_iters: int) -> float:
+        """Iterations of the warm-up, of which the last may be a part of one."""
+        return self.warmup * train_iters if self.lr_warmup_iters is None else self.lr_warmup_iters
+
     def check_length(self, train_iters: int) -> None:
         """Checks that WSD's decay fits behind the warm-up.
 
         Raises:
             ValueError: it does not.
         """
-        iters, warmup, decay = self.lr_wsd_decay_iters, self.warmup * train_iters, self.lr_decay_iters or train_iters
+        iters, warmup, decay = (
+            self.lr_wsd_decay_iters,
+            self.warmup_iters(train_iters),
+            self.lr_decay_iters or train_iters,
+        )
         if iters is not None and warmup + iters > decay:
             raise ValueError(
-                f"--lr-wsd-decay-iters {iters} and a warm-up of {warmup:g} iterations (--warmup {self.warmup} of {train_iters}) "
-                f"do not fit into {decay} (--lr-decay-iters, else --train-iters). Shorten one of them."
+                f"--lr-wsd-decay-iters {iters} and a warm-up of {warmup:g} iterations (--lr-warmup-iters, else --warmup "
+                f"{self.warmup} of {train_iters}) do not fit into {decay} (--lr-decay-iters, else --train-iters). Shorten one of "
+                "them."
             )
 
 
@@ -94,7 +109,7 @@ class AnnealingLR:
     def __init__(self, optimizer: HasParamGroups, config: LRScheduleConfig, train_iters: int) -> None:
         self.optimizer = optimizer
         self.config = config
-        self.warmup_iters = config.warmup * train_iters
+        self.warmup_iters = config.warmup_iters(train_iters)
         self.decay_iters = config.lr_decay_iters or train_iters
         self.num_steps = 0
         self._apply()

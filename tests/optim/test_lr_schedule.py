@@ -28,6 +28,22 @@ def test_warmup_is_linear_from_zero():
     assert rates(schedule(warmup=0.04), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
+def test_warmup_in_iterations_takes_the_place_of_the_fraction():
+    got = rates(schedule(lr_warmup_iters=4), 6)
+    assert got[:5] == [0.0, 0.25, 0.5, 0.75, 1.0] and got == rates(schedule(warmup=0.04), 6)
+    assert schedule(lr_warmup_iters=0).get_lr() == [1.0]
+    for wrong in ({"lr_warmup_iters": 4, "warmup": 0.04}, {"lr_warmup_iters": -1}):
+        with pytest.raises(ValueError, match="--lr-warmup-iters .* takes the place of --warmup.* Give one of them"):
+            LRScheduleConfig(**wrong)
+
+
+def test_wsd_that_decays_from_the_warmup_on_is_the_cosine_of_gpt_3():
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "lr_wsd_decay_iters": 90}
+    got = rates(schedule(lr_warmup_iters=10, min_lr=0.1, **wsd), 101)
+    want = [0.1 + 0.9 * (1 + math.cos(math.pi * (n - 10) / 90)) / 2 for n in range(10, 101)]
+    assert got == pytest.approx([n / 10 for n in range(10)] + want)
+
+
 def test_linear_and_cosine_decay_divide_by_the_whole_decay_length():
     assert rates(schedule(warmup=0.1, lr_decay_style="linear"), 61)[60] == pytest.approx((100 - 50) / 100)
     assert rates(schedule(warmup=0.1, lr_decay_style="cosine"), 61)[60] == pytest.approx(
