@@ -238,7 +238,7 @@ def _token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
     table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)
     for place, count in zip(table[rank], counts, strict=True):
         place.fill_(count)
-    coming = comm.all_reduce_(table, comm.world())
+    coming = comm.start_all_reduce(table, comm.world())
 
     def weights() -> Iterator[Tensor]:
         if coming is not None:

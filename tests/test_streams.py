@@ -383,13 +383,13 @@ def test_nothing_races_where_tokens_are_weighed_and_ranks_issue_the_same(monkeyp
 
 def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
-    start = comm.all_reduce_
+    start = comm.start_all_reduce
 
     def forget(buffer: torch.Tensor, group: comm.ProcessGroup) -> comm.Work | None:
         work = start(buffer, group)
         return None if group is comm.world() else work
 
-    monkeypatch.setattr(comm, "all_reduce_", forget)
+    monkeypatch.setattr(comm, "start_all_reduce", forget)
     races = run(WEIGHED, 8, does=weighed_steps).races
     assert races and all(" weights\n" in race for race in races), races
 

@@ -1,7 +1,8 @@
 """Collectives of the library: the one package that calls torch.distributed's communication functions.
 
 Ours return what has been reduced or gathered in NEW tensors (`all_reduced`), because autograd may share their input with
-another branch; those with a trailing underscore work in place on buffers that the caller owns, and can be asynchronous.
+another branch; those with a trailing underscore work in place on buffers that the caller owns. All of a `Channel` do so, and
+return at once, like `start_all_reduce`: what they give back has to be waited for.
 
 Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they do there, for scripts that were written for
 `deepspeed.comm`: see `ported`.
@@ -9,7 +10,7 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
-from megazero.comm.collectives import Readout, all_gathered, all_reduce_, all_reduced, broadcast_
+from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
 from megazero.comm.lane import Work
 from megazero.comm.ported import *  # noqa: F403
 from megazero.comm.world import (
@@ -33,7 +34,6 @@ __all__ = [
     "Work",
     "all_gathered",
     "all_gathered_objects",
-    "all_reduce_",
     "all_reduced",
     "broadcast_",
     "broadcast_object",
@@ -41,6 +41,7 @@ __all__ = [
     "init_distributed",
     "local_device",
     "new_object_group",
+    "start_all_reduce",
     "timeout_of",
     "together",
     "world",

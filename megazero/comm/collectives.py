@@ -19,7 +19,7 @@ def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = di
     return out
 
 
-def all_reduce_(buffer: Tensor, group: ProcessGroup) -> Work | None:
+def start_all_reduce(buffer: Tensor, group: ProcessGroup) -> Work | None:
     """Starts to sum `buffer` over `group` in place. Returns what to wait for, or None for a group of one rank."""
     return None if group.size() == 1 else dist.all_reduce(buffer, group=group, async_op=True)
 

@@ -57,7 +57,7 @@ class _ColumnLinear(torch.autograd.Function):
             if ctx.sequence_parallel:
                 grad_x, reducing = start_sequence_reduce_scatter(grad_x, ctx.group)  # [s/t, ..., i]
             else:
-                reducing = comm.all_reduce_(grad_x, ctx.group)
+                reducing = comm.start_all_reduce(grad_x, ctx.group)
         if gathering is not None:
             gathering.wait()
         if ctx.needs_input_grad[1]:

@@ -50,7 +50,7 @@ class _Reduce(torch.autograd.Function):
         if not in_place:
             return comm.all_reduced(x, group)
         ctx.mark_dirty(x)
-        if (work := comm.all_reduce_(x, group)) is not None:
+        if (work := comm.start_all_reduce(x, group)) is not None:
             work.wait()
         return x
 

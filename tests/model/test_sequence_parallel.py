@@ -88,17 +88,17 @@ class Counter:
     """Elements that this rank sends for tensor parallelism: its all-reduces, counted here, and its channel's own count."""
 
     def __init__(self, group):
-        self.group, self.reduced, self.real = group, [], (comm.all_reduced, comm.all_reduce_)
+        self.group, self.reduced, self.real = group, [], (comm.all_reduced, comm.start_all_reduce)
 
         def all_reduce(x, group, *args):
             self.reduced.append(x.numel())
             return self.real[0](x, group, *args)
 
-        def all_reduce_(x, group, *args, **kwargs):
+        def start_all_reduce(x, group, *args, **kwargs):
             self.reduced.append(x.numel())
             return self.real[1](x, group, *args, **kwargs)
 
-        comm.all_reduced, comm.all_reduce_ = all_reduce, all_reduce_
+        comm.all_reduced, comm.start_all_reduce = all_reduce, start_all_reduce
 
     def read(self):
         """In units of n - 1 / n elements of the buffer: an all-reduce sends it twice. And the numels of all-reduces."""
