@@ -180,6 +180,7 @@ MORE: dict[str, tuple[str, int]] = {
     "not pinned": (f"{OFFLOADED} --no-use-pin-memory", 2),
     "offloaded, alone": (f"{OFFLOADED} --global-batch-size 2", 1),
     "O on the host": (f"--zero-stage 1 --fp16 --offload-optimizer cpu {SMALL_TILES}", 2),
+    "O on nvme, whole G": (f"--zero-stage 1 --bf16 --offload-optimizer nvme --nvme-path /drive {SMALL_TILES}", 2),
     "O on nvme, P on the host": (
         "--zero-stage 3 --fp16 --offload-optimizer nvme --offload-param cpu --nvme-path /drive --global-batch-size 4",
         2,

@@ -319,9 +319,9 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     """The most host memory through which offloaded states pass.
 
     An update brings a tile of O to hand at a time, and casts gradient and new weights of it where their dtypes differ; new
-    weights on the accelerator get there through two buffers. From nvme states come into buffers (`homes`); and so do shards of P.
-    Gradients of a further micro-batch are added to those in the file bucket by bucket. A delayed update has all its new weights
-    there until the next one, and on a CPU its gradients.
+    weights on the accelerator get there through two buffers, and whole gradients come from there through as many. From nvme
+    states come into buffers (`homes`); and so do shards of P. Gradients of a further micro-batch are added to those in the file
+    bucket by bucket. A delayed update has all its new weights there until the next one, and on a CPU its gradients.
     """
     zero, plans = settings.zero, [need.plan for need in needs]
     total, away = 0, settings.optimizer_home != "accelerator"
@@ -335,8 +335,11 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
         total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * dtype.itemsize
     if away and settings.param_home != "accelerator" and dtype != torch.float32:
         total += tile * dtype.itemsize
-    if away and (zero.grad_dtype != "fp32" or not settings.sharding.gradients):
+    if away and zero.grad_dtype != "fp32":
         total += tile * FP32_BYTES
+    are_brought = not settings.sharding.gradients and not zero.delays_update  # those of a delayed update rest there
+    if settings.has_link(settings.optimizer_home) and are_brought:
+        total += (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
         largest = max((need.owned_gradient for need in needs if need.settings.optimizer_home == "nvme"), default=0)
         own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")

@@ -84,6 +84,14 @@ class Home(Protocol):
         """A new vector, uninitialised."""
         ...
 
+    def bring(self, values: Tensor, room: int) -> Vector:
+        """A vector in memory, for a moment, of values on the link's device, 1-D, which are on their way when this returns.
+
+        Args:
+            room: elements that memory is taken for, at least as many as there are: in equal pieces it is soon used again.
+        """
+        ...
+
     def hold(self, values: Tensor, copy: bool = False) -> Vector:
         """A vector of these values, 1-D, which may still be on their way there when this returns.
 
@@ -183,6 +191,14 @@ class MemoryHome:
         if self._pages is None:
             return MemoryVector(torch.empty(numel, dtype=dtype, device=self.device), self.link)
         return MemoryVector(self._pages.empty(numel * dtype.itemsize).view(dtype), self.link)
+
+    def bring(self, values: Tensor, room: int) -> MemoryVector:
+        """As `Home.bring`."""
+        assert self.link is not None
+        self.link.to_host.make_room()
+        vector = MemoryVector(self.vector(room, values.dtype).resident[: values.numel()], self.link)
+        vector.send(values)
+        return vector
 
     def hold(self, values: Tensor, copy: bool = False) -> MemoryVector:
         """The values themselves where they lie here, else a copy, which comes while the device goes on where there is a link."""

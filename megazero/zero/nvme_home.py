@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.nvme import PAGE, Region, SwapFile, Transfer, aligned_empty, padded
+from megazero.zero.home import MemoryHome, MemoryVector
 from megazero.zero.link import Link
 
 
@@ -53,6 +54,7 @@ class NvmeHome:
     ) -> None:
         self.swap, self.reads_ahead, self.writes_behind, self.pin = swap, reads_ahead, writes_behind, pin
         self.link = link
+        self._memory = MemoryHome(self.device, pin, link)  # for what is brought, which goes to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
         self._free: deque[Tensor] = deque()  # buffers; `give_back` is called by the threads of the swap file
@@ -67,6 +69,10 @@ class NvmeHome:
     def vector(self, numel: int, dtype: torch.dtype) -> SwappedVector:
         """A place in the file."""
         return SwappedVector(self, numel, dtype)
+
+    def bring(self, values: Tensor, room: int) -> MemoryVector:
+        """As `Home.bring`."""
+        return self._memory.bring(values, room)
 
     def hold(self, values: Tensor, copy: bool = False) -> SwappedVector:
         """A place in the file, with these values on their way to it."""
@@ -98,8 +104,8 @@ class NvmeHome:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in buffers."""
-        return self._made * self.buffer_nbytes
+        """Host memory in buffers, and pinned memory of what was brought, which nothing has now."""
+        return self._made * self.buffer_nbytes + self._memory.nbytes
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, uint8; waits for older writes where all buffers are in use."""

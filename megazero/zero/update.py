@@ -46,6 +46,7 @@ class Update:
         # Of Adam, as they are now: a schedule may change them while an update in the background goes on.
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
         self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
+        self._brought: dict[Tile, Vector] = {}  # of gradients that lie on the other side of the link than O: whole ones
 
     def run(self) -> None:
         """Steps bucket by bucket, so that the new parameters of one are on their way while the next is updated."""
@@ -84,9 +85,21 @@ class Update:
         return batches
 
     def _prefetch(self, tiles: list[Tile]) -> None:
-        for bucket, start, stop in tiles:
-            for vector in (*bucket.states.values(), self._gradients[bucket]):
+        for tile in tiles:
+            bucket, start, stop = tile
+            gradient, home = self._gradients[bucket], bucket.optimizer_home
+            for vector in (*bucket.states.values(), gradient):
                 vector.prefetch(start, stop)
+            if gradient.link is not home.link:
+                with gradient.at_hand(start, stop) as owned:
+                    self._brought[tile] = home.bring(owned, bucket.tile_numel)
+
+    def _gradient(self, tile: Tile) -> AbstractContextManager[Tensor]:
+        """The tile's gradient at hand, once."""
+        bucket, start, stop = tile
+        if tile in self._brought:
+            return self._brought.pop(tile).at_hand()
+        return self._gradients[bucket].at_hand(start, stop)
 
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
@@ -124,9 +137,8 @@ class Update:
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
         """Gives the torch optimizer the tile's mean gradients times the factor."""
-        bucket, start, stop = tile
-        factor = self._factor * gradient_of(bucket).to_mean
-        owned = at_hand.enter_context(self._gradients[bucket].at_hand(start, stop))
+        factor = self._factor * gradient_of(tile[0]).to_mean
+        owned = at_hand.enter_context(self._gradient(tile))
         for piece, part in self._slices(tile):
             # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
             piece.master.grad = owned[part].to(piece.master.device, torch.float32)
@@ -151,12 +163,12 @@ class Update:
         return is_wanted and self._is_adam and bucket.optimizer_home.device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
-        bucket, start, stop = tile
+        bucket = tile[0]
         factor, pieces = self._factor * gradient_of(bucket).to_mean, self._slices(tile)
         # The compiled kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
         place = self._place_of_weights(tile, [part for _, part in pieces])
-        with self._gradients[bucket].at_hand(start, stop) as owned, place or nullcontext() as weights:
+        with self._gradient(tile) as owned, place or nullcontext() as weights:
             for piece, part in pieces:
                 settings, state = self._settings[piece.span.group], self._optimizer.state[piece.master]
                 assert settings is not None, "_is_adam"

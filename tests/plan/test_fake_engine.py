@@ -85,6 +85,7 @@ CASES = {
         "--zero-stage 3 --batch-size 1 --global-batch-size 2 --offload-optimizer cpu --grad-dtype compute",
     ),
     "O on nvme": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer nvme --nvme-path /drive"),
+    "whole G, O on nvme": (1.5, 2, "--zero-stage 1 --batch-size 1 --offload-optimizer nvme --nvme-path /drive"),
     "sums on nvme": (
         10,
         2,

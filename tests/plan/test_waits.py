@@ -24,6 +24,9 @@ CASES = {
     "tokens weighed": "--zero-stage 2 --fp16 --global-batch-size 32 --calculate-per-token-loss",
     "tokens weighed, tensor-parallel": "--zero-stage 3 --bf16 --model-parallel-size 2 --calculate-per-token-loss",
     "O on the host": "--zero-stage 2 --bf16 --offload-optimizer cpu",
+    "O on the host, whole G": "--zero-stage 1 --bf16 --offload-optimizer cpu",
+    "O on the host, whole G of fp32": "--zero-stage 1 --offload-optimizer cpu",
+    "O on a drive, whole G": "--zero-stage 1 --bf16 --offload-optimizer nvme --nvme-path /drive",
 }
 
 

@@ -65,18 +65,18 @@ def test_every_home_over_a_slow_link_trains_as_without_it_bit_for_bit(world_size
     ids=str,
 )
 def test_every_home_over_a_slow_link_trains_as_without_it_with(options, tmp_path):
-    run_ranks(2, numbers_case, str(tmp_path), (2, 3), options)
+    run_ranks(2, numbers_case, str(tmp_path), (1, 2, 3), options)
 
 
 # ---- order
 
 
-def order_case(offload_param: str) -> list:
+def order_case(offload_param: str, stage: int = 3) -> list:
     """What happens in one step on 2 ranks, with the beginning of each block's forward and the end of its backward in it."""
     mpu.initialize_model_parallel(1)
     with slow_link() as log:
         options = {"offload_optimizer": "cpu", "offload_param": offload_param, "sub_group_size": TILE_MULTIPLE}
-        engine = make_engine(Wide(), 3, zero=options, dtype=torch.bfloat16)
+        engine = make_engine(Wide(), stage, zero=options, dtype=torch.bfloat16)
         dict(train(engine, token_batches(1, 1, 2)))
         for index, block in enumerate(engine.module.blocks):
 
@@ -135,6 +135,14 @@ def test_new_weights_go_to_the_device_while_the_next_tile_is_updated():
     starts = of("to device", "starts", update)
     assert len(starts) > 8 and of("to device", "joins", update) == starts
     assert lags("to device", update) == {OUTBOX_BUFFERS}
+
+
+def test_whole_gradients_come_from_the_device_while_the_tile_before_is_updated():
+    log = run_ranks(2, order_case, "none", 1)[0]
+    update = log[log.index(("step",)) : log.index(("end",))]
+    starts = [event[0] for event in update if event[1:2] == ("starts",)]
+    tiles = len(starts) // 2
+    assert tiles > 8 and starts == ["to host", *["to host", "to device"] * (tiles - 1), "to device"]
 
 
 # ---- memory
