@@ -269,7 +269,7 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     bad = [text for text in comm.all_gathered_objects(None if math.isfinite(loss) else mine) if text]
     raise FloatingPointError(
         f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights were not updated. "
-        "Lower --lr, raise --warmup, or look at these samples; the last checkpoint is good."
+        "Lower --lr, lengthen its warm-up, or look at these samples; the last checkpoint is good."
     )
 
 

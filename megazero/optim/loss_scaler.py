@@ -141,7 +141,7 @@ class LossScaler:
             raise FloatingPointError(
                 "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients overflow "
                 f"even at the least scale, {self.min_scale} (first in {where or 'an unknown place'}): they are inf or NaN "
-                "themselves. Lower the learning rate (--lr), lengthen its warm-up (--warmup), or compute in bf16 (--bf16)."
+                "themselves. Lower the learning rate (--lr), lengthen its warm-up, or compute in bf16 (--bf16)."
             )
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info("gradient overflow%s: loss scale %.0f -> %.0f, step skipped", place, old, self.scale)
@@ -159,7 +159,7 @@ class LossScaler:
             raise FloatingPointError(
                 f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, the last time first in "
                 f"{where or 'an unknown place'}, and nothing was learned in them. "
-                f"The loss scale is fixed at {self.scale}. Lower the learning rate (--lr), lengthen its warm-up (--warmup), or "
+                f"The loss scale is fixed at {self.scale}. Lower the learning rate (--lr), lengthen its warm-up, or "
                 "let the scale follow the gradients (no --loss-scale)."
             )
 

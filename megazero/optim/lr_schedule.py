@@ -15,7 +15,7 @@ class LRScheduleConfig:
 
     lr: float = option(1e-4, "peak learning rate")
     warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
-    lr_warmup_iters: int | None = option(None, "the same in iterations, instead of --warmup")
+    lr_warmup_iters: int | None = option(None, "the same in iterations; wins over --warmup")
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)")
     lr_decay_style: str = option(
         "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
@@ -33,11 +33,8 @@ class LRScheduleConfig:
             raise ValueError(f"--lr must be 0 or more, got {self.lr}.")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"--warmup is a fraction of --train-iters between 0 and 1, got {self.warmup}.")
-        if self.lr_warmup_iters is not None and (self.lr_warmup_iters < 0 or self.warmup != LRScheduleConfig.warmup):
-            raise ValueError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} must be 0 or more, and takes the place of --warmup, which is "
-                f"{self.warmup}. Give one of them."
-            )
+        if self.lr_warmup_iters is not None and self.lr_warmup_iters < 0:
+            raise ValueError(f"--lr-warmup-iters must be 0 or more, got {self.lr_warmup_iters}.")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
         if self.lr_decay_iters is not None and self.lr_decay_iters < 1:

@@ -174,12 +174,14 @@ def _check_others(others: Mapping[str, Any]) -> None:
 def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
     """What `function` returns when it runs with `parameter` gathered; rank 0's values of it are kept. Collective."""
     with GatheredParameters(parameter, modifier_rank=0):
-        before = parameter.shape
+        shape, dtype = parameter.shape, parameter.dtype
         result = function()
-        if before != parameter.shape:
+        # What constructors assign is of torch's default dtype, also where parameters are sharded in 16 bits.
+        if shape != parameter.shape or parameter.dtype not in (dtype, torch.get_default_dtype()):
             raise RuntimeError(
-                f"Inside zero.Init a sharded parameter of shape {tuple(before)} was given another shape, "
-                f"{tuple(parameter.shape)}. Write its values only, or assign a new nn.Parameter to its module."
+                f"Inside zero.Init a sharded parameter of shape {tuple(shape)} and {dtype} was given another shape or dtype, "
+                f"{tuple(parameter.shape)} and {parameter.dtype}. Write its values only, or assign a new nn.Parameter to its "
+                "module; zero.Init(dtype=) decides in which dtype all are kept."
             )
     return result
 

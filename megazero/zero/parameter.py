@@ -300,7 +300,9 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
         RuntimeError: it hands out memory, which is about to be released, or gives a view another shape in place.
     """
     message = _message(func, parameter)
-    if func in _HANDING_OUT:
+    given = args[1] if func == _T.data.__set__ else None  # type: ignore[attr-defined]
+    is_view_of_another = isinstance(given, ReleasedView) and given.parameter is not parameter  # empty, as torch sees it
+    if func in _HANDING_OUT or is_view_of_another:
         raise RuntimeError(message)
 
     def taken(tensor: Tensor) -> Tensor:
@@ -375,7 +377,7 @@ _WITHOUT_GRAPH = {  # whether autograd is on or not
     *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
 }
-_HANDING_OUT = {_T.numpy, _T.__array__, _T.__dlpack__, _T.untyped_storage, _T.storage, _T.data_ptr}
+_HANDING_OUT = {_T.numpy, _T.__array__, _T.__dlpack__, _T.__reduce_ex__, _T.untyped_storage, _T.storage, _T.data_ptr}
 _MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _GEOMETRY = {
     *(_T.shape.__get__, _T.ndim.__get__),  # type: ignore[attr-defined]

@@ -90,7 +90,9 @@ class Update:
             gradient, home = self._gradients[bucket], bucket.optimizer_home
             for vector in (*bucket.states.values(), gradient):
                 vector.prefetch(start, stop)
-            if gradient.link is not home.link:
+            if (
+                self._steps_apart and gradient.link is not home.link
+            ):  # else all tiles' pages would be taken at once, and kept
                 with gradient.at_hand(start, stop) as owned:
                     self._brought[tile] = home.bring(owned, bucket.tile_numel)
 

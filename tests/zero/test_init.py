@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from contextlib import nullcontext
 
@@ -225,6 +226,8 @@ def unwritable_case() -> None:
             lambda: weight.data.t_(),
             lambda: nn.Parameter(weight.data),
             lambda: setattr(weight.data, "data", torch.ones(15, 5)),
+            lambda: setattr(weight, "data", model[0].down.weight.data.t()),
+            lambda: pickle.dumps(weight.data),
         ):
             with pytest.raises(RuntimeError, match=r"weight.* p.normal_\(\), .*nothing that keeps their memory"):
                 touch()
@@ -232,6 +235,9 @@ def unwritable_case() -> None:
         assert repr(view) == "ReleasedView(ReleasedParameter(weight, shape=(15, 5)))"
         with torch.no_grad(), pytest.raises(RuntimeError, match="another shape"):
             weight.t_()
+        for dtype in (torch.half, torch.double):
+            with pytest.raises(RuntimeError, match="another shape or dtype"):  # it would round, and stay what it is
+                model.to(dtype)
         with pytest.raises(RuntimeError, match="leaf Variable"):
             weight.normal_()
         with pytest.raises(RuntimeError, match="sharded"):  # autograd would keep what is released
