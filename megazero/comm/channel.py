@@ -79,7 +79,6 @@ class Channel:
         name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
-        even_out_groups(group)
         self.transport, lanes = _open_lanes(group, self.size, name, self.timeout_s)
         self._reductions, self._gathers = lanes
 
@@ -181,11 +180,13 @@ def _open_lanes(
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
     ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
     mine, across = ranks[first * size :][:size], ranks[rank::size]
-    if backend_of(group) != "gloo":
+    is_native, is_one_set = backend_of(group) != "gloo", len(across) == 1
+    if is_native or not is_one_set:  # groups are to be made
+        even_out_groups(group)
+    if is_native:
         levels = [new_group_like(group, members, timeout_s) for members in (mine, across) if len(members) > 1]
         return "native", [NativeLane(*levels)] * 2
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"
-    is_one_set = len(across) == 1
     within = group if is_one_set else new_group_like(group, mine, timeout_s)
     kind, transports = _open_transports(within, 2, name, timeout_s)
     if not is_one_set:

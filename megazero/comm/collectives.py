@@ -29,8 +29,8 @@ def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [x]
     own = x.contiguous()
-    if backend_of(group) == "nccl":
-        own = own.to(local_device())  # as NCCL takes nothing of host memory
+    if x.device.type == "cpu" and backend_of(group) == "nccl":  # which takes nothing of host memory
+        own = own.to(local_device())
     out = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(out, own, group=group)
     return [part.to(x.device) for part in out]

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
-from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, ZERO, Flags
+from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, WARMUP_FIELDS, ZERO, Flags
 from megazero.json_config.schema import ALWAYS, every_key
 from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, OptimizerSection
 from megazero.mpu.groups import check_model_parallel_size
+from megazero.optim.lr_schedule import LRScheduleConfig
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
 
 def _auto(flags: Flags) -> dict[str, Any]:
     """What "auto" means where it is not simply as if the key were absent."""
-    iterations, warmup = flags.value("train_iters"), flags.value("lr_warmup_iters")
-    warmup = int(flags.value("warmup") * iterations) if warmup is None else warmup
+    iterations = flags.value("train_iters")
+    schedule = LRScheduleConfig(**{field: flags.value(field) for field in WARMUP_FIELDS})
     return {
         "gradient_clipping": flags.value("clip_grad"),
         "steps_per_print": flags.value("log_interval"),
@@ -94,7 +95,7 @@ def _auto(flags: Flags) -> dict[str, Any]:
         **{f"optimizer.params.{key}": flags.value(field) for key, field in ADAM_FIELDS.items()},
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": flags.value("lr"),
-        "scheduler.params.warmup_num_steps": max(1, warmup),
+        "scheduler.params.warmup_num_steps": max(1, int(schedule.warmup_iters(iterations))),
         "scheduler.params.total_num_steps": iterations,
     }
 

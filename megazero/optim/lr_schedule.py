@@ -62,11 +62,8 @@ class LRScheduleConfig:
         Raises:
             ValueError: it does not.
         """
-        iters, warmup, decay = (
-            self.lr_wsd_decay_iters,
-            self.warmup_iters(train_iters),
-            self.lr_decay_iters or train_iters,
-        )
+        iters, warmup = self.lr_wsd_decay_iters, self.warmup_iters(train_iters)
+        decay = self.lr_decay_iters or train_iters
         if iters is not None and warmup + iters > decay:
             raise ValueError(
                 f"--lr-wsd-decay-iters {iters} and a warm-up of {warmup:g} iterations (--lr-warmup-iters, else --warmup "

@@ -300,14 +300,15 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
         RuntimeError: it hands out memory, which is about to be released, or gives a view another shape in place.
     """
     message = _message(func, parameter)
-    given = args[1] if func == _T.data.__set__ else None  # type: ignore[attr-defined]
-    is_view_of_another = isinstance(given, ReleasedView) and given.parameter is not parameter  # empty, as torch sees it
+    value = args[1] if func == _T.data.__set__ else None  # type: ignore[attr-defined]
+    is_view_of_another = isinstance(value, ReleasedView) and value.parameter is not parameter  # empty, as torch sees it
     if func in _HANDING_OUT or is_view_of_another:
         raise RuntimeError(message)
 
+    views = [x for x in tensors_in((args, kwargs)) if isinstance(x, ReleasedView) and x.parameter is parameter]
+
     def taken(tensor: Tensor) -> Tensor:
-        is_of_it = isinstance(tensor, ReleasedView) and tensor.parameter is parameter
-        return tensor.taken() if is_of_it else tensor  # type: ignore[attr-defined]
+        return next((view.taken() for view in views if view is tensor), tensor)
 
     def run() -> Any:
         return func(*mapped(args, taken), **mapped(kwargs, taken))
@@ -315,11 +316,10 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
     def kept(item: Any, position: int | None) -> Any:
         if not isinstance(item, Tensor) or item is parameter or not _is_view(item, parameter):
             return item
-        given = [x for x in tensors_in((args, kwargs)) if isinstance(x, ReleasedView) and x.parameter is parameter]
-        same = next((view for view in given if _is_same_view(view.taken(), item)), None)
+        same = next((view for view in views if _is_same_view(view.taken(), item)), None)
         if same is not None:
             return same
-        if given and _is_in_place(func, given[0], given[0]):
+        if views and _is_in_place(func, views[0], views[0]):
             raise RuntimeError(message)
         return ReleasedView.of(parameter, item, lambda: run() if position is None else run()[position])
 
