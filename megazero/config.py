@@ -70,6 +70,9 @@ class TrainingConfig:
     eval_batch_size: int | None = option(None, "sequences per evaluation micro-batch (default: --batch-size)")
     log_interval: int = option(100, "optimizer steps between log lines")
     exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this")
+    exit_duration_in_mins: float | None = option(
+        None, "save and exit at the end of the step that is under way this many minutes after the ranks have started"
+    )
     seed: int = option(1234, "seed of weights, data order and dropout")
     deterministic_mode: bool = option(
         False, "kernels and collectives that give the same bits again on a GPU too; slower (docs/training.md)"
@@ -109,6 +112,8 @@ class TrainingConfig:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
             )
+        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
+            raise ValueError(f"--exit-duration-in-mins must be above 0, got {self.exit_duration_in_mins}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {self.seed}.")
         if self.peak_tflops is not None and self.peak_tflops <= 0:

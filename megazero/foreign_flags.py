@@ -116,7 +116,6 @@ REFUSED = {
     "--train-samples": _ITERATIONS,
     "--lr-decay-samples": _ITERATIONS,
     "--rampup-batch-size": "the batch has one size, --global-batch-size",
-    "--exit-duration-in-mins": "send SIGTERM, which saves and exits: `timeout MINUTESm` before the command, or Slurm's --signal",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-activations": "use --recompute selective",
     "--recompute-method": _RECOMPUTED_TOGETHER,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -40,16 +42,29 @@ CountTokens = Callable[["Job", dict[str, Tensor]], int]
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that the loop finishes its step and saves before it ends; knows whether torchrun lives."""
+    """Why this rank wants to end: SIGTERM, SIGINT or the time, so that the loop finishes its step and saves before it does.
+
+    It knows whether torchrun lives, too.
+    """
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self._received: str | None = None
+        self._end, self._limit = math.inf, ""  # of time.monotonic()
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
-        self.received = signal.Signals(number).name
+        self._received = signal.Signals(number).name
+
+    def end_at(self, moment: float, limit: str) -> None:
+        """Wants to end from `moment` of `time.monotonic()` on, because of `limit`."""
+        self._end, self._limit = moment, limit
+
+    @property
+    def reason(self) -> str | None:
+        """Why this rank wants to end now; None if it does not."""
+        return self._received or (self._limit if time.monotonic() >= self._end else None)
 
     def check_launcher(self) -> None:
         """Raises OtherRankError where the torchrun that started this rank has ended, as only SIGKILL makes it do.

@@ -72,6 +72,7 @@ def pretrain(
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit.
     """
+    started = time.monotonic()
     set_up_backends(config)
     groups = setup_distributed(config)
     say_what_is_idle(config.precision.dtype, config.precision.tf32, comm.local_device())
@@ -82,6 +83,9 @@ def pretrain(
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
     with _tells_out_of_memory(config):
         job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens)
+    if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
+        minutes = flags.exit_duration_in_mins
+        job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
     with _tells_out_of_memory(config, job):
@@ -221,7 +225,7 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     job.consumed_samples += job.global_batch_size
     loss_value = mean / torch.distributed.get_world_size()
     job.first_loss = loss_value if job.first_loss is None else job.first_loss
-    return loss_value, (job.stop.received or "another rank was signalled") if stops else None
+    return loss_value, (job.stop.reason or "another rank was signalled") if stops else None
 
 
 def _token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
@@ -255,7 +259,7 @@ def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
     device the next step's forward meanwhile.
     """
     finite = torch.isfinite(loss)
-    asked = torch.full_like(loss, float(stop.received is not None))
+    asked = torch.full_like(loss, float(stop.reason is not None))
     report = torch.stack([torch.where(finite, loss, 0.0), (~finite).float(), asked])
     return comm.Readout(comm.all_reduced(report, comm.world()))
 

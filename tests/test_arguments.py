@@ -214,6 +214,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--num-layers x", "invalid int value: 'x'"),
         ("--lr-decay-style exponential", "invalid choice"),
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins must be above 0, got 0"),
         (
             "--hidden-size 100 --num-attention-heads 16",
             "--hidden-size 100 is not divisible by --num-attention-heads 16",

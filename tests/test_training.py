@@ -136,6 +136,19 @@ def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus,
     assert "stopping after" not in done.stdout and "validation perplexity" in done.stdout
 
 
+def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus, tmp_path):
+    """The first rank's clock decides; the step that is under way at the end of 2 s is done, and saved."""
+    arguments = flags(corpus, tmp_path, 1_000_000, "--exit-duration-in-mins")
+    done = run_job([*arguments, f"{2 / 60:.4f}"], 2)
+    assert done.returncode == 0, done.stdout
+    last = max(metrics(tmp_path))
+    assert f"stopping after iteration {last}: --exit-duration-in-mins 0.0333\n" in done.stdout
+    assert (tmp_path / "latest").read_text() == f"global_step{last}"
+    done = run_job([*arguments, "60", "--train-iters", str(last + 2)], 2)
+    assert done.returncode == 0 and "stopping after" not in done.stdout, done.stdout
+    assert list(metrics(tmp_path)) == list(range(1, last + 3))
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
