@@ -64,6 +64,10 @@ class TrainingConfig:
     global_batch_size: int | None = option(
         None, "sequences per optimizer step (default: micro-batch x data-parallel size)"
     )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None,
+        "START INCREMENT SAMPLES: over SAMPLES samples the global batch grows from START by INCREMENT to its full size",
+    )
     train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs")
     eval_iters: int = option(100, "batches per evaluation")
     eval_interval: int = option(1000, "optimizer steps between evaluations on validation data")
@@ -108,6 +112,11 @@ class TrainingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        if (ramp := self.rampup_batch_size) is not None and (len(ramp) != 3 or min(ramp) < 1):
+            raise ValueError(
+                f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, the first global batch size, "
+                "the increment, and the samples over which it grows."
+            )
         if self.profile_steps is not None and self.profiled_steps is None:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
@@ -223,14 +232,44 @@ class Config:
                 f"(world size {world_size} / --model-parallel-size {mp}) = {micro * dp}. "
                 f"Use --global-batch-size {max(1, round(total / (micro * dp))) * micro * dp}."
             )
+        if self.training.rampup_batch_size is not None:
+            self._check_ramp(self.training.rampup_batch_size, total, dp)
 
-    def global_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences per optimizer step."""
-        return self.training.global_batch_size or self.training.batch_size * data_parallel_size
+    def _check_ramp(self, ramp: tuple[int, ...], total: int, data_parallel_size: int) -> None:
+        start, increment, _ = ramp
+        unit = self.training.batch_size * data_parallel_size
+        what = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+        if start > total or (total - start) % increment:
+            raise ValueError(
+                f"{what}: from {start} in increments of {increment} the batch does not come to --global-batch-size {total}. Take "
+                f"a start below that, and an increment that divides the {total} - START between them."
+            )
+        for size in range(start, total, increment):
+            if size % unit:
+                raise ValueError(
+                    f"{what}: a batch of {size} is not a multiple of --batch-size {self.training.batch_size} x data-parallel "
+                    f"size {data_parallel_size} = {unit}. Take a start and an increment that are."
+                )
 
-    def accumulation_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches per optimizer step."""
-        return self.global_batch_size(data_parallel_size) // (self.training.batch_size * data_parallel_size)
+    def global_batch_size(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
+        """Sequences of the optimizer step after so many samples; by default of the run's last ones, which are full."""
+        full = self.training.global_batch_size or self.training.batch_size * data_parallel_size
+        if self.training.rampup_batch_size is None or consumed_samples is None:
+            return full
+        start, increment, samples = self.training.rampup_batch_size
+        return min(full, start + consumed_samples * ((full - start) // increment) // samples * increment)
+
+    def accumulation_steps(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
+        """Micro-batches of that step on each data-parallel rank."""
+        size = self.global_batch_size(data_parallel_size, consumed_samples)
+        return size // (self.training.batch_size * data_parallel_size)
+
+    def samples_after(self, iterations: int, data_parallel_size: int, consumed_samples: int) -> int:
+        """Samples consumed after so many further optimizer steps."""
+        full = self.global_batch_size(data_parallel_size)
+        while iterations and (size := self.global_batch_size(data_parallel_size, consumed_samples)) < full:
+            iterations, consumed_samples = iterations - 1, consumed_samples + size
+        return consumed_samples + iterations * full
 
     @property
     def eval_batch_size(self) -> int:

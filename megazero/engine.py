@@ -235,6 +235,10 @@ class Engine:
         """Micro-batches per optimizer step."""
         return self._accumulation_steps
 
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Changes the number of micro-batches per optimizer step, between two of these."""
+        self._accumulation_steps = steps
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch in hand is the last one before an update."""
         if self._boundary is not None:

@@ -115,7 +115,6 @@ REFUSED = {
     "--lr-warmup-samples": _WARMUP,
     "--train-samples": _ITERATIONS,
     "--lr-decay-samples": _ITERATIONS,
-    "--rampup-batch-size": "the batch has one size, --global-batch-size",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-activations": "use --recompute selective",
     "--recompute-method": _RECOMPUTED_TOGETHER,

@@ -99,8 +99,8 @@ class Job:
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step."""
-        return self.config.global_batch_size(self.groups.data_parallel_size)
+        """Sequences of the next optimizer step."""
+        return self.config.global_batch_size(self.groups.data_parallel_size, self.consumed_samples)
 
     @property
     def micro_batch_size(self) -> int:
@@ -111,7 +111,11 @@ class Job:
     def train_samples(self) -> int:
         """Training samples of the whole run: those consumed, and those that the remaining iterations will."""
         left = max(0, self.config.training.train_iters - self.iteration)
-        return self.consumed_samples + left * self.global_batch_size
+        return self.config.samples_after(left, self.groups.data_parallel_size, self.consumed_samples)
+
+    def accumulation_steps(self, consumed_samples: int) -> int:
+        """Micro-batches of the optimizer step after so many samples, on each data-parallel rank."""
+        return self.config.accumulation_steps(self.groups.data_parallel_size, consumed_samples)
 
 
 def setup_distributed(config: Config) -> ParallelGroups:
@@ -259,7 +263,12 @@ def seed_dropout(job: Job) -> None:
 
 
 def batches(
-    job: Job, dataset: Any, name: str, batch_size: int, consumed: int = 0, batches_per_step: int = 1
+    job: Job,
+    dataset: Any,
+    name: str,
+    batch_size: int,
+    consumed: int = 0,
+    batches_per_step: int | Callable[[int], int] = 1,
 ) -> Iterator | None:
     """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
     if job.groups.model_parallel_rank != 0:

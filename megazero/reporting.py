@@ -65,7 +65,7 @@ def describe_start(job: Job) -> str:
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
     size = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
     zero = job.engine.zero
-    batch = f"{counted(job.global_batch_size, 'sequence')} x {job.config.data.seq_length} tokens"
+    batch = f"{counted(job.config.global_batch_size(dp), 'sequence')} x {job.config.data.seq_length} tokens"
     micro = f"{counted(steps, 'micro-batch')} of {counted(training.batch_size, 'sequence')}"
     rows = [
         ("parameters", f"{model.num_parameters():,} ({size})"),
@@ -179,16 +179,17 @@ def progress_bar(job: Job) -> Iterator[tqdm]:
             yield bar
 
 
-def log_step(job: Job, metrics: MetricsWriter, losses: list[float], seconds: float) -> None:
+def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int, seconds: float) -> None:
     """Logs and records the averages of the iterations since the last log line.
 
     Args:
         losses: of these iterations.
+        samples: of all of them, on all ranks.
         seconds: that they took.
     """
     flags, engine, steps = job.config.training, job.engine, len(losses)
     step_s = seconds / steps
-    tokens = job.global_batch_size * job.config.data.seq_length
+    tokens = samples / steps * job.config.data.seq_length
     flops = tokens * job.config.model.flops_per_token(job.config.data.seq_length) / torch.distributed.get_world_size()
     tflops = flops / step_s / 1e12
     report = StepReport(

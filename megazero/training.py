@@ -142,12 +142,10 @@ def _tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[Non
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) -> None:
     flags, config = job.config.training, job.config
-    iterator = batches(
-        job, train, "training", flags.batch_size, job.consumed_samples, job.engine.gradient_accumulation_steps()
-    )
+    iterator = batches(job, train, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
     job.engine.train()
     interval: list[float] = []
-    saved_at, start = job.iteration, time.perf_counter()
+    saved_at, logged_at, start = job.iteration, job.consumed_samples, time.perf_counter()
     watch: MemoryWatch | None = MemoryWatch(job.engine)
     profiler = step_profiler(job)
     while job.iteration < flags.train_iters and not job.stopped:
@@ -163,8 +161,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
             watch = None
         if job.iteration % flags.log_interval == 0:
-            log_step(job, metrics, interval, time.perf_counter() - start)
-            interval, start = [], time.perf_counter()
+            log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
+            interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
         if valid is not None and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
             begin = time.perf_counter()
             evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
@@ -198,7 +196,10 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     """
     job.stop.check_launcher()
     engine, timers = job.engine, job.timers
-    steps = engine.gradient_accumulation_steps()
+    steps = job.accumulation_steps(job.consumed_samples)
+    if steps != engine.gradient_accumulation_steps():  # --rampup-batch-size
+        engine.set_gradient_accumulation_steps(steps)
+        logger.info("global batch size %d from iteration %d on", job.global_batch_size, job.iteration + 1)
     weights: Iterator[Tensor] | None = None
     if job.count_tokens is not None:
         with timers("forward"):

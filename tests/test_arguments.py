@@ -214,6 +214,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--num-layers x", "invalid int value: 'x'"),
         ("--lr-decay-style exponential", "invalid choice"),
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--rampup-batch-size 4 4", "--rampup-batch-size 4 4: give three numbers of at least 1"),
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins must be above 0, got 0"),
         (
             "--hidden-size 100 --num-attention-heads 16",
@@ -247,6 +248,17 @@ def test_bad_values_are_one_clear_error(flags, message):
             1,
             "--global-batch-size 10 is not a multiple of --batch-size 4 x data-parallel size 1",
         ),
+        (
+            "--global-batch-size 16 --rampup-batch-size 4 8 100",
+            1,
+            "--rampup-batch-size 4 8 100: from 4 in increments of 8 .* not come to --global-batch-size 16.* divides the 16 - ",
+        ),
+        ("--rampup-batch-size 8 4 100", 1, "--rampup-batch-size 8 4 100: .* does not come to --global-batch-size 4"),
+        (
+            "--global-batch-size 16 --rampup-batch-size 4 4 100",
+            2,
+            "--rampup-batch-size 4 4 100: a batch of 4 is not a multiple of --batch-size 4 x data-parallel size 2 = 8",
+        ),
     ],
 )
 def test_what_does_not_fit_the_world_is_refused_before_any_collective(flags, world_size, message):
@@ -259,6 +271,18 @@ def test_batch_arithmetic():
     config = load_config("--batch-size 3 --global-batch-size 24 --model-parallel-size 2".split())
     config.check_world(8)
     assert config.accumulation_steps(4) == 2 and config.global_batch_size(4) == 24
+
+
+def test_a_batch_grows_by_the_samples_that_have_been_consumed():
+    config = load_config("--batch-size 2 --global-batch-size 16 --rampup-batch-size 4 4 90".split())
+    config.check_world(2)
+    sizes = {0: 4, 29: 4, 30: 8, 59: 8, 60: 12, 89: 12, 90: 16, 10**9: 16}
+    assert {samples: config.global_batch_size(2, samples) for samples in sizes} == sizes
+    assert config.accumulation_steps(2, 60) == 3 and config.accumulation_steps(2) == 4, "of the last steps"
+    grown = 8 * 4 + 4 * 8 + 3 * 12  # the steps that begin below 30, 60 and 90 samples: at 100 it is whole
+    assert config.samples_after(7, 2, 0) == 7 * 4
+    assert config.samples_after(15, 2, 0) == grown and config.samples_after(17, 2, 0) == grown + 2 * 16
+    assert config.samples_after(3, 2, 32) == 32 + 3 * 8
 
 
 def test_describe_names_every_setting():

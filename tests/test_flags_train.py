@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,9 @@ def plain_rate(step: int) -> float:
     return max(LEAST_RATE, RATE * (1 + math.cos(math.pi * done)) / 2)
 
 
-def plain_training(start: dict[str, Tensor], data: Tensor, eod: int) -> Learned:
+def plain_training(
+    start: dict[str, Tensor], data: Tensor, eod: int, batches: Sequence[int] = (GLOBAL_BATCH,) * STEPS
+) -> Learned:
     """By torch alone."""
     config = load_config(MODEL).model
     model = PlainGPT2(replace(config, vocab_size=len(start["word_embeddings.weight"])))
@@ -85,12 +88,12 @@ def plain_training(start: dict[str, Tensor], data: Tensor, eod: int) -> Learned:
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
-    losses, norms = [], []
-    for step in range(STEPS):
+    losses, norms, rest = [], [], iter(data[: sum(batches)].split(MICRO))
+    for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = plain_rate(step)
         optimizer.zero_grad()
-        micros = data[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].split(MICRO)
+        micros = [next(rest) for _ in range(batch // MICRO)]
         total = torch.zeros(())
         for text in micros:
             targets = text[:, 1:].masked_fill(text[:, :-1] == eod, -100)  # what follows a document is not predicted
@@ -128,6 +131,21 @@ def test_the_job_does_what_each_flag_says(corpus, starts, tmp_path, seed, ranks,
     assert min(want[1]) < CLIP < max(want[1])
     got = train(corpus, tmp_path, ranks, "--seed", str(seed), *more.split())
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_grows_trains_as_in_plain_torch_and_goes_on_growing_on_other_ranks(corpus, starts, tmp_path):
+    """To 8 sequences at the 10th sample, in the middle of a step, and to 12 at the 20th; the rates are of iterations."""
+    eod = build_tokenizer_from(load_config(corpus).data).eod
+    want = plain_training(starts[77], plain_order(corpus, 77), eod, batches=(4, 4, 4, 8, 12, 12, 12, 12))
+    ramp = ["--seed", "77", "--load", str(tmp_path), "--num-workers", "1"]
+    ramp += "--global-batch-size 12 --rampup-batch-size 4 4 20".split()
+    first = [*MODEL, *FLAGS, *corpus, "--save", str(tmp_path), *ramp, "--exit-interval", "3", "--zero-stage", "2"]
+    done = run_job(first, 2)
+    assert "global batch size 4 from iteration 1 on" in done.stdout, done.stdout
+    got = train(corpus, tmp_path, 1, *ramp)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    saved = json.loads((tmp_path / f"global_step{STEPS}" / "index.json").read_text())["client_state"]
+    assert saved["consumed_samples"] == saved["train_samples"] == 4 + 4 + 4 + 8 + 12 * 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from megazero.logging import counted
@@ -13,9 +13,9 @@ T = TypeVar("T")
 class DataParallelBatchSampler:
     """Yields lists of sample indices, one per micro-batch, for one data-parallel rank.
 
-    Global batch k of B samples is [consumed + k * B, consumed + (k + 1) * B). Rank r takes the r-th contiguous slice of it,
-    cut into micro-batches. So a run that continues after `consumed_samples` sees the same global batches under any other
-    data-parallel size and micro-batch size that make the same B.
+    A global batch of B samples is [consumed, consumed + B), and the next one begins where it ends. Rank r takes the r-th
+    contiguous slice of it, cut into micro-batches. So a run that continues after `consumed_samples` sees the same global batches
+    under any other data-parallel size and micro-batch size that make the same B.
 
     A last global batch of less than B samples is not yielded: datasets are built for the samples that a run needs. Iteration
     then just ends, because a data loader reads ahead of what training uses; see `until_exhausted`.
@@ -25,7 +25,8 @@ class DataParallelBatchSampler:
         consumed_samples: samples that all ranks together have used before.
         micro_batch_size: samples per yielded list.
         data_parallel_rank, data_parallel_size: which slice of how many.
-        micro_batches_per_step: lists per global batch on each rank (gradient accumulation steps).
+        micro_batches_per_step: lists per global batch on each rank (gradient accumulation steps); or what it is after so many
+            consumed samples, of which B then is a function.
 
     Raises:
         ValueError: a size is not positive, the rank is outside, or no complete global batch is left.
@@ -38,39 +39,50 @@ class DataParallelBatchSampler:
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
-        micro_batches_per_step: int = 1,
+        micro_batches_per_step: int | Callable[[int], int] = 1,
     ) -> None:
-        if min(micro_batch_size, data_parallel_size, micro_batches_per_step) < 1 or consumed_samples < 0:
+        self._steps_after = (
+            micro_batches_per_step if callable(micro_batches_per_step) else lambda _: micro_batches_per_step
+        )
+        steps = self._steps_after(consumed_samples)
+        if min(micro_batch_size, data_parallel_size, steps) < 1 or consumed_samples < 0:
             raise ValueError(
                 f"micro_batch_size={micro_batch_size}, data_parallel_size={data_parallel_size} and micro_batches_per_step="
-                f"{micro_batches_per_step} must be at least 1, consumed_samples={consumed_samples} at least 0"
+                f"{steps} must be at least 1, consumed_samples={consumed_samples} at least 0"
             )
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data_parallel_rank={data_parallel_rank} is not in [0, {data_parallel_size})")
         self.total_samples, self.consumed_samples = total_samples, consumed_samples
         self.micro_batch_size = micro_batch_size
-        self.samples_per_rank = micro_batch_size * micro_batches_per_step
-        self.global_batch_size = self.samples_per_rank * data_parallel_size
-        self.first = data_parallel_rank * self.samples_per_rank
-        if consumed_samples + self.global_batch_size > total_samples:
+        self.rank, self.size = data_parallel_rank, data_parallel_size
+        if next(self._parts(), None) is None:
             raise ValueError(
                 f"no complete global batch is left: {counted(total_samples, 'sample')}, {consumed_samples} consumed, global "
-                f"batch size {micro_batch_size} x {micro_batches_per_step} x {data_parallel_size} = {self.global_batch_size}. "
-                "Lower the batch size, or give more data."
+                f"batch size {micro_batch_size} x {steps} x {data_parallel_size} = "
+                f"{micro_batch_size * steps * data_parallel_size}. Lower the batch size, or give more data."
             )
+
+    def _parts(self) -> Iterator[range]:
+        """This rank's samples of each complete global batch that is left."""
+        start = self.consumed_samples
+        while True:
+            count = self.micro_batch_size * self._steps_after(start)
+            if start + count * self.size > self.total_samples:
+                return
+            yield range(start + self.rank * count, start + (self.rank + 1) * count)
+            start += count * self.size
 
     @property
     def global_batches(self) -> int:
         """Complete global batches that are left."""
-        return (self.total_samples - self.consumed_samples) // self.global_batch_size
+        return sum(1 for _ in self._parts())
 
     def __len__(self) -> int:
-        return self.global_batches * (self.samples_per_rank // self.micro_batch_size)
+        return sum(len(part) // self.micro_batch_size for part in self._parts())
 
     def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.global_batches):
-            start = self.consumed_samples + step * self.global_batch_size + self.first
-            for micro in range(start, start + self.samples_per_rank, self.micro_batch_size):
+        for part in self._parts():
+            for micro in range(part.start, part.stop, self.micro_batch_size):
                 yield list(range(micro, micro + self.micro_batch_size))
 
 

@@ -175,7 +175,7 @@ class DeepSpeedEngine(CheckpointingEngine):
                 f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch size {self._micro_batch_size} x "
                 f"data-parallel size {self.groups.data_parallel_size} = {one}."
             )
-        self._accumulation_steps = train_batch_size // one
+        self.set_gradient_accumulation_steps(train_batch_size // one)
 
     # ---- questions
 

@@ -35,6 +35,28 @@ def test_order_does_not_depend_on_ranks_and_continues_exactly(total, before, aft
         assert global_batches(total, 12 * done, *after) == whole[done:]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_batches_that_grow_are_cut_alike_for_any_number_of_ranks_and_go_on_in_the_middle(size):
+    def ranks_from(consumed):
+        def steps_after(samples):
+            return (2 if samples < 4 else 4 if samples < 12 else 6) // size
+
+        return [DataParallelBatchSampler(30, consumed, 1, rank, size, steps_after) for rank in range(size)]
+
+    def together(consumed, sizes):
+        parts = [iter(rank) for rank in ranks_from(consumed)]
+        found = [[i for part in parts for _ in range(n // size) for i in next(part)] for n in sizes]
+        assert all(next(part, None) is None for part in parts)
+        return found
+
+    sizes = [2, 2, 4, 4, 6, 6, 6]
+    bounds = [0, 2, 4, 8, 12, 18, 24, 30]
+    whole = [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert together(0, sizes) == whole and together(8, sizes[3:]) == whole[3:]
+    sampler = ranks_from(0)[0]
+    assert sampler.global_batches == 7 and len(sampler) == 30 // size
+
+
 def test_continues_from_any_number_of_samples():
     # The global batch size was 5 before and is 4 now.
     assert global_batches(20, 5, 2, 2, 1) == [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
