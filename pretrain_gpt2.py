@@ -23,6 +23,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups
+from megazero.nvme import check_folder
 from megazero.training import pretrain
 
 
@@ -74,6 +75,8 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     if not config.data.train_data and not config.checkpoint.load:
         raise ValueError("--train-data is missing: name the data to train on, as --help says.")
     refuse_to_replace(config.checkpoint)
+    for folder in config.swap_folders:
+        check_folder(folder)
     tokenizer = build_tokenizer_from(config.data)
     check_data(config.data, tokenizer, evaluates=config.training.eval_iters > 0)
     return config, tokenizer

@@ -277,6 +277,12 @@ class Config:
         return self.training.eval_batch_size or self.training.batch_size
 
     @property
+    def swap_folders(self) -> list[str]:
+        """Where ranks make swap files, if anywhere."""
+        states = self.zero.nvme_path if "nvme" in (self.zero.offload_optimizer, self.zero.offload_param) else None
+        return [folder for folder in (states, self.activations.checkpoint_nvme_path) if folder]
+
+    @property
     def profile_dir(self) -> str | None:
         """Where a trace goes, if anywhere."""
         save = self.checkpoint.save

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -120,4 +121,5 @@ def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
         time.sleep(10)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
-    sys.exit(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}")
+    text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # an OSError begins with a number that nobody has to know
+    sys.exit(f"error: {text}" if rank == 0 else f"error (rank {rank}): {text}")

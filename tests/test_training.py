@@ -431,6 +431,12 @@ def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
         (["--vocab-size", "7"], "--vocab-size 7 is smaller than the tokenizer's vocabulary"),
         (["--split", "0,1,1"], "--split"),
         (["--distributed-backend", "nccl"], "--distributed-backend nccl needs a CUDA device"),
+        (
+            ["--zero-stage", "1", "--offload-optimizer", "nvme", "--nvme-path", "no_such_folder"],
+            "error: --nvme-path or nvme_path must be an existing directory that this job may write to, on the drive to swap to: "
+            "No such file or directory: 'no_such_folder'",
+        ),
+        (["--checkpoint-nvme-path", "README.md"], "to swap to: it is not a directory: 'README.md'"),
     ],
 )
 def test_bad_input_is_one_clear_line(corpus, tmp_path, change, message):

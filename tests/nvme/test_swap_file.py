@@ -329,10 +329,14 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog):
 )
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path, make, found):
     folder = make(tmp_path / "folder")
-    for use in (check_folder, lambda path: SwapFile(path, 0), lambda path: check_space(path, 1)):
+    for who, use in (
+        ("", check_folder),
+        ("rank 7: ", lambda path: SwapFile(path, 7)),
+        ("", lambda path: check_space(path, 1)),
+    ):
         with pytest.raises(OSError, match=f"nvme_path must be an existing directory .*{found}") as caught:
             use(folder)
-        assert str(folder) in str(caught.value)
+        assert str(folder) in str(caught.value) and f"] {who}--nvme-path " in str(caught.value)
 
 
 def in_child(work, *args):
