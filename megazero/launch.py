@@ -5,6 +5,7 @@ torchrun itself buries a job's own error message under two screens of its traceb
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -65,6 +66,17 @@ def share_cores(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
+def end_with_launcher() -> None:
+    """Has the kernel (Linux) send this process SIGTERM when the launcher that started it ends, as SIGKILL makes it do.
+
+    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody has typed the command is none: nohup lets a job
+    outlive it.
+    """
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux" and os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 def run_ranks(args: Namespace) -> int:
     """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
@@ -90,6 +102,7 @@ def run_ranks(args: Namespace) -> int:
 
 def main() -> None:
     """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
+    end_with_launcher()
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         # What they say is repeated here; the second has its own level.
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -67,7 +67,8 @@ launch() {
     where=(--standalone)
   fi
   # In a session of its own, torchrun gets neither the terminal's Ctrl-C nor the batch system's signal, which it would answer
-  # by killing its ranks after 30 seconds; the ranks get it from here.
+  # by killing its ranks after 30 seconds; the ranks get it from here. If this shell is killed, torchrun gets it from the kernel.
+  export MEGAZERO_LAUNCHER=$BASHPID
   $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" &
   local torchrun=$! status=0
   trap 'pkill -TERM -P '"$torchrun"' || kill -TERM '"$torchrun" TERM INT HUP  # no ranks yet: torchrun itself

@@ -468,8 +468,8 @@ while True:
 
 @pytest.mark.parametrize(
     "many, number",
-    [(True, signal.SIGKILL), (True, signal.SIGQUIT), (False, signal.SIGQUIT)],
-    ids=["SIGKILL on two nodes", "SIGQUIT on two nodes", "SIGQUIT here"],
+    [(True, signal.SIGKILL), (False, signal.SIGKILL), (True, signal.SIGQUIT), (False, signal.SIGQUIT)],
+    ids=["SIGKILL on two nodes", "SIGKILL here", "SIGQUIT on two nodes", "SIGQUIT here"],
 )
 def test_ranks_end_when_the_launcher_is_killed(folder, many, number):
     script = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)"

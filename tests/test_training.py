@@ -300,6 +300,33 @@ def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_pat
     assert said and "Traceback" not in output, output
 
 
+def test_ranks_whose_script_was_killed_save_and_end(corpus, tmp_path):
+    process = start_job(flags(corpus, tmp_path, 100_000), 2)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    process.kill()
+    output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
+    last = max(metrics(tmp_path))
+    assert f"stopping after iteration {last}: SIGTERM" in output and "torchrun was ended by SIGTERM" in output, output
+    assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+def test_a_job_without_a_launcher_outlives_the_shell_that_started_it(corpus, tmp_path):
+    """As with nohup: the shell ends, and the job trains on."""
+    job = f'{sys.executable} -m megazero.launch --standalone --nproc-per-node 1 pretrain_gpt2.py "$@"'
+    command = f"{job} & until [ -s {tmp_path}/metrics.jsonl ]; do sleep 0.1; done"
+    arguments = flags(corpus, tmp_path, 300)
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert (tmp_path / "latest").read_text() == "global_step300", done.stdout
+
+
 def test_sigquit_ends_all_ranks_with_the_script(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)

@@ -36,7 +36,8 @@ class Node:
     """torchrun on this machine, in a session of its own."""
 
     def __init__(self, command: Sequence[str], stdin: int | None = None) -> None:
-        self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True)
+        known = {**os.environ, "MEGAZERO_LAUNCHER": str(os.getpid())}  # with which megazero.launch ends
+        self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=known)
 
     def stop(self) -> None:
         """Sends SIGTERM to the ranks; to torchrun itself where there are none yet."""
