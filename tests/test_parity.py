@@ -12,7 +12,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import merge_full, slice_full
 from megazero.zero.config import ZeroConfig
-from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from tests.model.plain_gpt2 import PlainGPT2, decay_groups, random_tokens, randomize
 from tests.ranks import run_ranks
 
 STEPS, MICRO, BATCH, LENGTH, CLIP, DECAY = 3, 2, 2, 9, 0.7, 0.1
@@ -44,12 +44,7 @@ def plain_training(data_parallel_size: int, optimizer: str, config: GPT2Config):
     """Mean losses of every rank, gradient norms, last gradients and final weights, by torch alone, on the CPU."""
     model = PlainGPT2(config)
     randomize(model)
-    group_of, settings = weight_decay_groups(model, DECAY)
-    groups = [
-        {**setting, "params": [p for name, p in model.named_parameters() if group_of[name] == index]}
-        for index, setting in enumerate(settings)
-    ]
-    opt = OPTIMIZERS[optimizer](groups)
+    opt = OPTIMIZERS[optimizer](decay_groups(model, DECAY))
     losses, norms, gradients = [], [], {}
     for step in batches(data_parallel_size, config.max_position_embeddings):
         opt.zero_grad()

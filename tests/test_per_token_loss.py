@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.arguments import load_config
-from megazero.engine import weight_decay_groups
 from megazero.job import Job, batches, build_job, setup_distributed, take_counted
 from megazero.model.state_dict import merge_full
 from megazero.training import evaluate, train_step
 from pretrain_gpt2 import count_tokens, forward_step, make_model
-from tests.model.plain_gpt2 import PlainGPT2, random_tokens
+from tests.model.plain_gpt2 import PlainGPT2, decay_groups, random_tokens
 from tests.ranks import run_ranks, run_script
 from tests.tiny import TINY_MODEL, make_corpus, run_job
 
@@ -69,12 +68,7 @@ def plain_training(start: dict[str, Tensor], config: Any) -> tuple[list[float], 
     """Losses and gradient norms of the steps, the weights after them, and an evaluation's loss with these: by torch alone."""
     model = PlainGPT2(config)
     model.load_state_dict(start)
-    group_of, settings = weight_decay_groups(model, DECAY)
-    groups = [
-        {**setting, "params": [p for name, p in model.named_parameters() if group_of[name] == index]}
-        for index, setting in enumerate(settings)
-    ]
-    optimizer, data = torch.optim.AdamW(groups, lr=RATE, eps=EPS), samples()
+    optimizer, data = torch.optim.AdamW(decay_groups(model, DECAY), lr=RATE, eps=EPS), samples()
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()

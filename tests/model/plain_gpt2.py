@@ -58,6 +58,13 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(self(tokens).transpose(1, 2), targets, reduction="none")
 
 
+def decay_groups(model: nn.Module, decay: float) -> list[dict]:
+    """A torch optimizer's groups: the weights of linear layers and embeddings decay; biases, norms and all else do not."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    rest = [p for p in model.parameters() if all(p is not weight for weight in weights)]
+    return [{"params": weights, "weight_decay": decay}, {"params": rest, "weight_decay": 0.0}]
+
+
 def randomize(module: nn.Module, seed: int = 0) -> None:
     """Fills every parameter with numbers of about 0.2, biases and norms too, so that none can hide behind a zero or a one."""
     generator = torch.Generator().manual_seed(seed)

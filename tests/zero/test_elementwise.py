@@ -8,6 +8,7 @@ from torch import nn
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero.config import ZeroConfig
+from tests.model.plain_gpt2 import decay_groups
 from tests.ranks import run_ranks
 
 OPTIMIZERS = {
@@ -38,11 +39,7 @@ def batches(size: int) -> torch.Tensor:
 
 def plain(name: str, size: int) -> dict[str, torch.Tensor]:
     model = make_model()
-    of_group, settings = weight_decay_groups(model, DECAY)
-    groups = [
-        {**s, "params": [p for n, p in model.named_parameters() if of_group[n] == i]} for i, s in enumerate(settings)
-    ]
-    optimizer = getattr(torch.optim, name)(groups, **OPTIMIZERS[name])
+    optimizer = getattr(torch.optim, name)(decay_groups(model, DECAY), **OPTIMIZERS[name])
     for batch in batches(size):
         optimizer.zero_grad()
         (sum(model(x).square().mean() for x in batch) / size).backward()

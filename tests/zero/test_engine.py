@@ -10,6 +10,7 @@ from megazero import comm, mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
+from tests.model.plain_gpt2 import decay_groups
 from tests.ranks import run_ranks
 from tests.zero.models import Toy
 
@@ -28,11 +29,7 @@ def data(world_size: int) -> torch.Tensor:
 
 def reference(world_size: int, optimizer: str, model: nn.Module):
     """Losses of every rank, clipped-away norms, gradients of the last step and final weights: torch alone, one process."""
-    group_of, settings = weight_decay_groups(model, 0.1)
-    groups = [
-        {**s, "params": [p for n, p in model.named_parameters() if group_of[n] == i]} for i, s in enumerate(settings)
-    ]
-    opt = OPTIMIZERS[optimizer](groups)
+    opt = OPTIMIZERS[optimizer](decay_groups(model, 0.1))
     losses, norms = [], []
     for step in data(world_size):
         opt.zero_grad()
