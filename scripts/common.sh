@@ -46,7 +46,8 @@ use_python() {
 
 JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm matplotlib tokenizers)
 
-# launch SCRIPT ARG...: torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their step, save and exit 0
+# launch SCRIPT ARG...: becomes torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their
+# step, save and exit 0
 launch() {
   local where=()
   # After a rank of one node is lost, torchrun starts the others' again at another time, or not at all, and they do not meet.
@@ -57,7 +58,6 @@ launch() {
   # One process reads flags and files before all ranks start, and says on descriptor 3 how many there are to be (megazero.entry).
   { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
   [ -n "$NPROC" ] || exit 0  # it has printed --help
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( CORES / NPROC > 0 ? CORES / NPROC : 1 ))}
   if [ -n "${RDZV_ENDPOINT:-}" ]; then
     where=(--nnodes "${NNODES:-1}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-megazero}")
   elif [ "${NNODES:-1}" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then
@@ -66,19 +66,10 @@ launch() {
   else
     where=(--standalone)
   fi
-  # In a session of its own, torchrun gets neither the terminal's Ctrl-C nor the batch system's signal, which it would answer
-  # by killing its ranks after 30 seconds; the ranks get it from here. If this shell is killed, torchrun gets it from the kernel.
-  export MEGAZERO_LAUNCHER=$BASHPID
-  $(command -v setsid || true) "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" &
-  local torchrun=$! status=0
-  trap 'pkill -TERM -P '"$torchrun"' || kill -TERM '"$torchrun" TERM INT HUP  # no ranks yet: torchrun itself
-  trap 'kill -TERM '"$torchrun" QUIT  # Ctrl-\, for ranks that do not end so: torchrun gives them 30 seconds
-  while :; do
-    wait "$torchrun" && status=0 || status=$?
-    kill -0 "$torchrun" 2>/dev/null || break  # a signal ends `wait`, not torchrun
-  done
-  trap - TERM INT HUP QUIT
-  return "$status"
+  # What runs on a node for the command `megazero` keeps the terminal's Ctrl-C and the batch system's signals from torchrun, and passes
+  # them to the ranks (megazero/runner/processes.py).
+  trap '' INT  # until it does so: Python would print a traceback
+  exec "$PYTHON" -m megazero.runner.agent "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" </dev/null
 }
 
 # json_has KEYS ARG...: whether the JSON file after --deepspeed_config says something of a key (a|b), and not "auto"

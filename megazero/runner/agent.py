@@ -1,4 +1,4 @@
-"""Runs a command on a node for `megazero`: `python -m megazero.runner.agent [--obey-stdin] COMMAND...`; see processes.py."""
+"""Runs a node's torchrun and passes it signals: `python -m megazero.runner.agent [--obey-stdin] COMMAND...`; see processes.py."""
 
 from __future__ import annotations
 
