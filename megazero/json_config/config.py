@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +26,34 @@ from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits
 
 _DTYPES = ("fp32", "fp16", "bf16")
+ZERO = "zero_optimization"  # the name of a section
+# The field of ZeroConfig that says what a key says; nvme_path and pin_memory are keys of two sections.
+ZERO_FIELDS = {
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "prescale_gradients": "prescale_gradients",
+    "communication_data_type": "reduce_dtype",
+    "data_types.grad_accum_dtype": "grad_dtype",
+    f"{ZERO}.stage": "stage",
+    f"{ZERO}.mics_shard_size": "shard_size",
+    f"{ZERO}.overlap_comm": "overlap_comm",
+    f"{ZERO}.overlap_param_gather": "overlap_param_gather",
+    f"{ZERO}.placement": "placement",
+    f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",
+    f"{ZERO}.sub_group_size": "sub_group_size",
+    f"{ZERO}.stage3_prefetch_bucket_size": "gather_limits",
+    f"{ZERO}.stage3_max_live_parameters": "gather_limits",
+    f"{ZERO}.stage3_max_reuse_distance": "gather_limits",
+    f"{ZERO}.stage3_param_persistence_threshold": "param_persistence_threshold",
+    f"{ZERO}.stage3_model_persistence_threshold": "model_persistence_threshold",
+    f"{ZERO}.offload_param.device": "offload_param",
+    f"{ZERO}.offload_param.buffer_count": "param_buffer_count",
+    f"{ZERO}.offload_optimizer.device": "offload_optimizer",
+    f"{ZERO}.offload_optimizer.ratio": "offload_optimizer_ratio",
+    f"{ZERO}.offload_optimizer.buffer_count": "optimizer_buffer_count",
+    f"{ZERO}.offload_optimizer.pipeline_read": "pipeline_read",
+    f"{ZERO}.offload_optimizer.pipeline_write": "pipeline_write",
+    **{f"aio.{key}": "aio" for key in ("block_size", "queue_depth", "intra_op_parallelism", "overlap_events")},
+}
 
 
 @dataclass(frozen=True)
@@ -115,10 +145,12 @@ class JsonConfig:
         """What the model's parameters and buffers are cast to; None: under fp32 they keep their own dtypes."""
         return None if self.compute_dtype == "fp32" else self.precision.dtype
 
-    def _if_given(self, name: str) -> int | None:
-        """A stage3_ key of the zero_optimization section, None where the source has not named it."""
-        is_given = f"zero_optimization.stage3_{name}" in self.given
-        return getattr(self.zero_optimization, name) if is_given else None
+    def at(self, path: str) -> Any:
+        """The value of the key at `path`, which was given."""
+        at: Any = self
+        for name in path.split("."):
+            at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # no field has it
+        return at
 
     @property
     def zero(self) -> ZeroConfig:
@@ -153,36 +185,20 @@ class JsonConfig:
                 f"zero_optimization.offload_optimizer.nvme_path and offload_param.nvme_path differ ({optimizer.nvme_path!r}, "
                 f"{param.nvme_path!r}): a rank swaps to one file. Give the same directory."
             )
-        return ZeroConfig(
-            stage=section.stage,
-            shard_size=max(0, section.mics_shard_size),
-            grad_dtype=self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype) or "fp32",
-            reduce_dtype=self._dtype("communication_data_type", self.communication_data_type) or "same",
-            gradient_predivide_factor=self.gradient_predivide_factor,
-            prescale_gradients=self.prescale_gradients,
-            overlap_comm=section.overlap_comm,
-            overlap_param_gather=section.overlap_param_gather,
-            placement=section.placement,
-            gpu_margin_mem_ratio=section.gpu_margin_mem_ratio,
-            offload_optimizer=optimizer.device,
-            offload_optimizer_ratio=1.0 if optimizer.device == "none" else optimizer.ratio,
-            offload_param=param.device,
-            nvme_path=next(iter(paths), None),
-            pin_memory=optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
-            sub_group_size=section.sub_group_size if "zero_optimization.sub_group_size" in self.given else 0,
-            pipeline_read=optimizer.pipeline_read,
-            pipeline_write=optimizer.pipeline_write,
-            optimizer_buffer_count=optimizer.buffer_count,
-            param_buffer_count=param.buffer_count,
-            aio=self.aio.config,
-            gather_limits=GatherLimits(
-                prefetch=self._if_given("prefetch_bucket_size"),
-                live=self._if_given("max_live_parameters"),
-                reuse=self._if_given("max_reuse_distance") or 0,
-            ),
-            param_persistence_threshold=self._if_given("param_persistence_threshold") or 0,
-            model_persistence_threshold=self._if_given("model_persistence_threshold"),
-        )
+        given = {field: self.at(key) for key, field in ZERO_FIELDS.items() if key in self.given}
+        limits = {"prefetch": "prefetch_bucket_size", "live": "max_live_parameters", "reuse": "max_reuse_distance"}
+        limits = {name: f"{ZERO}.stage3_{key}" for name, key in limits.items()}
+        as_zero_has_it = {
+            "shard_size": max(0, section.mics_shard_size),
+            "grad_dtype": self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype) or "fp32",
+            "reduce_dtype": self._dtype("communication_data_type", self.communication_data_type) or "same",
+            "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
+            "nvme_path": next(iter(paths), None),
+            "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
+            "aio": self.aio.config,
+            "gather_limits": GatherLimits(**{name: self.at(key) for name, key in limits.items() if key in self.given}),
+        }
+        return ZeroConfig(**{**given, **as_zero_has_it})
 
     @property
     def precision(self) -> PrecisionConfig:

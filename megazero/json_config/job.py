@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
-from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, WARMUP_FIELDS, ZERO, Flags
+from megazero.json_config.config import ZERO, ZERO_FIELDS
+from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, WARMUP_FIELDS, Flags
 from megazero.json_config.schema import ALWAYS, every_key
 from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, OptimizerSection
 from megazero.mpu.groups import check_model_parallel_size
@@ -15,33 +16,6 @@ from megazero.optim.lr_schedule import LRScheduleConfig
 
 logger = logging.getLogger(__name__)
 
-# The field of ZeroConfig that says what a key says; nvme_path and pin_memory are keys of two sections.
-ZERO_FIELDS = {
-    "gradient_predivide_factor": "gradient_predivide_factor",
-    "prescale_gradients": "prescale_gradients",
-    "communication_data_type": "reduce_dtype",
-    "data_types.grad_accum_dtype": "grad_dtype",
-    f"{ZERO}.stage": "stage",
-    f"{ZERO}.mics_shard_size": "shard_size",
-    f"{ZERO}.overlap_comm": "overlap_comm",
-    f"{ZERO}.overlap_param_gather": "overlap_param_gather",
-    f"{ZERO}.placement": "placement",
-    f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",
-    f"{ZERO}.sub_group_size": "sub_group_size",
-    f"{ZERO}.stage3_prefetch_bucket_size": "gather_limits",
-    f"{ZERO}.stage3_max_live_parameters": "gather_limits",
-    f"{ZERO}.stage3_max_reuse_distance": "gather_limits",
-    f"{ZERO}.stage3_param_persistence_threshold": "param_persistence_threshold",
-    f"{ZERO}.stage3_model_persistence_threshold": "model_persistence_threshold",
-    f"{ZERO}.offload_param.device": "offload_param",
-    f"{ZERO}.offload_param.buffer_count": "param_buffer_count",
-    f"{ZERO}.offload_optimizer.device": "offload_optimizer",
-    f"{ZERO}.offload_optimizer.ratio": "offload_optimizer_ratio",
-    f"{ZERO}.offload_optimizer.buffer_count": "optimizer_buffer_count",
-    f"{ZERO}.offload_optimizer.pipeline_read": "pipeline_read",
-    f"{ZERO}.offload_optimizer.pipeline_write": "pipeline_write",
-    **{f"aio.{key}": "aio" for key in ("block_size", "queue_depth", "intra_op_parallelism", "overlap_events")},
-}
 ADAM_FIELDS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 # The other parameters of Adam that pass: how torch runs it, or what is always so (false is refused).
 ADAM_ALWAYS = {"adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused", "foreach"}
@@ -74,7 +48,7 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{flags.source}: {error}") from error
     for key, field, value in said:
-        flags.note(field, key, value, _written(config, key))
+        flags.note(field, key, value, config.at(key))
     _log_idle(config, {key for key, _, _ in said}, path)
     return {
         **{field: value for _, field, value in said},
@@ -143,14 +117,6 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
     said = [(f"{where}.{key}", field, float(params[key])) for key, field in ADAM_FIELDS.items() if key in params]
     betas = zip(("adam_beta1", "adam_beta2"), params.get("betas", ()), strict=False)
     return said + [(f"{where}.betas", field, float(value)) for field, value in betas]
-
-
-def _written(config: JsonConfig, key: str) -> Any:
-    """What the file has at `key`."""
-    at: Any = config
-    for name in key.split("."):
-        at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # no field has it
-    return at
 
 
 def _log_idle(config: JsonConfig, used: set[str], path: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
+from megazero.json_config.config import ZERO
 from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.schedules import SCHEDULES
@@ -16,7 +17,6 @@ logger = logging.getLogger(__name__)
 BATCH_KEYS = {"batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size"}
 STEPS_KEY = "gradient_accumulation_steps"
 DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-ZERO = "zero_optimization"
 
 # Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
 WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
