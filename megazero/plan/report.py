@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -88,62 +89,60 @@ def _states(plan: JobPlan) -> str:
     states, work = plan.states, plan.activations
     optimizer = HOME_NAMES[states.optimizer_home]
     rows = [
-        ("parameters (P)", _row(states.parameters, HOME_NAMES[states.param_home])),
-        ("gradients (G)", _row(states.gradients, "device")),
-        ("gradients, reduced", _row(states.reduced, optimizer)),
-        ("master weights (O)", _row(states.master, optimizer)),
-        ("Adam's moments (O)", _row(states.moments, optimizer)),
-        ("of O, not offloaded", _row(states.kept, "device")),
-        ("gathered parameters", _row(states.gathered, "device, for a while")),
-        ("gradients under way", _row(states.reducing, "device, for a while")),
-        ("activations", _row(work.saved, "device, from forward to backward")),
-        ("activation checkpoints", _row(work.kept_on_host, "host")),
-        ("activation checkpoints", _row(work.kept_on_disk, "nvme")),
-        ("checkpoint being written", _row(plan.being_saved, "host, for a while")),
-        ("recomputed activations", _row(work.recomputed, "device, for a while")),
-        ("loss, working memory", _row(work.loss_working, "device, for a while")),
-        ("CUDA, NCCL", _row(plan.runtime, "device")),
+        ("parameters (P)", states.parameters, HOME_NAMES[states.param_home]),
+        ("gradients (G)", states.gradients, "device"),
+        ("gradients, reduced", states.reduced, optimizer),
+        ("master weights (O)", states.master, optimizer),
+        ("Adam's moments (O)", states.moments, optimizer),
+        ("of O, not offloaded", states.kept, "device"),
+        ("gathered parameters", states.gathered, "device, for a while"),
+        ("gradients under way", states.reducing, "device, for a while"),
+        ("activations", work.saved, "device, from forward to backward"),
+        ("activation checkpoints", work.kept_on_host, "host"),
+        ("activation checkpoints", work.kept_on_disk, "nvme"),
+        ("checkpoint being written", plan.being_saved, "host, for a while"),
+        ("recomputed activations", work.recomputed, "device, for a while"),
+        ("loss, working memory", work.loss_working, "device, for a while"),
+        ("CUDA, NCCL", plan.runtime, "device"),
     ]
-    return table("bytes per rank", [row for row in rows if not row[1].startswith(f"{size(0):>10}")])
+    return _bytes_table("bytes per rank", [row for row in rows if row[1]])
 
 
-def _row(nbytes: int, where: str) -> str:
-    return f"{size(nbytes):>10}  {where}"
+def _bytes_table(title: str, rows: Iterable[tuple[str, int, str]]) -> str:
+    """A table of (name, bytes, what else is to be said)."""
+    return table(title, [(name, f"{size(nbytes):>10}  {rest}".rstrip()) for name, nbytes, rest in rows])
 
 
 def _modes(plan: JobPlan) -> str:
     rows = []
     for name, work in activation_modes(plan.setup).items():
         host = f"  and {size(work.kept_on_host)} on the host" if work.kept_on_host else ""
-        rows.append((name, f"{size(work.saved):>10}  {size(work.recomputed):>10} recomputed at a time{host}"))
-    return table("activations, by what is recomputed", rows)
+        rows.append((name, work.saved, f"{size(work.recomputed):>10} recomputed at a time{host}"))
+    return _bytes_table("activations, by what is recomputed", rows)
 
 
 def _moments(plan: JobPlan) -> str:
-    rows = [(name, f"{size(value + plan.runtime):>10}") for name, value in plan.moments.items()]
-    return table("device memory per rank at", [*rows, ("most", f"{size(plan.device):>10}")])
+    moments = {name: value + plan.runtime for name, value in plan.moments.items()} | {"most": plan.device}
+    return _bytes_table("device memory per rank at", [(name, value, "") for name, value in moments.items()])
 
 
 def _node(plan: JobPlan) -> str:
-    rows = [
-        ("host memory", f"{size(plan.per_node(plan.host)):>10}"),
-        ("disk", f"{size(plan.per_node(plan.disk)):>10}"),
-    ]
-    return table(f"offloaded, on a node of {counted(plan.setup.ranks_per_node, 'rank')}", rows)
+    rows = [("host memory", plan.per_node(plan.host), ""), ("disk", plan.per_node(plan.disk), "")]
+    return _bytes_table(f"offloaded, on a node of {counted(plan.setup.ranks_per_node, 'rank')}", rows)
 
 
 def _traffic(plan: JobPlan) -> str:
     moved = plan.traffic
     rows = [
-        ("between data-parallel ranks", f"{size(moved.data_parallel):>10}  {moved.data_parallel_elements:,} elements"),
-        ("- of it between their sets", f"{size(moved.between_sets):>10}"),
-        ("between tensor-parallel ranks", f"{size(moved.model_parallel):>10}"),
-        ("device to host", f"{size(moved.to_host):>10}"),
-        ("host to device", f"{size(moved.from_host):>10}"),
-        ("read from disk", f"{size(moved.disk_read):>10}"),
-        ("written to disk", f"{size(moved.disk_written):>10}"),
+        ("between data-parallel ranks", moved.data_parallel, f"{moved.data_parallel_elements:,} elements"),
+        ("- of it between their sets", moved.between_sets, ""),
+        ("between tensor-parallel ranks", moved.model_parallel, ""),
+        ("device to host", moved.to_host, ""),
+        ("host to device", moved.from_host, ""),
+        ("read from disk", moved.disk_read, ""),
+        ("written to disk", moved.disk_written, ""),
     ]
-    return table("moved per rank and step", [row for row in rows if not row[1].startswith(f"{size(0):>10}")])
+    return _bytes_table("moved per rank and step", [row for row in rows if row[1]])
 
 
 def _verdict(plan: JobPlan, limits: Limits) -> str:
