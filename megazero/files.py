@@ -12,7 +12,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -77,7 +77,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
         try:
             _lock(file, path, wait)
-            if _is_still(path, file):
+            if is_still(path, file.fileno()):
                 break
         except BaseException:
             file.close()
@@ -109,11 +109,11 @@ def _warn_of_no_locks(folder: Path) -> None:
     logger.warning("%s: this file system has no locks; make sure that no second process writes these outputs", folder)
 
 
-def _is_still(path: Path, file: BinaryIO) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+def is_still(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one at `path`, which another process may have removed or replaced."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
 
 
 def fingerprint(path: Path) -> dict[str, int | str]:

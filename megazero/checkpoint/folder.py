@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path, tag_at
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import sync_folder, written_aside
+from megazero.files import is_still, sync_folder, written_aside
 from megazero.option import option
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,11 @@ class CheckpointFolder:
             DirectoryInUseError: another job saves here.
             OSError: it cannot be created or written.
         """
-        if self._lock is not None and self._is_ours(self._lock):
+        if self._lock is not None and is_still(self.path / ".lock", self._lock):
             return False
         self.release()  # if somebody has deleted the directory
         with self._one_at_a_time:
-            shared = next(filter(self._is_ours, +self._users), None)
+            shared = next((lock for lock in +self._users if is_still(self.path / ".lock", lock)), None)
             self._lock = self._take_lock() if shared is None else shared
             self._users[self._lock] += 1
             with naming(self.path / ".lock"):
@@ -128,12 +128,6 @@ class CheckpointFolder:
                 os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._clear()
         return True
-
-    def _is_ours(self, lock: int) -> bool:
-        """Whether a lock of this process is that of the directory."""
-        with suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self.path / ".lock"), os.fstat(lock))
-        return False
 
     def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
