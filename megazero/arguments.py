@@ -12,11 +12,12 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.json_config.job import values_of_file
+from megazero.option import Parser
 from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,6 @@ CPU_OPTIMIZER = {
     "--cpu-optimizer": "--offload-optimizer cpu",
     "--cpu_torch_adam": "--offload-optimizer cpu: torch's fused Adam, or one pass over memory that gives its results",
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises instead of printing, so that the caller decides which rank speaks."""
-        raise ValueError(message)
 
 
 def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
@@ -96,7 +91,7 @@ def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:
 
 def make_parser(components: Sequence[type], description: str) -> argparse.ArgumentParser:
     """A parser with the flags of every component, strict about their names."""
-    parser = _Parser(description=description, allow_abbrev=False, usage="%(prog)s [flags]")
+    parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [flags]")
     for component in components:
         add_flags(parser, component)
     for flag in (*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS):

@@ -1,11 +1,12 @@
-"""How a configuration dataclass describes its own command-line flag, so that none is written twice; guesses at misspelt names."""
+"""How a configuration dataclass describes its own command-line flag, so that none is written twice; errors of command lines."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, NoReturn
 
 
 def option(
@@ -26,6 +27,14 @@ def option(
     """
     metadata = {"help": help, "choices": choices, "flag": flag, "aliases": tuple(aliases)}
     return field(default=default, metadata=metadata)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose errors are raised, so that the caller decides which rank speaks."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a ValueError."""
+        raise ValueError(message)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -9,8 +9,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
 
+from megazero.option import Parser
 from megazero.runner.commands import Program
 
 HOSTFILE = "/job/hostfile"
@@ -30,54 +30,33 @@ LAUNCHERS = ("pdsh", "ssh", "slurm", "torchrun", "local")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
     """The parser of the launcher's own options, and for the name of each one whether it takes a value."""
-    parser = _Parser(
+    parser = Parser(
         prog="megazero",
         usage="megazero [options] script.py [the script's arguments]",
         description="Runs a script on many ranks, with torchrun on every node.",
         allow_abbrev=False,
         add_help=False,
     )
-    actions: list[argparse.Action] = []
-
-    def add(*names: str, **how: Any) -> None:
-        actions.append(parser.add_argument(*names, **how))
-
+    add = parser.add_argument
     add("-h", "--help", action="help", help="show this and exit")
-    add(
-        "-H",
-        "--hostfile",
-        default=None,
-        help=f"lines `host slots=N`; {HOSTFILE} if there is one, else this machine alone",
-    )
+    add("-H", "--hostfile", help=f"lines `host slots=N`; {HOSTFILE} if there is one, else this machine alone")
     add("-i", "--include", default="", help="use only these: host, host:0,2, several joined by @")
     add("-e", "--exclude", default="", help="use all but these, written as for --include")
     add("--num_nodes", type=int, default=-1, help="use the first N hosts")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host: its first N slots")
     add("--master_addr", default="", help="where the ranks meet; the first host")
-    add("--master_port", type=int, default=None, help="its port; 29500 on several nodes, a free one on a single node")
-    add(
-        "--launcher",
-        type=str.lower,
-        default=None,
-        help="pdsh or ssh (both over ssh, the default), slurm (over srun), torchrun (this machine)",
-    )
+    add("--master_port", type=int, help="its port; 29500 on several nodes, a free one on a single node")
+    launchers = "pdsh or ssh (both over ssh, the default), slurm (over srun), torchrun (this machine)"
+    add("--launcher", type=str.lower, help=launchers)
     add("--launcher_args", default="", help="further options of ssh or srun, in one string")
     add("--no_ssh_check", action="store_true", help="no effect: no host is tried before the job starts")
     add("--force_multi", action="store_true", help="reach even a single host, or this one, over ssh")
-    add("--ssh_port", type=int, default=None, help="port of sshd on the other hosts")
+    add("--ssh_port", type=int, help="port of sshd on the other hosts")
     add("--venv_script", default="", help="is sourced on hosts reached over ssh; their `python` is used then")
-    add(
-        "--no_ssh",
-        action="store_true",
-        help="start this node only: give the same command, with --node_rank, on every node",
-    )
+    no_ssh = "start this node only: give the same command, with --node_rank, on every node"
+    add("--no_ssh", action="store_true", help=no_ssh)
     add("--node_rank", type=int, default=-1, help="with --no_ssh: which of the nodes this is, from 0")
     add("--module", action="store_true", help="script is a module, as for python -m")
     add("--no_python", action="store_true", help="script is a program of its own")
@@ -86,14 +65,10 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
     add("--bind_cores_to_rank", action="store_true", help="give each rank its own share of the node's cores")
     add("--bind_core_list", default="", metavar="LIST", help="the cores that are shared out: 0-7,16-23; all")
     add("--save_pid", action="store_true", help="keep this process's id in <tmp>/<id>.megazero while it runs")
-    add(
-        "--log_level",
-        default="info",
-        choices=LOG_LEVELS,
-        help="what the launcher itself says; debug shows its commands",
-    )
+    log_level = "what the launcher itself says; debug shows its commands"
+    add("--log_level", default="info", choices=LOG_LEVELS, help=log_level)
     add("-q", "--quiet", dest="log_level", action="store_const", const="error", help="--log_level error")
-    return parser, {name: action.nargs != 0 for action in actions for name in action.option_strings}
+    return parser, {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
