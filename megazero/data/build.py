@@ -115,50 +115,45 @@ def build_datasets(
         FileNotFoundError: a corpus is missing.
         ValueError: files are damaged or made with another tokenizer, a split is empty, or the cache cannot be written.
     """
-    builder = _Builder(config, tokenizer, seed, rank)
-    if rank == 0:
-        try:
-            return builder.build(num_samples)
-        finally:
-            barrier()
-    barrier()
-    return builder.build(num_samples)
+    sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
 
-
-class _Builder:
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int, rank: int) -> None:
-        self.config, self.seed = config, seed
-        self.sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
-
-    def build(self, num_samples: tuple[int, int, int]) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    def build() -> tuple[Dataset | None, Dataset | None, Dataset | None]:
         train, valid, test = (
-            self._dataset(corpora, shares, part, num_samples[part])
-            for part, (corpora, shares) in enumerate(_parts(self.config))
+            _dataset(config, sources, seed, corpora, shares, part, num_samples[part])
+            for part, (corpora, shares) in enumerate(_parts(config))
         )
         return train, valid, test
 
-    def _dataset(self, corpora: list[Corpus], shares: list[float], part: int, samples: int) -> Dataset | None:
-        if samples <= 0 or not corpora or shares[part] == 0:
-            return None
-        name = _PARTS[part]
-        sources = [self.sources.open(corpus) for corpus in corpora]
-        ranges = [_documents(self.config, source, shares, part) for source in sources]
-        if len(sources) == 1:
-            return self._samples(sources[0], ranges[0], name, samples)
-        weights = [
-            corpus.weight or float(source.sizes[start:stop].sum(dtype=np.int64))
-            for corpus, source, (start, stop) in zip(corpora, sources, ranges, strict=True)
-        ]
-        order = BlendOrder(weights, samples, name, self.sources.cache(sources[0].prefix.parent))
-        parts = [
-            self._samples(source, documents, name, count)
-            for source, documents, count in zip(sources, ranges, order.counts, strict=True)
-        ]
-        return BlendedDataset(parts, order)
+    if rank == 0:
+        try:
+            return build()
+        finally:
+            barrier()
+    barrier()
+    return build()
 
-    def _samples(self, source: IndexedDataset, documents: tuple[int, int], name: str, count: int) -> GPT2Dataset:
-        seq_length, cache = self.config.seq_length, self.sources.cache(source.prefix.parent)
-        return GPT2Dataset(source, documents, name, count, seq_length, self.seed, cache)
+
+def _dataset(
+    config: DataConfig, sources: Sources, seed: int, corpora: list[Corpus], shares: list[float], part: int, samples: int
+) -> Dataset | None:
+    if samples <= 0 or not corpora or shares[part] == 0:
+        return None
+    name = _PARTS[part]
+    opened = [sources.open(corpus) for corpus in corpora]
+    ranges = [_documents(config, source, shares, part) for source in opened]
+
+    def dataset(source: IndexedDataset, documents: tuple[int, int], count: int) -> GPT2Dataset:
+        cache = sources.cache(source.prefix.parent)
+        return GPT2Dataset(source, documents, name, count, config.seq_length, seed, cache)
+
+    if len(opened) == 1:
+        return dataset(opened[0], ranges[0], samples)
+    weights = [
+        corpus.weight or float(source.sizes[start:stop].sum(dtype=np.int64))
+        for corpus, source, (start, stop) in zip(corpora, opened, ranges, strict=True)
+    ]
+    order = BlendOrder(weights, samples, name, sources.cache(opened[0].prefix.parent))
+    return BlendedDataset(list(map(dataset, opened, ranges, order.counts)), order)
 
 
 def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
