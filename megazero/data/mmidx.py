@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -57,13 +57,8 @@ def write_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
         for sizes, _ in parts:
             for chunk in _chunks(sizes):
                 file.write(np.ascontiguousarray(chunk, dtype="<i4").data)
-        start = 0  # int64 all the way: a corpus is soon larger than 2**31 bytes
-        for sizes, _ in parts:
-            for chunk in _chunks(sizes):
-                num_bytes = np.asarray(chunk, dtype="<i8") * dtype.itemsize
-                ends = np.cumsum(num_bytes) + start
-                file.write((ends - num_bytes).data)
-                start = int(ends[-1])
+        for pointers in _pointers((chunk for sizes, _ in parts for chunk in _chunks(sizes)), dtype):
+            file.write(pointers.data)
         file.write(np.zeros(1, dtype="<i8").data)
         first = 0
         for sizes, doc_idx in parts:
@@ -79,6 +74,16 @@ def write_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
     for begin in range(0, len(array), _CHUNK):
         yield array[begin : begin + _CHUNK]
+
+
+def _pointers(sizes: Iterable[np.ndarray], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Where in the .bin each sequence begins, in bytes, for chunks of their lengths that follow each other."""
+    start = 0  # int64 all the way: a corpus is soon larger than 2**31 bytes
+    for chunk in sizes:
+        num_bytes = np.asarray(chunk, dtype="<i8") * dtype.itemsize
+        ends = np.cumsum(num_bytes) + start
+        yield ends - num_bytes
+        start = int(ends[-1])
 
 
 def publish(prefix: Path, tokens_aside: Path, index_aside: Path) -> None:
@@ -128,13 +133,9 @@ def _check(path: Path, index: Index) -> None:
     n = len(sizes)
     if n and int(sizes.min()) < 0:
         raise ValueError(_damaged(path, f"sequence {int(sizes.argmin())} has a negative length"))
-    start = 0
-    for begin in range(0, n, _CHUNK):
-        num_bytes = np.asarray(sizes[begin : begin + _CHUNK], dtype=np.int64) * index.dtype.itemsize
-        ends = np.cumsum(num_bytes) + start
-        if not np.array_equal(pointers[begin : begin + _CHUNK], ends - num_bytes):
-            raise ValueError(_damaged(path, "its byte pointers do not follow from its lengths"))
-        start = int(ends[-1])
+    expected = _pointers(_chunks(sizes), index.dtype)
+    if not all(map(np.array_equal, _chunks(pointers), expected)):
+        raise ValueError(_damaged(path, "its byte pointers do not follow from its lengths"))
     rises = (bool(np.all(np.diff(boundaries[i : i + _CHUNK + 1]) >= 0)) for i in range(0, len(boundaries), _CHUNK))
     if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != n or not all(rises):
         raise ValueError(_damaged(path, f"its document boundaries do not rise from 0 to {n}"))
