@@ -57,15 +57,12 @@ def _weighted(entries: Sequence[str], flag: str) -> list[tuple[float | None, str
     weights = [_number(entry) for entry in entries]
     if not any(weight is not None for weight in weights):
         return [(None, entry) for entry in entries]
-    pairs = list(zip(weights[::2], entries[1::2], strict=False))
-    is_paired = (
-        len(entries) % 2 == 0 and all(w is not None for w in weights[::2]) and all(w is None for w in weights[1::2])
-    )
-    if not is_paired:
+    if [weight is None for weight in weights] != [False, True] * (len(entries) // 2):
         raise ValueError(
             f"{flag} {' '.join(entries)}: give a weight before every corpus (0.3 data/a 0.7 data/b) or none at all; "
             "a path that looks like a number is written ./7"
         )
+    pairs = list(zip(weights[::2], entries[1::2], strict=True))
     for weight, path in pairs:
         if weight is None or weight <= 0:
             raise ValueError(

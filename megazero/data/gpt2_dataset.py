@@ -45,8 +45,8 @@ class GPT2Dataset:
         seed: int,
         cache: ArrayCache | None = None,
     ) -> None:
-        self.indexed, self.name, self.seq_length = indexed, name, seq_length
-        self.description: dict[str, Any] = {
+        self.indexed, self.seq_length = indexed, seq_length
+        description: dict[str, Any] = {
             "kind": "gpt2",
             "name": name,
             "corpus": str(indexed.prefix.resolve()),
@@ -80,7 +80,7 @@ class GPT2Dataset:
             )
             return build_index(indexed.sizes, documents, num_samples, seq_length, seed)._asdict()
 
-        self.index = GPT2Index(**(build() if cache is None else cache.load_or_build(self.description, build)))
+        self.index = GPT2Index(**(build() if cache is None else cache.load_or_build(description, build)))
 
     @property
     def corpora(self) -> list[str]:
