@@ -101,11 +101,7 @@ class ZeroSection:
         sys.maxsize, IF_GIVEN, "elements that stay whole at most", name="stage3_model_persistence_threshold", at_least=0
     )
     max_live_parameters: int = key(
-        1_000_000_000,
-        IF_GIVEN,
-        "most elements gathered at a time",
-        name="stage3_max_live_parameters",
-        at_least=0,
+        1_000_000_000, IF_GIVEN, "most elements gathered at a time", name="stage3_max_live_parameters", at_least=0
     )
     max_reuse_distance: int = key(
         1_000_000_000,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megazero.logging import counted
 from megazero.plan.fit import changes
-from megazero.plan.job_plan import JobPlan, Setup, plan_job
+from megazero.plan.job_plan import JobPlan, plan_job
 from megazero.plan.limits import Limits
 
 COLORS = {
@@ -30,17 +30,12 @@ def bars(plan: JobPlan) -> dict[str, JobPlan]:
     none = setup.with_zero(stage=0, shard_size=0, **here)
     stages = [none, *(setup.with_zero(stage=stage, **here) for stage in (1, 2, 3))]
     shown = {f"stage {stage}": plan_job(one) for stage, one in enumerate(stages)}
-    away = _away(setup)
-    if away:
+    homes = (("O", setup.states.optimizer_home), ("P", setup.states.param_home))
+    if away := ", ".join(f"{what} on {home}" for what, home in homes if home != "accelerator"):
         shown[f"stage {setup.states.zero.stage}, {away}"] = plan
     elif setup.states.zero.stage and (offloads := [c for c in changes(setup) if "--offload" in c.flags]):
         shown[f"stage {setup.states.zero.stage}, O on cpu"] = plan_job(offloads[0].setup)
     return shown
-
-
-def _away(setup: Setup) -> str:
-    homes = (("O", setup.states.optimizer_home), ("P", setup.states.param_home))
-    return ", ".join(f"{what} on {home}" for what, home in homes if home != "accelerator")
 
 
 def parts(plan: JobPlan) -> dict[str, int]:
