@@ -111,10 +111,7 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
 
 def model_config(reader: Reader) -> GPT2Config:
     """The model of a checkpoint, without what only training needs."""
-    client = client_state(reader)
-    if "model" not in client:
-        raise ValueError(f"{reader.path} does not say which model it is of: it was not saved by the GPT-2 job.")
-    saved = GPT2Config(**client["model"])
+    saved = GPT2Config.of_saved(client_state(reader), reader.path)
     training_only: dict[str, Any] = {"checkpoint_activations": False, "recompute": None, "recompute_budget_gb": None}
     return replace(saved, **training_only, sequence_parallel=False, compile=False, layernorm="torch")
 

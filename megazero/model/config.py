@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.mpu.mappings import sequence_slice_length
 from megazero.option import option
@@ -155,6 +155,24 @@ class GPT2Config:
                 f"--tile-factor {self.tile_factor} asks for more tiles than --hidden-size {self.hidden_size} or a quarter of "
                 f"the MLP's width {self.mlp_size} has features. Choose a smaller one."
             )
+
+    @classmethod
+    def of_saved(cls, client_state: Any, where: object) -> GPT2Config:
+        """The model of a checkpoint of the GPT-2 job, from its client state; `where` it lies is for messages.
+
+        Raises:
+            ValueError: the client state does not say, or not as this version does.
+        """
+        saved = client_state.get("model") if isinstance(client_state, dict) else None
+        if not isinstance(saved, dict):
+            raise ValueError(
+                f"{where} does not say what model it is of: its client state has no 'model', the fields of a GPT2Config, as "
+                "checkpoints of pretrain_gpt2.py and imported ones have. zero_to_fp32.py writes the weights of any."
+            )
+        try:
+            return cls(**saved)
+        except TypeError as error:
+            raise ValueError(f"{where} is of a model that this version does not know: {error}.") from error
 
     @property
     def recompute_mode(self) -> Recompute:

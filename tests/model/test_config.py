@@ -106,6 +106,15 @@ def test_impossible_values_are_refused(options, flag):
         GPT2Config(**options)
 
 
+def test_a_model_of_another_version_or_of_none_is_refused_by_its_checkpoints_name():
+    assert GPT2Config.of_saved({"model": {"num_layers": 3}}, "here") == GPT2Config(num_layers=3)
+    with pytest.raises(ValueError, match="here is of a model that this version does not know: .*depth"):
+        GPT2Config.of_saved({"model": {"depth": 3}}, "here")
+    for client_state in ({}, {"model": "mine"}, [1]):
+        with pytest.raises(ValueError, match="here does not say what model it is of"):
+            GPT2Config.of_saved(client_state, "here")
+
+
 def test_a_missing_vocabulary_size_says_what_to_pass(one_rank):
     with pytest.raises(ValueError, match="--vocab-size"):
         GPT2Model(GPT2Config(num_layers=1), device="meta")

@@ -48,7 +48,7 @@ def export_huggingface(
         ValueError: the checkpoint does not say what GPT-2 it is of, or is damaged.
     """
     client = client_state(reader)
-    config = _model_config(reader, client)
+    config = GPT2Config.of_saved(client, reader.path)
     tokenizer, problem = _tokenizer(client)
     if tokenizer_files is None:
         tokenizer_files = [] if tokenizer is None else _files(**client["tokenizer"])
@@ -65,19 +65,6 @@ def export_huggingface(
         )
     end_of_text = None if tokenizer is None else tokenizer.eod
     write_huggingface(directory, reader.read_weight, config, dtype, tokenizer_files, end_of_text=end_of_text)
-
-
-def _model_config(reader: Reader, client: Any) -> GPT2Config:
-    saved = client.get("model") if isinstance(client, dict) else None
-    if not isinstance(saved, dict):
-        raise ValueError(
-            f"{reader.path} does not say what model it is of: its client state has no 'model', the fields of a GPT2Config. Only "
-            "checkpoints of pretrain_gpt2.py, and imported ones, can be exported; zero_to_fp32.py writes the weights of any."
-        )
-    try:
-        return GPT2Config(**saved)
-    except TypeError as error:
-        raise ValueError(f"{reader.path} is of a model that this version does not know: {error}.") from error
 
 
 def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
