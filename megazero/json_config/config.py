@@ -127,8 +127,8 @@ class JsonConfig:
             raise DeepSpeedConfigError(
                 'gradient_allreduce_op "sum" is not possible with zero_optimization.stage 3. Use "mean", or stage 2.'
             )
-        self._dtype("communication_data_type", self.communication_data_type)
-        self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype)
+        self._dtype("communication_data_type")
+        self._dtype("data_types.grad_accum_dtype")
 
     @property
     def data_parallel_size(self) -> int:
@@ -146,7 +146,7 @@ class JsonConfig:
         return None if self.compute_dtype == "fp32" else self.precision.dtype
 
     def at(self, path: str) -> Any:
-        """The value of the key at `path`, which was given."""
+        """The value of the key at `path`; the sections that it lies in are there."""
         at: Any = self
         for name in path.split("."):
             at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # no field has it
@@ -170,10 +170,8 @@ class JsonConfig:
 
     def _zero(self) -> ZeroConfig:
         section = self.zero_optimization
-        optimizer, param = (
-            section.offload_optimizer or OffloadOptimizerSection(),
-            section.offload_param or OffloadParamSection(),
-        )
+        optimizer = section.offload_optimizer or OffloadOptimizerSection()
+        param = section.offload_param or OffloadParamSection()
         if "none" not in (optimizer.device, param.device) and optimizer.pin_memory != param.pin_memory:
             raise DeepSpeedConfigError(
                 "zero_optimization.offload_optimizer.pin_memory and offload_param.pin_memory differ, and one setting is for "
@@ -190,8 +188,8 @@ class JsonConfig:
         limits = {name: f"{ZERO}.stage3_{key}" for name, key in limits.items()}
         as_zero_has_it = {
             "shard_size": max(0, section.mics_shard_size),
-            "grad_dtype": self._dtype("data_types.grad_accum_dtype", self.data_types.grad_accum_dtype) or "fp32",
-            "reduce_dtype": self._dtype("communication_data_type", self.communication_data_type) or "same",
+            "grad_dtype": self._dtype("data_types.grad_accum_dtype") or "fp32",
+            "reduce_dtype": self._dtype("communication_data_type") or "same",
             "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
             "nvme_path": next(iter(paths), None),
             "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
@@ -230,8 +228,9 @@ class JsonConfig:
             lines.append(f"given, but {NO_EFFECT}: {', '.join(idle)}")
         return "\n".join(lines)
 
-    def _dtype(self, path: str, dtype: str | None) -> str | None:
+    def _dtype(self, path: str) -> str | None:
         """How ZeroConfig calls a dtype of the JSON: fp32, or compute."""
+        dtype = self.at(path)
         if dtype in (None, "fp32"):
             return dtype
         if dtype != self.compute_dtype:
