@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.commands.ls import columns, is_nested, shortened
-from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of, dtype_code
+from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of, crc32, dtype_code
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
 from megazero.zero.bucket import MASTER
@@ -158,7 +157,7 @@ def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
 def _flat(tensors: dict[str, Tensor], path: str, value: Any) -> Iterator[tuple[str, str]]:
     kind = value.get(MARK) if isinstance(value, dict) else None
     if kind in ("tensor", "numpy"):
-        content = zlib.crc32(bytes_of(tensors[value["name"]]).data)
+        content = crc32(bytes_of(tensors[value["name"]]).data)
         yield path, f"{kind} {value['dtype']} {value['shape']} with CRC-32 {content:08x}"
     elif isinstance(value, dict) and kind is None:
         for key, item in value.items():

@@ -8,7 +8,6 @@ DIR/pytorch_model.bin                     what transformers wrote before safeten
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megazero.checkpoint.format import PLAIN_NAME
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.files import append_suffix
@@ -33,7 +33,6 @@ from megazero.model.huggingface import (
 )
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(safetensors|bin)")
 
 
 class _Saved(NamedTuple):
@@ -106,7 +105,8 @@ def _open_indexed(index: Path) -> Iterator[tuple[str, _Saved]]:
         raise ValueError(f"{index} has no weight_map, the table of tensors and their files. Download it again.")
     opened: dict[str, dict[str, _Saved]] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+        is_plain = isinstance(name, str) and PLAIN_NAME.fullmatch(name)
+        if not is_plain or not name.endswith((".safetensors", ".bin")):
             raise ValueError(
                 f"{index} says that {tensor} is in {name!r}: only .safetensors and .bin files of the index's own directory are "
                 "read. Do not use this checkpoint if you do not know why its index points elsewhere."
