@@ -182,5 +182,8 @@ def test_what_is_written_does_not_stay_in_memory(tmp_path):
         del buffer
         vectors = [home.hold(torch.ones(64 * NUMEL)) for _ in range(3)]
         home.flush()
+        with vectors[0].at_hand():
+            pass
+        assert home.take(1).nbytes == home.buffer_nbytes, "the larger one is gone"
     gc.collect()
     assert there() is None and home.nbytes <= 8 * home.buffer_nbytes and len(vectors) == 3
