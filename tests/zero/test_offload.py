@@ -15,7 +15,12 @@ from torch import nn
 
 from megazero import comm, mpu, zero
 from megazero.nvme import SwapFile
-from megazero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from megazero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE, tile_numel
@@ -131,8 +136,14 @@ def test_who_goes_on_after_a_failed_write_gets_its_error_at_every_use_of_the_dri
     dict(train(engine, batches))
     drive = engine.homes.swap._requests._transport
 
-    def write(view, offset):
-        raise OSError(errno.EIO, "injected")
+    whole, places = drive.write, []
+    drive.write = lambda view, offset: places.append(offset) or whole(view, offset)
+    dict(train(engine, batches))
+
+    def write(view, offset):  # whose end nothing else of the step asks for
+        if offset == places[-1]:
+            raise OSError(errno.EIO, "injected")
+        return whole(view, offset)
 
     drive.write = write
     with pytest.raises(OSError, match="rank 0: write of .* failed after 0 bytes: injected") as first:
@@ -169,6 +180,10 @@ def access_case(path: str, home: str) -> None:
     with pytest.raises(RuntimeError, match="opened for reading only"), zero.GatheredParameters(weight):
         with torch.no_grad():
             weight.fill_(0.0)
+    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    safe_set_full_grad(weight, torch.full((149, 67), 3.0))
+    norms = [engine.full_grad(name).double().norm() for name, _ in engine.module.named_parameters()]
+    assert engine.optimizer.grad_norm() == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4), "of what was set"
     engine.destroy()
     assert torch.equal(engine.module.blocks[1][0].weight.detach(), torch.full((149, 67), 0.5, dtype=torch.bfloat16))
 
