@@ -225,6 +225,8 @@ def test_flags_that_are_always_so_are_accepted():
         ("--lr fast", "argument --lr: must be a finite number, got fast"),
         ("--lr inf", "argument --lr: must be a finite number, got inf"),
         ("--adam-eps -1", "--adam-eps must be 0 or more"),
+        ("--adam-beta1 1", "--adam-beta1 and --adam-beta2 must lie in .0, 1., got 1.0 and 0.999"),
+        ("--adam-beta2 1", "must lie in .0, 1., got 0.9 and 1.0"),
         ("--layernorm-epsilon -1", "--layernorm-epsilon must be 0 or more"),
         ("--init-method-std -1", "--init-method-std must be 0 or more"),
         ("--distributed-timeout-s 0", "--distributed-timeout-s must be above 0"),
