@@ -71,6 +71,10 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype | None) ->
     if dtype is None:
         weight = engine.module.blocks[0][0].weight
         assert torch.equal(safe_get_full_fp32_param(weight), got["blocks.0.0.weight"])
+        engine.backward(engine(batches[0][0][rank]))
+        engine.step()
+        master = safe_get_full_fp32_param(weight)
+        assert not engine.buckets[0].is_pending and torch.equal(master, engine.state_dict()["blocks.0.0.weight"])
     engine.destroy()
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from megazero import mpu, utils
 from megazero.engine import EngineStateError
+from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, token_batches, train
 
@@ -249,7 +250,7 @@ def access_case(dtype: torch.dtype) -> None:
     traces = []
     for stage in STAGES:
         torch.manual_seed(0)
-        engine = make_engine(Toy(), stage, dtype=dtype)
+        engine = make_engine(Toy(), stage, dtype=dtype, loss_scaler=LossScaler(64.0))
         model = engine.module
         weight, frozen = model.blocks[1].up.weight, nn.Linear(2, 2).weight
         assert (

@@ -12,6 +12,7 @@ from megazero import mpu, utils
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
+from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Toy, make_engine, token_batches
 
@@ -200,6 +201,30 @@ def test_an_optimizer_unknown_to_be_elementwise_is_stepped_once(one_rank):
     engine = engine_of(toy(), CountingSgd, allow_untested_optimizer=True)
     one_step(engine, 0)
     assert [group["k"] for group in engine.optimizer.param_groups] == [1, 1]
+
+
+@pytest.mark.parametrize("delayed", [0, 1])
+def test_after_an_update_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_rank, tmp_path, monkeypatch, delayed):
+    engine = make_engine(toy(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": delayed})
+    one_step(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    want, step_tiles, made = engine.state_dict(), Update._step_tiles, []
+
+    def fail(update, tiles):
+        if made:
+            raise MemoryError
+        made.append(step_tiles(update, tiles))
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(Update, "_step_tiles", fail)
+        one_step(engine, 1)
+        engine.optimizer.finish()
+    for use in (lambda: one_step(engine, 2), lambda: engine.save_checkpoint(tmp_path, tag="torn")):
+        with pytest.raises(RuntimeError, match="cut short by an error"):
+            use()
+    engine.load_checkpoint(tmp_path)
+    assert all(torch.equal(value, want[name]) for name, value in engine.state_dict().items())
+    one_step(engine, 1)
 
 
 def test_step_hooks_fire_once(one_rank):
