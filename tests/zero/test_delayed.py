@@ -121,6 +121,17 @@ def test_a_save_waits_for_the_update_and_a_resumed_run_is_the_same_bit_for_bit(t
     run_ranks(1, resume_case, str(tmp_path))
 
 
+def test_a_write_beside_a_delayed_update_is_refused_instead_of_lost(one_rank):
+    engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
+    for ids in token_batches(2, 1, 1)[:, 0, 0]:
+        engine.backward(engine(ids))
+        engine.step()
+    with torch.no_grad():
+        engine.module.embedding.weight.zero_()
+    with pytest.raises(RuntimeError, match="unit 'root' was written to while a delayed update of it went on"):
+        engine.optimizer.finish()
+
+
 def hooked_adamw(groups) -> torch.optim.Optimizer:
     adamw = torch.optim.AdamW(groups, fused=True)
     adamw.register_step_post_hook(lambda *_: None)
