@@ -22,6 +22,8 @@ from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment
 
+Keys = dict[Bucket, list[str]]  # the names of the optimizer's states; {} where none is saved
+
 
 def capture(
     state: TrainingState,
@@ -41,7 +43,7 @@ def capture(
     # What the user has made need not be plain on every rank.
     client, client_tensors = comm.together(lambda: encode(client_state))
     schedule, schedule_tensors = comm.together(lambda: _schedule(state))
-    keys = state.optimizer.state_keys_everywhere() if save_optimizer else []
+    keys: Keys = state.optimizer.state_keys_everywhere() if save_optimizer else {}
     buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]
     index = {
         "model_parallel_size": state.groups.model_parallel_size,
@@ -69,11 +71,11 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
     return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
-def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[str, TensorEntry]:
-    """Everything that is saved of the module, in its order; `keys` are the optimizer's states."""
+def _described(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[str, TensorEntry]:
+    """Everything that is saved of the module, in its order."""
     found = {}
     for bucket in buckets:
-        trained = {MASTER: torch.float32, **dict.fromkeys(keys, torch.float32)}
+        trained = dict.fromkeys((MASTER, *keys.get(bucket, ())), torch.float32)
         states = trained if bucket.is_trainable else {CONSTANT: bucket.weights.flat.dtype}
         for segment in bucket.layout.segments:
             kind = "trained" if bucket.is_trainable else "frozen"
@@ -85,7 +87,7 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> 
     return {name: found[name] for name in [*(n for n in order if n in found), *(found.keys() - order.keys())]}
 
 
-def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dict[Piece, States]:
+def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[Piece, States]:
     """This rank's shard of every bucket; what tensor-parallel ranks hold in common, and buffers, are saved by the first rank."""
     rank, found = state.groups.model_parallel_rank, {}
     for bucket in buckets:
@@ -93,7 +95,7 @@ def _pieces(state: TrainingState, buckets: list[Bucket], keys: list[str]) -> dic
             start, stop = bucket.saved_part(segment)
             if start < stop and (rank == 0 or segment.name in state.partitions):
                 piece = Piece(segment.name, rank, start, stop)
-                found[piece] = _states(bucket, segment, keys, start, stop)
+                found[piece] = _states(bucket, segment, keys.get(bucket, []), start, stop)
     if torch.distributed.get_rank() == 0:
         buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
         found |= {Piece(name, 0, 0, len(value)): {CONSTANT: value} for name, value in buffers.items()}

@@ -45,8 +45,9 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
                 f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
                 "or start it anew with --no-load-optim (load_optimizer_states=False)."
             )
-        kinds = sorted({key for entry in reader.tensors.values() for key in entry.states} - {MASTER, CONSTANT})
-        state.optimizer.allocate_state(kinds, _saved_counters(reader))
+        kinds_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+        kinds = sorted({key for of_entry in kinds_of.values() for key in of_entry})
+        state.optimizer.allocate_state(kinds_of, _saved_counters(reader))
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for bucket in state.buckets:
         with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:

@@ -47,7 +47,7 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterat
     """The owned range of one state, zero where nothing was trained yet; None where no rank has any."""
     if key != MASTER:
         with _collective(f"reading the optimizer's state {key!r}"):
-            keys = optimizer.state_keys_everywhere()
+            keys = optimizer.state_keys_everywhere()[bucket]
         if key not in keys:
             yield None
             return
@@ -146,8 +146,9 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
         safe_set_full_fp32_param(parameter, values)
         return
     bucket, segment, optimizer = _to_set(parameter, "safe_set_full_optimizer_state", values)
-    if key not in optimizer.state_keys_everywhere():
-        raise KeyError(f"the optimizer has no state {key!r}: it has {optimizer.state_keys()}, after its first step.")
+    keys = optimizer.state_keys_everywhere()[bucket]
+    if key not in keys:
+        raise KeyError(f"the optimizer has no state {key!r} of this parameter: it has {keys}, after its first step.")
     with optimizer.state_at_hand(bucket, [key], writes=True) as states:
         for view, place in optimizer.parts_of(states, bucket, key, segment):
             view.copy_(values.reshape(-1)[place])

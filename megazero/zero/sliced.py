@@ -247,14 +247,16 @@ class SlicedOptimizer:
                 if part.numel():
                     yield part, place
 
-    def state_keys(self) -> list[str]:
+    def state_keys(self, bucket: Bucket) -> list[str]:
         """Names of the optimizer's tensors per element, on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""
-        return sorted({key for state in self.state.values() for key, value in state.items() if _is_flat(value)})
+        states = (self.state.get(piece.master, {}) for piece in self.slices_of(bucket))
+        return sorted({key for state in states for key, value in state.items() if _is_flat(value)})
 
-    def state_keys_everywhere(self) -> list[str]:
+    def state_keys_everywhere(self) -> dict[Bucket, list[str]]:
         """The same of all ranks together: one that owns nothing has no state. Collective over the data-parallel group."""
-        group = self.buckets[0].channel.group
-        return sorted({key for keys in comm.all_gathered_objects(self.state_keys(), group) for key in keys})
+        mine = [self.state_keys(bucket) for bucket in self.buckets]
+        of_ranks = zip(*comm.all_gathered_objects(mine, self.buckets[0].channel.group), strict=True)
+        return {bucket: sorted(set().union(*keys)) for bucket, keys in zip(self.buckets, of_ranks, strict=True)}
 
     def counters(self) -> dict[str, Counters]:
         """The optimizer's scalar state by name, {} where it has none, of the parameters on this rank that have any state."""
@@ -270,25 +272,25 @@ class SlicedOptimizer:
                 found.update(dict.fromkeys(_names_in(piece), mine))
         return found
 
-    def allocate_state(self, keys: Iterable[str], counters: dict[str, Counters]) -> None:
+    def allocate_state(self, keys: Mapping[str, Iterable[str]], counters: dict[str, Counters]) -> None:
         """Makes the state anew, zero but for the counters, so that a checkpoint can be read into it.
 
         Args:
-            keys: the optimizer's tensors per element.
+            keys: names of the optimizer's tensors per element, by parameter.
             counters: by parameter, as `counters()` gives them; one that is not named starts without state.
         """
-        keys = list(keys)
         self.state.clear()
         for bucket in self.buckets:
             for key in [key for key in bucket.states if key != MASTER]:
                 bucket.states.pop(key).free()
         self._cut(counters)
         for piece in self.slices:
-            mine = next((counters[name] for name in _names_in(piece) if name in counters), None)
-            if mine is not None:
-                for key in keys:
+            name = next((name for name in _names_in(piece) if name in counters), None)
+            if name is not None:
+                of_piece = list(keys.get(name, ()))
+                for key in of_piece:
                     self._vector(piece.bucket, key)
-                self._fill_state(piece, mine, keys)
+                self._fill_state(piece, counters[name], of_piece)
         self._hand_over()
         if self._counts_in_group and counters:
             for group in self.param_groups:
