@@ -174,6 +174,20 @@ class Config:
             raise ValueError("--profile-dir is where --profile-steps writes to: give that too, or drop it.")
         self.schedule.check_length(self.training.train_iters)
         self.checkpoint_settings()  # refuses what does not go together
+        if self.optimizer.uses_muon:
+            self._check_muon()
+
+    def _check_muon(self) -> None:
+        """Raises where --optimizer muon cannot do what the states' homes or dtypes ask for."""
+        reasons = {
+            "--offload-optimizer nvme, as it needs all states in memory at a time": self.zero.offload_optimizer
+            == "nvme",
+            "--delayed-param-update, as its step is collective": self.zero.delays_update,
+            "--grad-dtype compute, as it writes fp32 directions where gradients were": self.zero.grad_dtype != "fp32",
+        }
+        for reason, is_asked_for in reasons.items():
+            if is_asked_for:
+                raise ValueError(f"--optimizer muon does not go with {reason}. Drop one of them.")
 
     def warn_of_idle(self) -> None:
         """Logs what has been asked for and has no effect."""

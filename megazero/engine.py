@@ -24,6 +24,7 @@ from megazero.mpu.mappings import sequence_channel
 from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import partitions
 from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.muon import Muon
 from megazero.optim.optimizers import OptimizerFactory
 from megazero.zero import access
 from megazero.zero.build import build_buckets, dissolve, leave
@@ -32,6 +33,7 @@ from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
 from megazero.zero.model_watch import ModelWatch
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
+from megazero.zero.orthogonal import Orthogonal
 from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
@@ -42,14 +44,39 @@ class EngineStateError(RuntimeError, AssertionError):
     """A method was called at a moment when it cannot do what it says."""
 
 
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def weight_decay_groups(
+    model: nn.Module, weight_decay: float, use_muon: bool = False
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Megatron's two parameter groups: matrices and embeddings decay, biases and normalisation weights do not.
+
+    Args:
+        use_muon: a third group has the matrices of hidden layers, for `Muon`.
 
     Returns:
         The group index of each parameter by name, and the settings of the groups.
     """
     group_of = {name: int(len(shape_of(p)) < 2) for name, p in model.named_parameters()}
-    return group_of, [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+    settings: list[dict[str, Any]] = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+    if use_muon:
+        group_of.update(dict.fromkeys(hidden_matrices(model), 2))
+        settings.append({"weight_decay": weight_decay, "use_muon": True})
+    return group_of, settings
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the parameters that Muon is for: 2-D ones inside of a ModuleList or Sequential, and no embeddings.
+
+    A parameter's own attribute `use_muon`, as DeepSpeed reads it, says otherwise.
+    """
+    inside: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            inside.update(module.parameters())
+    for module in model.modules():
+        if hasattr(module, "num_embeddings"):
+            inside.difference_update(module.parameters())
+    matrices = {name: p for name, p in model.named_parameters() if len(shape_of(p)) == 2}
+    return {name for name, p in matrices.items() if getattr(p, "use_muon", p in inside)}
 
 
 class Engine:
@@ -61,8 +88,8 @@ class Engine:
     Args:
         model: on its device, equal on all data-parallel ranks; or built under `zero.Init`.
         groups: the tensor- and data-parallel groups.
-        optimizer_factory: makes an elementwise torch optimizer from parameter groups; None for an engine that evaluates only:
-            every parameter is frozen, there is neither G nor O, and `optimizer` and `lr_scheduler` are None.
+        optimizer_factory: makes an elementwise torch optimizer, or a `Muon`, from parameter groups; None for an engine that
+            evaluates only: every parameter is frozen, there is neither G nor O, and `optimizer` and `lr_scheduler` are None.
         group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them. A parameter that is in
             none is not trained.
         zero: which states are sharded over the data-parallel group.
@@ -118,6 +145,7 @@ class Engine:
             replicated=set(group_of) - set(cuts),
             zero=self.zero,
             dtype=dtype,
+            matrices={name for name, group in group_of.items() if group_settings[group].get("use_muon")},
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
@@ -146,6 +174,8 @@ class Engine:
                 overlap_gathers=self.zero.overlap_param_gather,
             )
             self._optimizer.refuse_unfit(later=self.zero.delays_update)
+            if isinstance(self._optimizer.torch_optimizer, Muon):
+                self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         except BaseException:  # of the caller's optimizer or schedule
             self.schedule.close()

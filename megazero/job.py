@@ -165,7 +165,7 @@ def build_job(
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
     with _init_context(config, groups):
         model = model_provider(config.model, groups, device, dtype)
-    group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay)
+    group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
     engine = Engine(
         model,
         groups,

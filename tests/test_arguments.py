@@ -588,3 +588,12 @@ def test_the_configurations_beside_the_scripts_fit_the_job(file):
     config = load_config(["--deepspeed", "--deepspeed_config", str(file), "--batch-size", "8"], world_size=2)
     config.check_world(2)
     assert config.zero.stage in (1, 2, 3)
+
+
+@pytest.mark.parametrize("flags", ["--offload-optimizer nvme --nvme-path /", "--grad-dtype compute"])
+def test_what_muon_cannot_do_is_refused_by_its_flag(flags):
+    flag = flags.split()[0]
+    with pytest.raises(ValueError, match=f"--optimizer muon does not go with {flag}.*Drop one of them."):
+        load_config(f"--optimizer muon --zero-stage 2 {flags}".split())
+    with pytest.raises(ValueError, match=r"--muon-momentum must lie in \[0, 1\), got 1.0"):
+        load_config(["--muon-momentum", "1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,26 +73,42 @@ def plain_rate(step: int) -> float:
     return max(LEAST_RATE, RATE * (1 + math.cos(math.pi * done)) / 2)
 
 
-def plain_training(
-    start: dict[str, Tensor], data: Tensor, eod: int, batches: Sequence[int] = (GLOBAL_BATCH,) * STEPS
-) -> Learned:
-    """By torch alone."""
+def plain_model(start: dict[str, Tensor]) -> PlainGPT2:
     config = load_config(MODEL).model
     model = PlainGPT2(replace(config, vocab_size=len(start["word_embeddings.weight"])))
     model.load_state_dict(start)
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.eps = NORM_EPS
+    return model
+
+
+FULL = (GLOBAL_BATCH,) * STEPS  # sequences of each step
+
+
+def plain_training(start: dict[str, Tensor], data: Tensor, eod: int, batches: Sequence[int] = FULL) -> Learned:
+    """By torch alone."""
+    model = plain_model(start)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS)
+    return run_plain(model, data, eod, batches, [torch.optim.AdamW(groups, betas=BETAS, eps=EPS)])
+
+
+def run_plain(
+    model: nn.Module,
+    data: Tensor,
+    eod: int,
+    batches: Sequence[int],
+    optimizers: list[torch.optim.Optimizer],
+    before_step: Callable[[], None] = lambda: None,
+) -> Learned:
     losses, norms, rest = [], [], iter(data[: sum(batches)].split(MICRO))
     for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:
+        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             group["lr"] = plain_rate(step)
-        optimizer.zero_grad()
+        model.zero_grad()
         micros = [next(rest) for _ in range(batch // MICRO)]
         total = torch.zeros(())
         for text in micros:
@@ -101,7 +117,9 @@ def plain_training(
         total.backward()
         losses.append(total.item())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
+        before_step()
+        for optimizer in optimizers:
+            optimizer.step()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -146,6 +164,41 @@ def test_a_batch_that_grows_trains_as_in_plain_torch_and_goes_on_growing_on_othe
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     saved = json.loads((tmp_path / f"global_step{STEPS}" / "index.json").read_text())["client_state"]
     assert saved["consumed_samples"] == saved["train_samples"] == 4 + 4 + 4 + 8 + 12 * 4
+
+
+def plain_muon(start: dict[str, Tensor], data: Tensor, eod: int, momentum: float) -> Learned:
+    """By torch's Muon for the blocks' matrices, with Q, K and V apart, and its AdamW for the rest."""
+    model, parts = plain_model(start), []
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and "layers." in name:
+            views = weight.data.chunk(3 if "query_key_value" in name else 1)
+            parts.append((weight, [nn.Parameter(view) for view in views]))  # the same memory
+    matrices = {weight for weight, _ in parts}
+    rest = [p for p in model.parameters() if p not in matrices]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": DECAY},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    views = [view for _, of_weight in parts for view in of_weight]
+    muon = torch.optim.Muon(views, momentum=momentum, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+
+    def hand_over() -> None:
+        for weight, of_weight in parts:
+            for view, gradient in zip(of_weight, weight.grad.chunk(len(of_weight)), strict=True):
+                view.grad = gradient
+
+    return run_plain(model, data, eod, FULL, [muon, torch.optim.AdamW(groups, betas=BETAS, eps=EPS)], hand_over)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("more", ["--zero-stage 2", "--model-parallel-size 2 --bf16"])
+def test_the_job_trains_with_muon(corpus, starts, tmp_path, more):
+    eod = build_tokenizer_from(load_config(corpus).data).eod
+    want = plain_muon(starts[77], plain_order(corpus, 77), eod, 0.8)
+    got = train(corpus, tmp_path, 2, "--seed", "77", "--optimizer", "muon", "--muon-momentum", "0.8", *more.split())
+    # Directions are rounded to bf16, which makes more of a last bit.
+    torch.testing.assert_close(got[:2], want[:2], rtol=1e-2, atol=0)
+    torch.testing.assert_close(got[2], want[2], rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -164,6 +164,7 @@ CASES: dict[str, tuple[str, int]] = {  # flags and ranks
     "offloaded": (f"{OFFLOADED} --global-batch-size 4 {SMALL_TILES}", 2),
     "offloaded, fp32": ("--zero-stage 2 --offload-optimizer cpu --offload-optimizer-ratio 0.5", 2),
     "on nvme": (f"{ON_NVME} {SMALL_TILES}", 2),
+    "muon": ("--zero-stage 2 --bf16 --model-parallel-size 2 --optimizer muon", 4),
     "delayed": ("--zero-stage 1 --bf16 --offload-optimizer cpu --delayed-param-update 1", 2),
     "activations in host memory": (f"--zero-stage 1 --model-parallel-size 2 {IN_CPU} --partition-activations", 2),
 }
@@ -187,6 +188,8 @@ MORE: dict[str, tuple[str, int]] = {
     ),
     "P on nvme": ("--zero-stage 3 --bf16 --offload-optimizer cpu --offload-param nvme --nvme-path /drive", 2),
     "on nvme, alone": (ON_NVME, 1),
+    "muon, offloaded": (f"{OFFLOADED} --optimizer muon --global-batch-size 4", 2),
+    "muon, whole": ("--zero-stage 0 --fp16 --optimizer muon", 2),
     "delayed, offloaded": (f"{OFFLOADED} --delayed-param-update 1", 2),
     "delayed, on nvme": (
         f"--zero-stage 2 --bf16 --offload-optimizer nvme --delayed-param-update 1 --nvme-path /drive {SMALL_TILES}",

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.engine import hidden_matrices
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE, get_logger
-from megazero.optim.optimizers import OptimizerFactory, optimizer_by_name
+from megazero.optim.optimizers import OptimizerFactory, muon_groups, optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
-from megazero.zero.optimizer import BucketOptimizer, is_elementwise
+from megazero.zero.optimizer import BucketOptimizer, steps_ranges
 
 logger = get_logger(__name__)
 
@@ -44,6 +45,10 @@ def client_optimizer(
                 "leave model_parameters out to train the whole model."
             )
         factory = optimizer_by_name(config.optimizer.type, config.optimizer.params)
+        if config.optimizer.type.lower() == "muon":
+            names = hidden_matrices(model)
+            matrices = {parameter for name, parameter in model.named_parameters() if name in names}
+            groups = muon_groups(groups, matrices, config.optimizer.params)
         return factory, [{key: value for key, value in g.items() if key not in _IMPLEMENTATION} for g in groups]
     if config.optimizer is not None:
         logger.warning(
@@ -66,7 +71,7 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
     """What gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working; and its groups."""
     name = type(optimizer).__name__
     allows_any = config.zero_optimization.stage == 0 or config.zero_allow_untested_optimizer
-    if not allows_any and not is_elementwise(optimizer):
+    if not allows_any and not steps_ranges(optimizer):
         raise DeepSpeedConfigError(
             f"{name} is not known to work on flat ranges of parameters, as ZeRO needs. If every element's update depends on "
             "that element alone, say so by zero_allow_untested_optimizer: true."

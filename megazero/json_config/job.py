@@ -108,8 +108,8 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
     if section.type.lower() not in ("adam", "adamw") or params.get("adam_w_mode") is False:
         kind = section.type + (" with adam_w_mode false" if "adam_w_mode" in params else "")
         raise DeepSpeedConfigError(
-            f'optimizer {kind}: the GPT-2 job trains with AdamW ("Adam" or "AdamW" in the file). Other optimizers are for '
-            "scripts of your own, by megazero.initialize."
+            f'optimizer {kind}: the GPT-2 job trains with AdamW ("Adam" or "AdamW" in the file), and with Muon by --optimizer '
+            "muon. Other optimizers are for scripts of your own, by megazero.initialize."
         )
     unknown = sorted(params.keys() - ADAM_FIELDS.keys() - ADAM_ALWAYS - {"betas"})
     if unknown:

@@ -69,7 +69,9 @@ class Bf16Section:
 class OptimizerSection:
     """The optimizer by name."""
 
-    type: str = key(MISSING, OBEYED, "Adam (AdamW's arithmetic), AdamW, Adagrad, SGD, or another class of torch.optim")
+    type: str = key(
+        MISSING, OBEYED, "Adam (AdamW's arithmetic), AdamW, Muon, Adagrad, SGD, or another class of torch.optim"
+    )
     params: dict[str, Any] = key({}, OBEYED, "lr, betas, eps, weight_decay, adam_w_mode, torch_adam, ...")
     legacy_fusion: bool = key(False, NO_EFFECT, "there is one implementation")
 

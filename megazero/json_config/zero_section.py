@@ -155,7 +155,7 @@ class ZeroSection:
     zero_quantized_weights: bool = key(False, REFUSED, _QUANTIZED)
     zero_quantized_nontrainable_weights: bool = key(False, REFUSED, _QUANTIZED)
     zero_quantized_gradients: bool = key(False, REFUSED, _QUANTIZED)
-    save_muon_momentum_buffer_in_memory: bool = key(False, REFUSED, "Muon is not built")
+    save_muon_momentum_buffer_in_memory: bool = key(False, REFUSED, "Muon's momentum rests where the other states do")
     zenflow: dict[str, Any] | None = key(None, REFUSED, "ZenFlow is not built")
     leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megazero.optim.muon import Muon
 from megazero.option import did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -20,7 +21,6 @@ _MUP = "it belongs to the mup package: make it there and pass it to initialize(o
 REFUSED = {
     "lamb": _WHOLE_PARAMETERS + " (a norm per parameter)",
     "onebitlamb": _WHOLE_PARAMETERS + " (a norm per parameter)",
-    "muon": _WHOLE_PARAMETERS,
     "adafactor": _WHOLE_PARAMETERS,
     "lbfgs": _WHOLE_PARAMETERS,
     "sparseadam": "gradients are dense here",
@@ -32,10 +32,14 @@ REFUSED = {
     "musgd": _MUP,
 }
 
+# DeepSpeed's, where torch's are others; and the learning rates of matrices and of the rest, which parameter groups have.
+MUON_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (arXiv:1711.05101) and gradient clipping."""
+    """AdamW (arXiv:1711.05101), or Muon beside it, and gradient clipping."""
 
     weight_decay: float = option(0.01, "decoupled weight decay of matrices and embeddings; biases and norms have none")
     clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 turns clipping off")
@@ -44,9 +48,11 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment")
     optimizer: str = option(
         "adamw",
-        "apex-adamw needs an NVIDIA apex built from source (the package index's apex is unrelated)",
-        choices=("adamw", "apex-adamw"),
+        "muon: AdamW, but Muon for the blocks' matrices; apex-adamw needs an NVIDIA apex built from source (the package index's "
+        "apex is unrelated)",
+        choices=("adamw", "muon", "apex-adamw"),
     )
+    muon_momentum: float = option(0.95, "momentum of the matrices of --optimizer muon")
 
     def __post_init__(self) -> None:
         if self.weight_decay < 0 or self.clip_grad < 0:
@@ -59,6 +65,13 @@ class OptimizerConfig:
             raise ValueError(
                 f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {self.adam_beta1} and {self.adam_beta2}."
             )
+        if not 0 <= self.muon_momentum < 1:
+            raise ValueError(f"--muon-momentum must lie in [0, 1), got {self.muon_momentum}.")
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether the matrices of hidden layers are Muon's."""
+        return self.optimizer == "muon"
 
     def factory(self) -> OptimizerFactory:
         """A callable that makes the optimizer from parameter groups.
@@ -67,6 +80,9 @@ class OptimizerConfig:
             ValueError: apex was asked for and NVIDIA's apex is not importable.
         """
         settings: dict[str, Any] = {"lr": 0.0, "betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_eps}
+        if self.uses_muon:  # with AdamW's learning rate and weight decay, so that one schedule drives both
+            momentum = self.muon_momentum
+            return lambda groups: Muon(groups, momentum=momentum, adjust_lr_fn="match_rms_adamw", **settings)
         if self.optimizer == "apex-adamw":
             try:
                 from apex.optimizers import FusedAdam
@@ -83,13 +99,15 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     """A callable that makes the optimizer named `type`, in any case, from parameter groups.
 
     Adam is AdamW unless `adam_w_mode` is false, as in DeepSpeed, with its default of no weight decay, and runs torch's fused
-    kernel; `torch_adam` true takes torch's class with torch's defaults. Any other name is a class of torch.optim.
+    kernel; `torch_adam` true takes torch's class with torch's defaults. Muon is ours, for the groups of `muon_groups`. Any other
+    name is a class of torch.optim.
 
     Raises:
         ValueError: the name is unknown or cannot work here, or a parameter is unknown or has a bad value.
     """
     optimizer_class, settings = _class_and_settings(type, dict(params))
     known = set(inspect.signature(optimizer_class).parameters) - {"params"}
+    known |= {*MUON_RATES} if optimizer_class is Muon else set()
     for name in settings:
         if name not in known:
             raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
@@ -100,6 +118,24 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     return lambda groups: optimizer_class(groups, **settings)
 
 
+def muon_groups(
+    groups: Iterable[dict[str, Any]], matrices: Collection[Any], params: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Each parameter group as two, for Muon: what of it is in `matrices`, and the rest, which AdamW trains; none of them empty.
+
+    Args:
+        params: of the configuration, as DeepSpeed has them: `muon_lr` and `adam_lr` are the rates of the two, by default `lr`.
+    """
+    found = []
+    for group in groups:
+        for use_muon, key in ((True, "muon_lr"), (False, "adam_lr")):
+            rate = params.get(key, params.get("lr", MUON_RATES[key]))
+            half = [parameter for parameter in group["params"] if (parameter in matrices) == use_muon]
+            if half:
+                found.append({"lr": rate, **group, "params": half, "use_muon": use_muon})
+    return found
+
+
 def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     classes = {
         key.lower(): value
@@ -107,6 +143,8 @@ def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.o
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     lower = name.lower()
+    if lower == "muon":  # torch's, if there is one, needs whole parameters
+        return Muon, {**MUON_DEFAULTS, **{key: value for key, value in params.items() if key not in MUON_RATES}}
     if lower in REFUSED:
         raise ValueError(f"{name} cannot be used here: {REFUSED[lower]}. Adam, AdamW, Adagrad and SGD can.")
     if lower not in classes:

@@ -25,6 +25,7 @@ class Setup:
 
     Attributes:
         saves_in_background: checkpoints are copied to host memory, and written from there.
+        uses_muon: for the matrices of the blocks.
     """
 
     model: GPT2Config
@@ -33,6 +34,7 @@ class Setup:
     states: StateSettings
     checkpoints: CheckpointSettings
     saves_in_background: bool = False
+    uses_muon: bool = False
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int, device_type: str) -> Setup:
@@ -63,6 +65,7 @@ class Setup:
             ),
             config.checkpoint_settings(),
             config.checkpoint.async_save,
+            config.optimizer.uses_muon,
         )
 
     def with_zero(self, **changes: Any) -> Setup:
@@ -141,7 +144,7 @@ def plan_job(setup: Setup) -> JobPlan:
     """
     shape, settings = setup.shape, setup.states
     ranks = shape.model_parallel_size, settings.num_shards
-    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero)
+    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero, setup.uses_muon)
     needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, settings)
     work = plan_activations(setup.model, shape, setup.checkpoints)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from megazero.comm import ProcessGroup
-from megazero.engine import weight_decay_groups
+from megazero.engine import hidden_matrices, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.zero.config import ZeroConfig
@@ -29,7 +29,12 @@ class _Ranks:
 
 
 def gpt2_buckets(
-    model: GPT2Config, model_parallel_size: int, num_shards: int, dtype: torch.dtype, zero: ZeroConfig
+    model: GPT2Config,
+    model_parallel_size: int,
+    num_shards: int,
+    dtype: torch.dtype,
+    zero: ZeroConfig,
+    uses_muon: bool = False,
 ) -> list[BucketPlan]:
     """The buckets that an engine would make of `model` on one tensor-parallel rank. Blocks are equal, so one is laid out.
 
@@ -41,9 +46,10 @@ def gpt2_buckets(
     group = cast(ProcessGroup, _Ranks(model_parallel_size))
     with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
-    group_of, _ = weight_decay_groups(one, 0.0)
+    group_of, _ = weight_decay_groups(one, 0.0, uses_muon)
+    matrices = hidden_matrices(one) if uses_muon else set()
     zero = replace(zero, model_persistence_threshold=None)
-    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), zero=zero)
+    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), zero=zero, matrices=matrices)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     return [

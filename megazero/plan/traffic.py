@@ -9,6 +9,8 @@ from megazero.model.config import GPT2Config
 from megazero.plan.activations import Shape
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathers_of_units
 
+BF16_BYTES = 2
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -52,6 +54,10 @@ def plan_traffic(
         need.plan.layout.numel * (gathers[need.plan.unit] if need.plan.sharding.parameters else 1) for need in trained
     )
     wire = trained[0].plan.reduce_dtype.itemsize
+    # Directions for Muon, in bf16: once so that matrices are whole, and once for the results; where O is whole twice for these.
+    matrices = sum(need.plan.layout.numel for need in trained if need.plan.has_matrices)
+    directions, directions_across = 2 * matrices, 2 * matrices // n * (sets - 1) // sets
+    split = matrices // settings.data_parallel_size * (shape.model_parallel_size - 1)
     away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
     states = sum(need.master + need.moments for need in away)
@@ -68,10 +74,12 @@ def plan_traffic(
     staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
-        (reduced + gathered) * (n - 1) // n + across,
-        (reduced * wire + gathered * shape.dtype.itemsize) * (n - 1) // n + across * wire,
-        across * wire,
-        _model_parallel(model, shape) * m,
+        (reduced + gathered + directions) * (n - 1) // n + across + directions_across,
+        (reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES) * (n - 1) // n
+        + across * wire
+        + directions_across * BF16_BYTES,
+        across * wire + directions_across * BF16_BYTES,
+        _model_parallel(model, shape) * m + split * BF16_BYTES,
         # New weights cross the link where O and P do not rest on one side of it.
         to_host=(gradients + weights) * has_link,
         from_host=(sums + (shards if params_away else owned_away * shape.dtype.itemsize)) * has_link,

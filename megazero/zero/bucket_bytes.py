@@ -28,7 +28,8 @@ class StateSettings:
     Attributes:
         data_parallel_size: ranks that see different data, and share out what the stage shards, unless `zero.shard_size` is given.
         device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
-        states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum.
+        states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum. Of the
+            matrices that Muon updates it is 1.
         recomputed_together: units that activation checkpointing recomputes in one piece, which makes all of them whole.
         micro_batches: whose gradients add up in a step.
 
@@ -160,7 +161,7 @@ class BucketBytes:
     @property
     def moments(self) -> int:
         """Of O: what the optimizer keeps for each element."""
-        return self.owned * FP32_BYTES * self.settings.states_per_element
+        return self.owned * FP32_BYTES * (1 if self.plan.has_matrices else self.settings.states_per_element)
 
     @property
     def padding(self) -> float:

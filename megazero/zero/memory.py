@@ -6,7 +6,7 @@ size and for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +110,7 @@ def plan_memory(
     micro_batches: int = 1,
     zero_units: Sequence[nn.Module | type[nn.Module]] | None = None,
     group_of: Mapping[str, int] | None = None,
+    matrices: Collection[str] = (),
 ) -> MemoryPlan:
     """What each rank will hold when an `Engine` with these settings trains `model`. Communicates nothing, allocates nothing.
 
@@ -119,6 +120,7 @@ def plan_memory(
     Args:
         model: on any device, meta included; one tensor-parallel rank's part of it.
         zero, dtype, zero_units, group_of: as for `Engine`; by default every parameter that requires a gradient is trained.
+        matrices: names of the parameters that Muon updates.
         device_type, states_per_element, recomputed_together, micro_batches: as in `StateSettings`; the device is this
             process's by default.
 
@@ -143,6 +145,7 @@ def plan_memory(
         replicated=(),
         zero=zero,
         dtype=dtype,
+        matrices=matrices,
     )
     return memory_of_buckets(plans, settings)
 

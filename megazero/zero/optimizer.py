@@ -11,6 +11,7 @@ from megazero import comm
 from megazero.optim.adam_kernels import AdamSettings
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.muon import Muon
 from megazero.zero.bucket import MASTER, Bucket, gradient_of
 from megazero.zero.delayed import DelayedUpdate
 from megazero.zero.sliced import SlicedOptimizer
@@ -34,11 +35,14 @@ _OWN_ELEMENTWISE = (CPUAdam, HybridAdam)
 ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch's (or apex's) that are known to be elementwise; a class of that name is not."""
+def steps_ranges(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is known to work on flat ranges of parameters.
+
+    Those of torch's (or apex's) that are elementwise do, but not a class of such a name; and our Muon, with the engine's help.
+    """
     kind = type(optimizer)
     is_fused_adam = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] in ("apex", "megazero")
-    return kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) or is_fused_adam
+    return kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_fused_adam
 
 
 def idle_optimizer(_: Iterable[Any]) -> torch.optim.Optimizer:
@@ -89,11 +93,11 @@ class BucketOptimizer(SlicedOptimizer):
         self.is_torn = False  # an update has failed in the middle
         super().__init__(buckets, factory, group_settings)
         kind = type(self.torch_optimizer)
-        if not is_elementwise(self.torch_optimizer) and not allow_untested:
+        if not steps_ranges(self.torch_optimizer) and not allow_untested:
             raise ValueError(
                 f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the "
                 f"engine steps flat ranges that cut across them. Use one of {', '.join(sorted(ELEMENTWISE))} of torch.optim or "
-                "apex."
+                "apex, or megazero.optim.muon.Muon."
             )
         fused = all(group.get("fused") for group in self.param_groups)
         self._scales_itself = kind in (torch.optim.Adam, torch.optim.AdamW) and fused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,6 +121,7 @@ class BucketPlan:
     sharding: Sharding
     grad_dtype: torch.dtype = torch.float32  # of G: keeps what many micro-batches add up to; P's halves it
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
+    has_matrices: bool = False  # that Muon updates, and nothing else
 
     @property
     def owned_numel(self) -> int:
@@ -136,14 +137,16 @@ def plan_buckets(
     replicated: Iterable[str],
     zero: ZeroConfig,
     dtype: torch.dtype | None = None,
+    matrices: Collection[str] = (),
 ) -> list[BucketPlan]:
-    """One bucket per unit, dtype, requires_grad and sharding, in the order of backward: last unit first, root last.
+    """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
 
     Args:
         world_size: ranks that share out what is sharded.
         group_of: index of the optimizer's parameter group, by full parameter name. A parameter that is in none is not trained.
         replicated: names of the parameters that are equal on every tensor-parallel rank.
         dtype: of the buckets' P where it is not the parameters' own; other floating-point dtypes are converted.
+        matrices: names of the parameters that Muon updates. They lie in buckets of their own, as it keeps one moment, AdamW two.
 
     Raises:
         ValueError: two units share a parameter.
@@ -161,16 +164,17 @@ def plan_buckets(
     replicated = set(replicated)
     small = zero.param_persistence_threshold if zero.sharding.parameters else 0
     most, persistent = zero.model_persistence_threshold, 0
-    members: dict[tuple[int, torch.dtype, bool, bool], dict[str, nn.Parameter]] = {}
+    members: dict[tuple[int, torch.dtype, bool, bool, bool], dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():  # names a tied parameter once
         target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         numel = math.prod(shape_of(parameter))
         stays = numel < small and (most is None or persistent + numel <= most)
         persistent += numel if stays else 0
-        key = (unit_of.get(parameter, ROOT), target, parameter.requires_grad and name in group_of, stays)
+        is_trained = parameter.requires_grad and name in group_of
+        key = (unit_of.get(parameter, ROOT), target, is_trained, stays, is_trained and name in matrices)
         members.setdefault(key, {})[name] = parameter
     plans = []
-    for (index, target, is_trainable, stays), parameters in sorted(
+    for (index, target, is_trainable, stays, has_matrices), parameters in sorted(
         members.items(), key=lambda item: (-item[0][0], str(item[0][1:]))
     ):
         entries = [
@@ -181,9 +185,8 @@ def plan_buckets(
         sharding = replace(zero.sharding, parameters=False) if stays else zero.sharding
         grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
         reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
-        plans.append(
-            BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, grad_dtype, reduce_dtype)
-        )
+        dtypes = grad_dtype, reduce_dtype
+        plans.append(BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, *dtypes, has_matrices))
     return plans
 
 

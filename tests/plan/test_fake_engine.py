@@ -101,6 +101,15 @@ CASES = {
         8,
         "--zero-stage 3 --batch-size 1 --offload-optimizer nvme --offload-param nvme --nvme-path /drive",
     ),
+    "Muon, alone": (1.5, 1, "--zero-stage 0 --batch-size 1 --optimizer muon"),
+    "Muon, O and G over 4, MP 2": (1.5, 8, "--zero-stage 2 --batch-size 1 --model-parallel-size 2 --optimizer muon"),
+    "Muon, all over 64": (1.5, 64, "--zero-stage 3 --batch-size 1 --checkpoint-activations --optimizer muon"),
+    "Muon, O on the host": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --optimizer muon"),
+    "Muon, all on the host": (
+        10,
+        8,
+        "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu --optimizer muon",
+    ),
     "delayed, of whole G": (1.5, 2, "--zero-stage 1 --batch-size 1 --offload-optimizer cpu --delayed-param-update 1"),
     "delayed": (
         10,

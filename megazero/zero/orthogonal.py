@@ -1,0 +1,145 @@
+"""Muon's directions of whole matrices, of which ranks hold flat parts: brought together, made orthogonal, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero import comm
+from megazero.comm import Work
+from megazero.mpu.partition import Partition
+from megazero.optim.muon import orthogonalized, rate_factor
+from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.layout import Segment
+from megazero.zero.sliced import Slice, SlicedOptimizer
+
+
+class Orthogonal:
+    """What an engine's `Muon` calls for the part of its step that needs whole matrices. Collective over the world.
+
+    Bucket by bucket each rank puts its range of the directions into a flat buffer of the bucket's size, in bf16. An all-gather
+    makes them whole; each matrix is worked on by one rank; and a reduce-scatter of the results, which are zeros wherever another
+    rank has worked, gives everybody its range back. So at every stage an update sends what one more gradient and one more gather
+    in bf16 would, the work is divided by the number of ranks, and the numbers are the same bit for bit. Tensor-parallel ranks
+    each bring together what they hold of a matrix.
+
+    Args:
+        cuts: how parameters are cut over the tensor-parallel ranks, by name. One that is several matrices stacked (Q, K and V)
+            is worked on as these.
+
+    Raises:
+        ValueError: gradients add up in 16 bits, which directions do not fit into.
+    """
+
+    def __init__(
+        self, optimizer: SlicedOptimizer, cuts: Mapping[str, Partition], model_group: comm.ProcessGroup
+    ) -> None:
+        self._optimizer, self._cuts, self._model_group = optimizer, cuts, model_group
+        for bucket in self._buckets:
+            if gradient_of(bucket).dtype != torch.float32:
+                raise ValueError(
+                    f"Muon writes directions where gradients were, and those of unit {bucket.name!r} add up in "
+                    f"{gradient_of(bucket).dtype}. Let them add up in fp32: data_types.grad_accum_dtype, ZeroConfig.grad_dtype."
+                )
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """Those with matrices, in the same order on every rank."""
+        return [bucket for bucket in self._optimizer.buckets if bucket.is_trainable and self._matrices(bucket)]
+
+    def _matrices(self, bucket: Bucket) -> list[Segment]:
+        groups = self._optimizer.param_groups
+        return [segment for segment in bucket.trained_segments if groups[segment.group].get("use_muon")]
+
+    def __call__(self, _: Sequence[Tensor]) -> None:
+        """Replaces the directions of all matrices; the next bucket's come together while this one's are worked on."""
+        buckets = self._buckets
+        loads = [0] * buckets[0].channel.num_ranks if buckets else []
+        coming = self._gather(buckets[0]) if buckets else None
+        leaving: tuple[Bucket, Tensor, Work] | None = None
+        for bucket, after in zip(buckets, [*buckets[1:], None], strict=True):
+            assert coming is not None
+            (whole, work), coming = coming, None if after is None else self._gather(after)
+            if work is not None:
+                work.wait()
+            self._work_on(bucket, whole, loads)
+            if leaving is not None:
+                self._take(*leaving)
+            leaving = bucket, whole, self._reduce(bucket, whole)
+        if leaving is not None:
+            self._take(*leaving)
+
+    def _pieces(self, bucket: Bucket) -> list[Slice]:
+        groups = self._optimizer.param_groups
+        return [
+            piece
+            for piece in self._optimizer.slices_of(bucket)
+            if piece.is_trained and groups[piece.span.group].get("use_muon")
+        ]
+
+    def _gather(self, bucket: Bucket) -> tuple[Tensor, Work | None]:
+        whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.weights.flat.device)
+        for piece in self._pieces(bucket):
+            assert piece.master.grad is not None
+            whole[piece.span.start : piece.span.stop].copy_(piece.master.grad)
+        if not bucket.sharding.optimizer:
+            return whole, None  # each rank has all of them
+        return whole, bucket.channel.all_gather_(whole, bucket.name)
+
+    def _work_on(self, bucket: Bucket, whole: Tensor, loads: list[int]) -> None:
+        """Makes this rank's matrices orthogonal, and the others zero: the largest one goes to whoever has least to do so far."""
+        groups = self._optimizer.param_groups
+        for segment in sorted(self._matrices(bucket), key=lambda segment: -_cost(segment)):
+            owner = loads.index(min(loads))
+            loads[owner] += _cost(segment)
+            matrix = whole[segment.start : segment.stop].view(segment.shape)
+            if owner == bucket.channel.group.rank():
+                matrix.copy_(self._orthogonalized(matrix, segment, groups[segment.group]["ns_steps"]))
+            else:
+                matrix.zero_()
+
+    def _orthogonalized(self, local: Tensor, segment: Segment, steps: int) -> Tensor:
+        """What this tensor-parallel rank holds of the result, by what it holds of the matrix, or of several that are stacked."""
+        cut = self._cuts.get(segment.name)
+        if cut is None:
+            return orthogonalized(local, steps)
+        size, rank = self._model_group.size(), self._model_group.rank()
+        parts = []
+        for part in local.chunk(cut.stride, cut.dim):
+            # In the order of ranks, not of the full parameter: a permutation of rows or columns changes nothing but itself.
+            matrix = torch.cat(comm.all_gathered(part, self._model_group), cut.dim)
+            parts.append(orthogonalized(matrix, steps).chunk(size, cut.dim)[rank])
+        return torch.cat(parts, cut.dim)
+
+    def _shape(self, segment: Segment) -> tuple[int, int]:
+        """[rows, columns] of the whole matrix, or of each of those that are stacked."""
+        rows, columns = segment.shape
+        cut = self._cuts.get(segment.name)
+        if cut is None:
+            return rows, columns
+        whole = segment.shape[cut.dim] // cut.stride * self._model_group.size()
+        return (whole, columns) if cut.dim == 0 else (rows, whole)
+
+    def _reduce(self, bucket: Bucket, whole: Tensor) -> Work:
+        start = bucket.channel.reduce_scatter_ if bucket.sharding.optimizer else bucket.channel.all_reduce_
+        return start(whole, bucket.name)
+
+    def _take(self, bucket: Bucket, whole: Tensor, work: Work) -> None:
+        """Writes what has come back of this rank's range, scaled for the shapes of its matrices."""
+        work.wait()
+        groups = self._optimizer.param_groups
+        for piece in self._pieces(bucket):
+            assert piece.master.grad is not None
+            for segment in self._matrices(bucket):
+                low, high = segment.clip(piece.span.start, piece.span.stop)
+                if low < high:
+                    mine = piece.master.grad[low - piece.span.start : high - piece.span.start]
+                    factor = rate_factor(groups[segment.group]["adjust_lr_fn"], *self._shape(segment))
+                    mine.copy_(whole[low:high]).mul_(factor)
+
+
+def _cost(segment: Segment) -> int:
+    """Of making it orthogonal, up to a factor."""
+    return segment.numel * min(segment.shape)
