@@ -147,6 +147,19 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.parametrize("is_rebound", [True, False])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_torch_does_not_warn_of_a_schedule_that_the_engine_steps(one_rank, kind, is_rebound, recwarn):
+    model = make_model()
+    given = SCHEDULES[kind](torch.optim.AdamW(model.parameters(), lr=1e-2)) if is_rebound else SCHEDULES[kind]
+    recwarn.clear()  # SequentialLR warns of itself when it is built
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "bf16": {"enabled": True}}, lr_scheduler=given)
+    for _ in range(3):
+        engine.backward(loss_of(engine(torch.ones(2, 6, dtype=torch.bfloat16))))
+        engine.step()
+    assert [str(warning.message) for warning in recwarn if "optimizer.step()" in str(warning.message)] == []
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_of_several_parts_is_rebound_with_all_of_them(one_rank, kind):
     model = make_model()

@@ -185,6 +185,8 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
             config.scheduler.type,
             extra=ALIKE,
         )
+    # Of updates that are made of tiles torch's schedules see nothing, and would warn that they are stepped before the optimizer.
+    vars(optimizer.torch_optimizer).update(_opt_called=True)
     if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
         return given(optimizer.torch_optimizer)
     if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:
@@ -194,6 +196,9 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
                 f"has {len(optimizer.param_groups)}. Build it on the optimizer that is given to initialize, or pass a callable."
             )
         logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
+        torch.optim.lr_scheduler.ConstantLR(
+            optimizer.torch_optimizer, 1.0
+        )  # a schedule must have seen what another is to drive
         for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
             cycled = ("momentum", "betas") if "max_momentum" in theirs else ()
             mine.update({key: theirs[key] for key in (*_SCHEDULED, *cycled) if key in theirs})
