@@ -528,6 +528,11 @@ def test_auto_is_what_the_flags_say(with_file):
     assert config.deepspeed.scheduler.params == {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}
     config, _ = with_file(document, flags.replace("--warmup 0.25", "--lr-warmup-iters 7"), world_size=2)
     assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params["warmup_num_steps"] == 7
+    document["scheduler"] = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": "auto"}}
+    config, _ = with_file(document, "--bf16")
+    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params["cycle_max_lr"] == 1e-4
+    config, _ = with_file(document, "--bf16 --warmup 0.25")
+    assert config.deepspeed.scheduler is None
 
 
 def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):

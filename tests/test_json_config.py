@@ -579,6 +579,12 @@ def in_zero(**section) -> dict:
         ),
         ({"bf16": {"enabled": "yes"}}, "--bf16", "bf16.enabled must be true or false"),
         ({"scheduler": {"type": "WarmupRL"}}, "--warmup 0.1", "'WarmupRL'. Did you mean 'WarmupLR'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_step": 5}}},
+            "--warmup 0.1",
+            "WarmupLR has no parameter 'warmup_step'",
+        ),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "--min-lr 0", "WarmupDecayLR needs the parameter 'total_num_steps'"),
     ],
     ids=str,
 )

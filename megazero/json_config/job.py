@@ -54,7 +54,7 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
         **{field: value for _, field, value in said},
         "batch_size": config.train_micro_batch_size_per_gpu,
         "global_batch_size": config.train_batch_size,
-        "scheduler": config.scheduler,
+        "scheduler": None if flags.describe_schedule else config.scheduler,
     }
 
 
@@ -69,6 +69,7 @@ def _auto(flags: Flags) -> dict[str, Any]:
         **{f"optimizer.params.{key}": flags.value(field) for key, field in ADAM_FIELDS.items()},
         "scheduler.params.warmup_min_lr": 0.0,
         "scheduler.params.warmup_max_lr": flags.value("lr"),
+        "scheduler.params.cycle_max_lr": flags.value("lr"),
         "scheduler.params.warmup_num_steps": max(1, int(schedule.warmup_iters(iterations))),
         "scheduler.params.total_num_steps": iterations,
     }

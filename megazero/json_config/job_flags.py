@@ -38,6 +38,7 @@ class Flags:
         self.world_size = world_size
         self._fields: dict[str, Field] = {f.name: f for component in components for f in fields(component)}
         self._put: list[str] = []  # the flags that are in the document now
+        self.describe_schedule = False  # so the file's is not used, though it is checked
 
     @property
     def source(self) -> str:
@@ -116,19 +117,19 @@ def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
-    """--lr is the peak of the file's schedule, which is dropped where flags describe another."""
+    """--lr is the peak of the file's schedule, unless flags describe another."""
     section = document.get("scheduler")
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
         return  # there is none, or the reader will say what is wrong
     kind, params = section.get("type"), dict(section.get("params", {}))
     if kind not in SCHEDULES:
-        return  # the reader will say which there are, also where it would be dropped
+        return  # the reader will say which there are
     others = [field for field in SCHEDULE_FIELDS if field in flags.given]
     if params.get("warmup_num_steps") == AUTO:
         others = [field for field in others if field not in WARMUP_FIELDS]
     if others:
         logger.info("%s wins over scheduler %s of %s", " ".join(map(flags.text, others)), kind, flags.path)
-        del document["scheduler"]
+        flags.describe_schedule = True
     elif "lr" in flags.given:
         if kind == "LRRangeTest":
             raise DeepSpeedConfigError(
