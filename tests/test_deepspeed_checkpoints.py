@@ -133,6 +133,14 @@ def test_bad_arguments_are_refused(one_rank, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_of_deepspeeds_names_the_command_that_imports_it(one_rank, tmp_path):
+    (tmp_path / "global_step5").mkdir()
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(FileNotFoundError, match=f"import --from deepspeed {tmp_path} OUT"):
+        make_engine().load_checkpoint(str(tmp_path))
+
+
 def tag_case(folder: str, validation: str) -> None:
     engine = make_engine(checkpoint={"tag_validation": validation})
     tag = f"rank{torch.distributed.get_rank()}"

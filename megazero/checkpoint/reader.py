@@ -67,6 +67,11 @@ class Reader:
         self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
         if content is None:
             if tag is None or not (self.path / "index.json").is_file():
+                if tag is not None and any(self.path.glob("*_model_states.pt")):
+                    raise FileNotFoundError(
+                        f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
+                        f"megazero.checkpoint import --from deepspeed {directory} OUT`."
+                    )
                 missing = "it has no file `latest`" if tag is None else "the tag or the file `latest` names it"
                 raise FileNotFoundError(
                     f"No checkpoint at {directory if tag is None else self.path}: {missing}. Name one that is there in "
