@@ -61,8 +61,10 @@ class EvaluationConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.valid_data is None or not Path(self.valid_data).is_file():
-            raise ValueError(f"--valid-data {self.valid_data or 'is missing'}: name the file to evaluate on.")
+        if self.valid_data is None:
+            raise ValueError("--valid-data is missing: name the file to evaluate on.")
+        if not Path(self.valid_data).is_file():
+            raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
         for flag, value in (("--batch-size", self.batch_size), ("--seq-length", self.seq_length)):
             if value is not None and value < 1:
                 raise ValueError(f"{flag} must be at least 1, got {value}.")

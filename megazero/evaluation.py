@@ -169,7 +169,7 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
     """The texts of a file of JSON lines, such as LAMBADA's.
 
     Raises:
-        ValueError: a line is not a JSON object with a string under `text_key`; names file and line.
+        ValueError: a line is not a JSON object with a string under `text_key`; names file and line. Or there is none.
     """
     texts = []
     with open(path, "rb") as file:
@@ -186,6 +186,8 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
                     f'{path}:{number}: expected an object like {{"{text_key}": "..."}}, found {line[:60]!r}.'
                 )
             texts.append(text)
+    if not texts:
+        raise ValueError(f'{path} is empty: expected lines like {{"{text_key}": "..."}}.')
     return texts
 
 

@@ -83,7 +83,11 @@ class MetricsWriter:
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
-            self._board = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1 if start_iteration else None)
+            purged = start_iteration + 1 if start_iteration else None
+            try:
+                self._board = SummaryWriter(tensorboard_dir, purge_step=purged)
+            except OSError as error:
+                raise OSError(f"--tensorboard-dir {tensorboard_dir} cannot be written: {error}") from error
             self._logs[tensorboard_dir] = self._add_scalars
 
     @property

@@ -210,6 +210,9 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path.write_text("a b\n")
     with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
         load_texts(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"passages.jsonl is empty: expected lines like"):
+        load_texts(path)
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
         load_texts(path)
@@ -226,6 +229,8 @@ def test_the_window_is_the_flags_the_jobs_or_all_positions():
     assert EvaluationConfig(valid_data=__file__, seq_length=3).window({"seq_length": 5}, CONFIG) == 3
     with pytest.raises(ValueError, match="--seq-length must be at least 1, got 0"):
         EvaluationConfig(valid_data=__file__, seq_length=0)
+    with pytest.raises(ValueError, match="--valid-data no_such_file: there is no such file"):
+        EvaluationConfig(valid_data="no_such_file")
 
 
 def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):

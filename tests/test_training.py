@@ -646,6 +646,12 @@ def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no
     assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
 
 
+def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
+    (tmp_path / "board").touch()
+    with pytest.raises(OSError, match=f"--tensorboard-dir {tmp_path / 'board'} cannot be written: .*File exists"):
+        MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, caplog):
     metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
