@@ -36,6 +36,8 @@ def find_gpt2_files(
     if vocab_file or merge_file:
         given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
         raise ValueError(f"{given} {vocab_file or merge_file} needs {missing} too: the two files are one vocabulary")
+    if folder is not None and not Path(folder).exists():
+        raise FileNotFoundError(f"--tokenizer-path {folder}: there is no such file or folder")
     if folder is not None and Path(folder).is_file():
         folder = Path(folder).parent
     folders = DEFAULT_FOLDERS if folder is None else (Path(folder),)
@@ -46,7 +48,7 @@ def find_gpt2_files(
             return vocab, merges
     raise FileNotFoundError(
         "GPT2BPETokenizer needs --vocab-file (encoder.json or vocab.json) and --merge-file (vocab.bpe or merges.txt); "
-        f"neither was given, and {' and '.join(str(place) + '/' for place in folders)} do not hold them. "
+        f"neither was given, and there are no such two in {' or '.join(str(place) + '/' for place in folders)}. "
         "Nothing is downloaded: name the files, or train a vocabulary of your own with data_tools/train_tokenizer.py and use "
         "--tokenizer-type SentencePieceTokenizer."
     )

@@ -143,6 +143,8 @@ def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
         build_tokenizer("GPT2BPETokenizer", vocab_file=vocab)
     with pytest.raises(FileNotFoundError, match="--merge-file .*absent"):
         build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="--tokenizer-path .*absent: there is no such file or folder"):
+        build_tokenizer("GPT2BPETokenizer", model_file=tmp_path / "absent")
     with pytest.raises(ValueError, match="is not JSON"):
         build_tokenizer("GPT2BPETokenizer", merges, merges)
     with pytest.raises(ValueError, match="is not a table"):
