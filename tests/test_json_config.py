@@ -480,6 +480,8 @@ def test_settings_that_cannot_be_are_refused_unless_off():
     refused("zero_quantized_weights true is not possible here", zero_optimization={"zero_quantized_weights": True})
     refused("zenflow {'a': 1} is not possible", zero_optimization={"zenflow": {"a": 1}})
     refused("sparse_gradients true is not possible here: gradients are dense", sparse_gradients=True)
+    load(sequence_parallel_size=1, graph_harvesting=False)
+    refused("sequence_parallel_size 2 is not possible here: sequences are cut over", sequence_parallel_size=2)
 
 
 def test_describe_says_what_is_in_force():
