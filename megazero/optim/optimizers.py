@@ -108,11 +108,15 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     optimizer_class, settings = _class_and_settings(type, dict(params))
     known = set(inspect.signature(optimizer_class).parameters) - {"params"}
     known |= {*MUON_RATES} if optimizer_class is Muon else set()
-    for name in settings:
+    for name, value in settings.items():
         if name not in known:
             raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
+        if isinstance(value, str) and name != "adjust_lr_fn":
+            raise ValueError(f"{type}: {name} must be a number, got {value!r}, a string.")
+    rates = {key: settings.pop(key) for key in MUON_RATES if key in settings}  # which parameter groups have
     try:  # on one number, so that bad values show before anything is built
-        optimizer_class([torch.zeros(1, device="cpu", requires_grad=True)], **settings)
+        for each in (settings, *({**settings, "lr": rate} for rate in rates.values())):
+            optimizer_class([torch.zeros(1, device="cpu", requires_grad=True)], **each)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     return lambda groups: optimizer_class(groups, **settings)
@@ -144,7 +148,7 @@ def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.o
     }
     lower = name.lower()
     if lower == "muon":  # torch's, if there is one, needs whole parameters
-        return Muon, {**MUON_DEFAULTS, **{key: value for key, value in params.items() if key not in MUON_RATES}}
+        return Muon, {**MUON_DEFAULTS, **params}
     if lower in REFUSED:
         raise ValueError(f"{name} cannot be used here: {REFUSED[lower]}. Adam, AdamW, Adagrad and SGD can.")
     if lower not in classes:
