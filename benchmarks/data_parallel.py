@@ -3,6 +3,7 @@
     python benchmarks/data_parallel.py                                              # 6 x 384, fp32, 2 ranks
     python benchmarks/data_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
     python benchmarks/data_parallel.py --sides megazero-3,fsdp2 --steps 20
+    python benchmarks/data_parallel.py --muon --sides megazero-0,megazero-1                        # Muon, on all sides
     python benchmarks/data_parallel.py --layers 2 --hidden 32 --heads 2 --vocab 128 --steps 2      # does it work?
 
 Every side trains the same plain GPT-2 from the same weights on the same batches, in processes of its own, and must agree with DDP
@@ -48,8 +49,8 @@ class EngineSide(Side):
         self.engine = Engine(
             model,
             groups,
-            OptimizerConfig().factory(),
-            *weight_decay_groups(model, DECAY),
+            OptimizerConfig(optimizer="muon" if self.job.muon else "adamw").factory(),
+            *weight_decay_groups(model, DECAY, self.job.muon),
             zero=zero,
             clip_grad=CLIP,
             gradient_accumulation_steps=self.job.accumulation,
@@ -91,8 +92,10 @@ class Megazero(EngineSide):
         super().__init__(job)
         self.make_engine(job.model(), mpu.initialize_model_parallel(1), ZeroConfig(**settings))
 
-    def counted_bytes(self) -> int:
-        """Elements by the channel's counters times the size of what goes that way: gradients, or weights."""
+    def counted_bytes(self) -> int | None:
+        """Elements by the channel's counters times the size of what goes that way: gradients, or weights; not with Muon."""
+        if self.job.muon:
+            return None
         bucket = self.engine.buckets[0]
         gradient, weight = bucket.gradient.reduce_dtype.itemsize, bucket.weights.flat.dtype.itemsize
         traffic = self.engine.channel.traffic
@@ -100,15 +103,16 @@ class Megazero(EngineSide):
         return reduced * gradient + traffic["all_gather"].elements * weight
 
 
-def all_sides(bf16: bool) -> dict[str, Entry]:
-    """Every system that can be run here, by name."""
+def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
+    """Every system that can be run here, by name; with Muon beside torch.optim.Muon under DDP."""
     ours = {f"megazero-{stage}": Entry(stage, Megazero, {"stage": stage}) for stage in range(4)}
     overlap = {"overlap_param_gather": True}  # new weights travel while the next forward goes on
     ours |= {f"megazero-{stage}-overlap": Entry(stage, Megazero, {"stage": stage, **overlap}) for stage in (1, 2)}
     if bf16:
         sums = {"grad_dtype": "compute"}
         ours |= {f"megazero-{stage}-grad16": Entry(stage, Megazero, {"stage": stage, **sums}) for stage in range(4)}
-    return {**available_peers(), **ours}
+    peers = available_peers()
+    return {**({REFERENCE: peers[REFERENCE]} if muon else peers), **ours}
 
 
 def play(sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> tuple[dict[str, list[StepResult]], dict]:
@@ -152,7 +156,7 @@ def check_memory(name: str) -> None:
 def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
     """Runs all sides and returns the result line."""
     sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
-    job = Job(*sizes, args.batch, args.accumulation, args.bf16)
+    job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon)
     groups = {}
     for title, group in grouped(sides, args.together).items():
         results, memory = play(group, job, args)
@@ -167,6 +171,7 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length} per rank",
         "ranks": args.ranks,
         "dtype": "bf16" if args.bf16 else "fp32",
+        "optimizer": "Muon beside AdamW" if args.muon else "AdamW",
         "malloc": args.malloc,
         "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
@@ -194,11 +199,12 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
     parser = make_parser(__doc__, **sizes, ranks=2, steps=12, warmup=3)
     together = f"who takes turns: {REFERENCE} and one other (least memory), {REFERENCE} and all of one stage, or all"
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--muon", action="store_true", help="for the matrices of the blocks, on every side")
     parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
     parser.add_argument("--together", choices=("pair", "stage", "all"), default="stage", help=together)
     parser.add_argument("--sides", default="", help="names, separated by commas (default: all that can be imported)")
     args = parser.parse_args()
-    sides = all_sides(args.bf16)
+    sides = all_sides(args.bf16, args.muon)
     wanted = [REFERENCE, *filter(None, args.sides.split(","))] if args.sides else list(sides)
     unknown = [name for name in wanted if name not in sides]
     if unknown:

@@ -32,6 +32,7 @@ class Job:
     batch: int
     accumulation: int
     bf16: bool
+    muon: bool = False  # for the matrices of the blocks
 
     def model(self) -> PlainGPT2:
         """The fp32 model, equal on every rank and side."""
@@ -103,6 +104,29 @@ class TorchSide(Side):
         return float(self.norm)
 
 
+class MuonBesideAdamW:
+    """torch.optim.Muon for the matrices of the blocks, each made orthogonal on every rank, and AdamW for the rest of `groups`."""
+
+    def __init__(self, blocks: nn.Module, groups: list[dict[str, Any]]) -> None:
+        matrices = [p for p in blocks.parameters() if p.ndim == 2]
+        theirs = set(matrices)
+        rest = [{**group, "params": [p for p in group["params"] if p not in theirs]} for group in groups]
+        self.parts = [
+            torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=LR, fused=True),
+        ]
+
+    def step(self) -> None:
+        """That of both."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """That of both."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
 class DDP(TorchSide):
     """torch DistributedDataParallel: its defaults, or with gradients that are views into its buckets."""
 
@@ -112,7 +136,9 @@ class DDP(TorchSide):
         self.optimizer = self.make_optimizer(decay_groups(self.model, DECAY))
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
-        """Fused AdamW with whole states on every rank."""
+        """Fused AdamW with whole states on every rank; where the job wants it, beside torch's Muon."""
+        if self.job.muon:
+            return MuonBesideAdamW(self.model.module.blocks, groups)  # type: ignore[arg-type,union-attr]
         return torch.optim.AdamW(groups, lr=LR, fused=True)
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
