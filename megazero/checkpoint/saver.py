@@ -65,20 +65,7 @@ class Saver:
         """
         self.wait()
         folder, path = self.claim(directory), Path(directory) / tag
-
-        def write(content: Snapshot) -> None:
-            aside = folder.aside(tag)
-            self._on_first_rank(lambda: folder.prepare(tag))
-            try:
-                comm.together(lambda: _write_part(aside, content), self._group)
-                self._on_first_rank(
-                    lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last)
-                )
-            except BaseException:
-                if torch.distributed.get_rank() == 0:
-                    folder.discard(tag)
-                raise
-
+        write = partial(self._write, folder, tag, index, save_latest, keep_last)
         try:
             if in_background:
                 staged = comm.together(snapshot.staged, self._group)  # one rank's host may have no room for it
@@ -145,6 +132,25 @@ class Saver:
             for folder in self._folders.values():
                 folder.release()
             self._folders.clear()
+
+    def _write(
+        self,
+        folder: CheckpointFolder,
+        tag: str,
+        index: dict[str, Any],
+        save_latest: bool,
+        keep_last: int,
+        snapshot: Snapshot,
+    ) -> None:
+        aside = folder.aside(tag)
+        self._on_first_rank(lambda: folder.prepare(tag))
+        try:
+            comm.together(lambda: _write_part(aside, snapshot), self._group)
+            self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
+        except BaseException:
+            if torch.distributed.get_rank() == 0:
+                folder.discard(tag)
+            raise
 
     def _behind(self, write: Callable[[Snapshot], None], snapshot: Snapshot, path: Path) -> None:
         try:
