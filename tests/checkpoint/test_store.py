@@ -533,10 +533,9 @@ def test_index_is_plain_json_and_safetensors_opens_the_files(world, tmp_path):
     name = list(index["files"])[number]
     at = offsets[list(entry["states"]).index("exp_avg")]
     content = (tmp_path / "global_step1" / name).read_bytes()[at : at + 4 * (stop - start)]
-    want = engine.optimizer.state_keys()
-    assert "exp_avg" in want and (rank, start, stop) == (0, 0, 36 * 12)
-    moments = torch.frombuffer(bytearray(content), dtype=torch.float32)
     (bucket,) = [bucket for bucket in engine.buckets if "up.weight" in bucket.parameters]
+    assert "exp_avg" in engine.optimizer.state_keys(bucket) and (rank, start, stop) == (0, 0, 36 * 12)
+    moments = torch.frombuffer(bytearray(content), dtype=torch.float32)
     segment = bucket.segment_of(engine.module.up.weight)
     with engine.optimizer.state_at_hand(bucket, ["exp_avg"]) as states:
         parts = [view for view, _ in engine.optimizer.parts_of(states, bucket, "exp_avg", segment)]

@@ -47,7 +47,7 @@ def test_a_loaded_step_count_lies_where_torch_has_it(is_fused):
         groups = weight_decay_groups(model, 0.1)
         engine = Engine(model, mpu.get_groups(), lambda params: torch.optim.AdamW(params, fused=is_fused), *groups)
         counters = {name: {"step": 3.0} for name, _ in model.named_parameters()}
-        engine.optimizer.allocate_state(["exp_avg", "exp_avg_sq"], counters)
+        engine.optimizer.allocate_state(dict.fromkeys(counters, ["exp_avg", "exp_avg_sq"]), counters)
         states = list(engine.optimizer.state.values())
         assert states and {state["step"].device for state in states} == {
             ACCELERATOR if is_fused else torch.device("cpu")
