@@ -466,6 +466,23 @@ while True:
     assert output == "saved\n" * 2 and not pid_file.exists()
 
 
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_terminal_that_is_closed_stops_the_ranks_unless_nohup_has_started_the_job(folder, under_nohup):
+    script = f"""
+import os, signal, time
+os.kill(int(os.environ["MEGAZERO_LAUNCHER"]), signal.SIGHUP)
+time.sleep({1 if under_nohup else 60})
+os.write(1, b"went on\\n")
+"""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
+    try:
+        process = start(folder, script, "--num_gpus=1")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    output, _ = finish(process, status=0 if under_nohup else 128 + signal.SIGTERM)
+    assert output == ("went on\n" if under_nohup else "")
+
+
 @pytest.mark.parametrize(
     "many, number",
     [(True, signal.SIGKILL), (False, signal.SIGKILL), (True, signal.SIGQUIT), (False, signal.SIGQUIT)],

@@ -71,8 +71,10 @@ def children(pid: int) -> list[int]:
 
 @contextmanager
 def stop_signals(stop: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`, and SIGQUIT `end()`."""
+    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`, and SIGQUIT `end()`; SIGHUP not where nohup has had it ignored."""
     actions: dict[int, Callable[[], object]] = {**dict.fromkeys(STOP_SIGNALS, stop), signal.SIGQUIT: end}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        del actions[signal.SIGHUP]
     before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
     try:
         yield
