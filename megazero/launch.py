@@ -12,9 +12,22 @@ import signal
 import sys
 from argparse import Namespace
 
+
+def end_with_launcher() -> None:
+    """Has the kernel (Linux) send this process SIGTERM when the launcher that started it ends, as SIGKILL makes it do.
+
+    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody has typed the command is none: nohup lets a job
+    outlive it.
+    """
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux" and os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 if __name__ == "__main__":
     # Until torchrun has ranks, which it ends itself: imports print a traceback, and C++ that waits hears nothing.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_launcher()  # before the imports below, which take seconds
 
 # While a meeting point does not answer, torch would print a stack of C++ frames at every try. It reads this variable once, when
 # it is imported; the ranks are not to inherit it.
@@ -66,17 +79,6 @@ def share_cores(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
-def end_with_launcher() -> None:
-    """Has the kernel (Linux) send this process SIGTERM when the launcher that started it ends, as SIGKILL makes it do.
-
-    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody has typed the command is none: nohup lets a job
-    outlive it.
-    """
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux" and os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
 def run_ranks(args: Namespace) -> int:
     """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
@@ -102,7 +104,6 @@ def run_ranks(args: Namespace) -> int:
 
 def main() -> None:
     """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
-    end_with_launcher()
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         # What they say is repeated here; the second has its own level.
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -497,6 +497,20 @@ def test_ranks_end_when_the_launcher_is_killed(folder, many, number):
     process.communicate()
 
 
+def test_torchrun_ends_with_a_launcher_that_is_killed_while_torch_is_imported(folder, monkeypatch):
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(
+        "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    agent = [sys.executable, "-m", "megazero.runner.agent", sys.executable, "-m", "megazero.launch", "script.py"]
+    process = subprocess.Popen(agent, cwd=folder, stdout=subprocess.PIPE, text=True)
+    torchrun = int(process.stdout.readline())
+    process.kill()
+    assert ends_within(30, torchrun)
+    process.communicate()
+
+
 def ends_within(seconds: float, pid: int) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
