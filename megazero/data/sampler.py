@@ -72,11 +72,6 @@ class DataParallelBatchSampler:
             yield range(start + self.rank * count, start + (self.rank + 1) * count)
             start += count * self.size
 
-    @property
-    def global_batches(self) -> int:
-        """Complete global batches that are left."""
-        return sum(1 for _ in self._parts())
-
     def __len__(self) -> int:
         return sum(len(part) // self.micro_batch_size for part in self._parts())
 
