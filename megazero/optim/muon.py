@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Of the quintic Newton-Schulz iteration: steep at 0, so that five steps bring singular values of any size to about 0.7 - 1.2.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+MOMENTUM = "momentum_buffer"  # the state of a matrix
 ADJUST_LR = ("original", "match_rms_adamw")
 
 
@@ -58,13 +59,13 @@ class Muon(torch.optim.AdamW):
 
     Attributes:
         orthogonalize: takes the parameters whose `grad` is the direction to make orthogonal, and writes to it what they are to
-            move by, at a learning rate of 1.
+            move by, at a learning rate of 1; None where parameters are whole matrices.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
-    orthogonalize: Callable[[Sequence[Tensor]], None]
+    orthogonalize: Callable[[Sequence[Tensor]], None] | None = None
 
     def __init__(
         self,
@@ -90,7 +91,10 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        self.orthogonalize = self._orthogonalize_whole
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """AdamW's own looks for a step count in every state, which a matrix has none of."""
+        torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -109,13 +113,13 @@ class Muon(torch.optim.AdamW):
         for group, parameter, direction in matrices:
             state, momentum = self.state[parameter], group["momentum"]
             if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
-            buffer = state["momentum_buffer"].lerp_(direction, 1 - momentum)
+                state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+            buffer = state[MOMENTUM].lerp_(direction, 1 - momentum)
             if group["nesterov"]:
                 direction.lerp_(buffer, momentum)
             else:
                 direction.copy_(buffer)
-        self.orthogonalize([parameter for _, parameter, _ in matrices])
+        (self.orthogonalize or self._orthogonalize_whole)([parameter for _, parameter, _ in matrices])
         for group, parameter, direction in matrices:
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
             parameter.grad = None  # so that AdamW skips it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,33 @@ def test_weights_are_those_of_torchs_muon_and_adamw(settings):
             for optimizer in optimizers:
                 optimizer.step()
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy"])
+def test_its_state_goes_on_in_another(way):
+    tokens = torch.randint(0, 11, (2, 4, 9), generator=torch.Generator().manual_seed(1))
+
+    def make(model: nn.Module) -> Muon:
+        names = hidden_matrices(model)
+        return Muon([{"params": [p], "use_muon": n in names} for n, p in model.named_parameters()], lr=0.02)
+
+    def train(model: nn.Module, optimizer: Muon, batch: torch.Tensor) -> None:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    model = make_model()
+    optimizer = make(model)
+    train(model, optimizer, tokens[0])
+    if way == "deepcopy":
+        again, other = copy.deepcopy((model, optimizer))
+    else:
+        again = copy.deepcopy(model)
+        other = make(again)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # else torch shares the tensors
+    for each in ((model, optimizer), (again, other)):
+        train(*each, tokens[1])
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_an_orthogonalized_matrix_has_singular_values_near_1_and_the_same_singular_vectors():
