@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from megazero.comm import Work
 from megazero.mpu.partition import Partition
 from megazero.optim.muon import orthogonalized, rate_factor
 from megazero.zero.bucket import Bucket, gradient_of
-from megazero.zero.layout import Segment
+from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.sliced import Slice, SlicedOptimizer
 
 
@@ -30,13 +31,19 @@ class Orthogonal:
             is worked on as these.
 
     Raises:
-        ValueError: gradients add up in 16 bits, which directions do not fit into.
+        ValueError: gradients add up in 16 bits, which directions do not fit into; or a parameter is no matrix.
     """
 
     def __init__(
         self, optimizer: SlicedOptimizer, cuts: Mapping[str, Partition], model_group: comm.ProcessGroup
     ) -> None:
         self._optimizer, self._cuts, self._model_group = optimizer, cuts, model_group
+        for segment in [s for bucket in optimizer.buckets for s in bucket.layout.segments if self._is_muons(s)]:
+            if len(segment.shape) != 2:
+                raise ValueError(
+                    f"Muon takes matrices, and a group with use_muon has {segment.name!r} of shape {segment.shape}. Put it into "
+                    "a group without."
+                )
         for bucket in self._buckets:
             if gradient_of(bucket).dtype != torch.float32:
                 raise ValueError(
@@ -47,19 +54,21 @@ class Orthogonal:
     @property
     def _buckets(self) -> list[Bucket]:
         """Those with matrices, in the same order on every rank."""
-        return [bucket for bucket in self._optimizer.buckets if bucket.is_trainable and self._matrices(bucket)]
+        return [bucket for bucket in self._optimizer.buckets if self._matrices(bucket)]
+
+    def _is_muons(self, of: Segment | Span) -> bool:
+        return of.group != NO_GROUP and bool(self._optimizer.param_groups[of.group].get("use_muon"))
 
     def _matrices(self, bucket: Bucket) -> list[Segment]:
-        groups = self._optimizer.param_groups
-        return [segment for segment in bucket.trained_segments if groups[segment.group].get("use_muon")]
+        return [s for s in bucket.layout.segments if self._is_muons(s) and self._optimizer.is_trained(s)]
 
     def __call__(self, _: Sequence[Tensor]) -> None:
         """Replaces the directions of all matrices; the next bucket's come together while this one's are worked on."""
         buckets = self._buckets
-        loads = [0] * buckets[0].channel.num_ranks if buckets else []
+        loads = [0] * self._optimizer.buckets[0].channel.num_ranks
         coming = self._gather(buckets[0]) if buckets else None
         leaving: tuple[Bucket, Tensor, Work] | None = None
-        for bucket, after in zip(buckets, [*buckets[1:], None], strict=True):
+        for bucket, after in zip_longest(buckets, buckets[1:]):
             assert coming is not None
             (whole, work), coming = coming, None if after is None else self._gather(after)
             if work is not None:
@@ -72,12 +81,7 @@ class Orthogonal:
             self._take(*leaving)
 
     def _pieces(self, bucket: Bucket) -> list[Slice]:
-        groups = self._optimizer.param_groups
-        return [
-            piece
-            for piece in self._optimizer.slices_of(bucket)
-            if piece.is_trained and groups[piece.span.group].get("use_muon")
-        ]
+        return [p for p in self._optimizer.slices_of(bucket) if p.is_trained and self._is_muons(p.span)]
 
     def _gather(self, bucket: Bucket) -> tuple[Tensor, Work | None]:
         whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.weights.flat.device)

@@ -121,7 +121,7 @@ class SlicedOptimizer:
 
                 def key(segment: Segment, is_trained: bool = is_trained) -> tuple | None:
                     mine = counters.get(segment.name)
-                    if segment.group == NO_GROUP or (segment.name in self._frozen) == is_trained:
+                    if segment.group == NO_GROUP or self.is_trained(segment) != is_trained:
                         return None
                     if mine is None and not is_trained:
                         return None
@@ -133,6 +133,10 @@ class SlicedOptimizer:
     def _frozen_now(self) -> set[str]:
         """Asked at the engine's refresh only: a load in between must not cut by what the engine has not followed yet."""
         return {name for bucket in self.buckets for name, p in bucket.parameters.items() if not p.requires_grad}
+
+    def is_trained(self, segment: Segment) -> bool:
+        """Whether a parameter that the optimizer was given is stepped, as of the last `refresh`."""
+        return segment.name not in self._frozen
 
     def slices_of(self, bucket: Bucket) -> list[Slice]:
         """Those that lie in one bucket."""

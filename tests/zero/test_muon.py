@@ -134,6 +134,32 @@ def hidden_matrices_of_net() -> set[str]:
     return {f"blocks.{index}.{name}.weight" for index in (0, 1) for name in ("up", "down")}
 
 
+# ---- frozen ones
+
+
+def frozen_case() -> None:
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    batches, found = token_batches(2, 1, mpu.get_data_parallel_world_size()), []
+    for freezes in (False, True):
+        torch.manual_seed(0)
+        engine = make_engine(Wide(), 2, optimizer="muon")
+        matrices = hidden_matrices(engine.module)
+        engine.backward(engine(batches[0, 0, mpu.get_data_parallel_rank()]))
+        for name in matrices if freezes else ():
+            engine.module.get_parameter(name).requires_grad_(False)
+        engine.step()
+        found.append({name: value.clone() for name, value in engine.module_state_dict().items()})
+    compare(found[1], found[0], "frozen between backward and step", bitwise=True)
+    list(train(engine, batches[1:]))
+    moved = {name for name, value in engine.module_state_dict().items() if not torch.equal(value, found[1][name])}
+    assert moved == found[1].keys() - matrices, "no matrix is left to train"
+
+
+def test_a_matrix_that_is_frozen_makes_the_step_whose_gradient_it_has_and_no_other():
+    run_ranks(2, frozen_case)
+
+
 # ---- work, traffic, memory
 
 
@@ -317,3 +343,10 @@ def test_what_muon_cannot_do_is_refused(one_rank, tmp_path: Path, stage, zero, t
     with pytest.raises(ValueError, match=told):
         make_engine(Wide(), stage, optimizer="muon", dtype=torch.bfloat16, zero={**zero, **path})
     assert comm.world().size() == 1
+
+
+def test_a_group_with_use_muon_has_matrices_only(one_rank):
+    model = Wide()
+    group_of = {name: 0 for name, _ in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"matrices.*'blocks.\d.\d.bias' of shape \(\d+,\)"):
+        Engine(model, mpu.get_groups(), OPTIMIZERS["muon"], group_of, [{"use_muon": True}])
