@@ -17,7 +17,9 @@ from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import TrainingState, set_rng_states
 from megazero.logging import ALIKE, get_logger
+from megazero.optim.muon import MOMENTUM, Muon
 from megazero.zero.bucket import MASTER
+from megazero.zero.layout import NO_GROUP
 
 logger = get_logger(__name__)
 
@@ -46,6 +48,8 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
                 "or start it anew with --no-load-optim (load_optimizer_states=False)."
             )
         kinds_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+        if wanted == Muon.__name__:
+            _check_matrices(state, reader, kinds_of)
         kinds = sorted({key for of_entry in kinds_of.values() for key in of_entry})
         state.optimizer.allocate_state(kinds_of, _saved_counters(reader))
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
@@ -164,6 +168,20 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
             "(--num-layers, --hidden-size, --max-position-embeddings, the vocabulary), or load what is there of it: a "
             "program by load_module_strict=False."
         )
+
+
+def _check_matrices(state: TrainingState, reader: Reader, kinds_of: dict[str, list[str]]) -> None:
+    """Raises where Muon updates other parameters than it did: what it keeps of them, AdamW does not, and the other way round."""
+    groups = state.optimizer.param_groups
+    for segment in [s for bucket in state.buckets for s in bucket.layout.segments if s.group != NO_GROUP]:
+        is_matrix, kinds = bool(groups[segment.group].get("use_muon")), kinds_of.get(segment.name)
+        if kinds and (MOMENTUM in kinds) != is_matrix:
+            now, then = ("Muon", "AdamW") if is_matrix else ("AdamW", "Muon")
+            raise ValueError(
+                f"{segment.name} is {now}'s in this run, and the checkpoint {reader.path} has the state of {then}. Let the same "
+                "parameters be Muon's (use_muon), or start the optimizer anew with --no-load-optim "
+                "(load_optimizer_states=False)."
+            )
 
 
 def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
