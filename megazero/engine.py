@@ -174,9 +174,9 @@ class Engine:
                 overlap_gathers=self.zero.overlap_param_gather,
             )
             self._optimizer.refuse_unfit(later=self.zero.delays_update)
+            self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
-            self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
         except BaseException:  # of the caller's optimizer or schedule
             self.schedule.close()
             leave(self.buckets)

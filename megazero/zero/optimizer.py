@@ -102,6 +102,12 @@ class BucketOptimizer(SlicedOptimizer):
         fused = all(group.get("fused") for group in self.param_groups)
         self._scales_itself = kind in (torch.optim.Adam, torch.optim.AdamW) and fused
 
+    def let_go(self) -> None:
+        """Leaves the torch optimizer to whoever has it, and nothing of the engine with it."""
+        super().let_go()
+        if isinstance(self.torch_optimizer, Muon):
+            self.torch_optimizer.orthogonalize = None
+
     @property
     def cur_scale(self) -> float:
         """The current loss scale."""

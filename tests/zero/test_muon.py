@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -338,6 +340,18 @@ def test_a_configuration_with_muon_trains_as_an_optimizer_of_these_groups(one_ra
         engine.destroy()
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
+
+
+def test_a_callers_muon_holds_nothing_of_an_engine_that_is_destroyed(one_rank):
+    model = MODELS[NAMES[0]]()
+    optimizer = Muon(model.parameters(), lr=0.1)
+    engine, *rest = megazero.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+    kept = weakref.ref(engine.buckets[0])
+    tune(engine)
+    engine.destroy()
+    del engine, rest
+    gc.collect()
+    assert kept() is None and optimizer.orthogonalize is None
 
 
 # ---- what cannot be
