@@ -218,7 +218,9 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def get_mom(self) -> list:
         """The momentum, or Adam's betas, of every parameter group."""
-        return [group.get("momentum", group.get("betas")) for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        # A group that Muon leaves to AdamW has a momentum too, without effect.
+        return [group.get("momentum" if group.get("use_muon", "momentum" in group) else "betas") for group in groups]
 
     def gradient_clipping(self) -> float:
         """The global norm that gradients are clipped to; 0 for none."""
