@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -123,7 +124,7 @@ class Muon(torch.optim.AdamW):
         for group, parameter, direction in matrices:
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
             parameter.grad = None  # so that AdamW skips it
-        super().step()
+        inspect.unwrap(torch.optim.AdamW.step)(self)  # super().step() would run hooks a second time
         return loss
 
     def _orthogonalize_whole(self, parameters: Sequence[Tensor]) -> None:

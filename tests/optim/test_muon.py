@@ -87,6 +87,17 @@ def test_its_state_goes_on_in_another(way):
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
+def test_hooks_run_once_in_a_step():
+    model, calls = make_model(), []
+    torch.optim.AdamW(model.parameters())  # from now on AdamW's step runs hooks, too
+    optimizer = Muon(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    loss_of(model, torch.zeros(2, 5, dtype=torch.int64)).backward()
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
 def test_an_orthogonalized_matrix_has_singular_values_near_1_and_the_same_singular_vectors():
     matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)) * 1e-6
     for x in (matrix, matrix.T):
