@@ -196,9 +196,8 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
                 f"has {len(optimizer.param_groups)}. Build it on the optimizer that is given to initialize, or pass a callable."
             )
         logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
-        torch.optim.lr_scheduler.ConstantLR(
-            optimizer.torch_optimizer, 1.0
-        )  # a schedule must have seen what another is to drive
+        # torch warns of a schedule over an optimizer that no schedule was built on: this one changes nothing.
+        torch.optim.lr_scheduler.ConstantLR(optimizer.torch_optimizer, 1.0)
         for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
             cycled = ("momentum", "betas") if "max_momentum" in theirs else ()
             mine.update({key: theirs[key] for key in (*_SCHEDULED, *cycled) if key in theirs})
