@@ -15,6 +15,7 @@ from megazero.optim.muon import orthogonalized, rate_factor
 from megazero.zero.bucket import Bucket, gradient_of
 from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.sliced import Slice, SlicedOptimizer
+from megazero.zero.storage import part_of, view_of
 
 
 class Orthogonal:
@@ -98,7 +99,7 @@ class Orthogonal:
         for segment in sorted(self._matrices(bucket), key=lambda segment: -_cost(segment)):
             owner = loads.index(min(loads))
             loads[owner] += _cost(segment)
-            matrix = whole[segment.start : segment.stop].view(segment.shape)
+            matrix = view_of(whole, segment)
             if owner == bucket.channel.group.rank():
                 matrix.copy_(self._orthogonalized(matrix, segment, groups[segment.group]["ns_steps"]))
             else:
@@ -109,22 +110,19 @@ class Orthogonal:
         cut = self._cuts.get(segment.name)
         if cut is None:
             return orthogonalized(local, steps)
-        size, rank = self._model_group.size(), self._model_group.rank()
-        parts = []
-        for part in local.chunk(cut.stride, cut.dim):
-            # In the order of ranks, not of the full parameter: a permutation of rows or columns changes nothing but itself.
-            matrix = torch.cat(comm.all_gathered(part, self._model_group), cut.dim)
-            parts.append(orthogonalized(matrix, steps).chunk(size, cut.dim)[rank])
-        return torch.cat(parts, cut.dim)
+        group = self._model_group
+        stacked = cut.merge(comm.all_gathered(local, group)).chunk(cut.stride, cut.dim)
+        result = torch.cat([orthogonalized(matrix, steps) for matrix in stacked], cut.dim)
+        return cut.slice_like(local.shape, result, group.rank(), group.size())
 
-    def _shape(self, segment: Segment) -> tuple[int, int]:
+    def _shape(self, segment: Segment) -> list[int]:
         """[rows, columns] of the whole matrix, or of each of those that are stacked."""
-        rows, columns = segment.shape
         cut = self._cuts.get(segment.name)
         if cut is None:
-            return rows, columns
-        whole = segment.shape[cut.dim] // cut.stride * self._model_group.size()
-        return (whole, columns) if cut.dim == 0 else (rows, whole)
+            return list(segment.shape)
+        shape = list(cut.full_shape(segment.shape))
+        shape[cut.dim] //= cut.stride
+        return shape
 
     def _reduce(self, bucket: Bucket, whole: Tensor) -> Work:
         start = bucket.channel.reduce_scatter_ if bucket.sharding.optimizer else bucket.channel.all_reduce_
@@ -137,11 +135,9 @@ class Orthogonal:
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
             for segment in self._matrices(bucket):
-                low, high = segment.clip(piece.span.start, piece.span.stop)
-                if low < high:
-                    mine = piece.master.grad[low - piece.span.start : high - piece.span.start]
-                    factor = rate_factor(groups[segment.group]["adjust_lr_fn"], *self._shape(segment))
-                    mine.copy_(whole[low:high]).mul_(factor)
+                mine, place = part_of(piece.master.grad, piece.span.start, segment)
+                factor = rate_factor(groups[segment.group]["adjust_lr_fn"], *self._shape(segment))
+                mine.copy_(view_of(whole, segment).view(-1)[place]).mul_(factor)
 
 
 def _cost(segment: Segment) -> int:
