@@ -179,11 +179,11 @@ class Config:
 
     def _check_muon(self) -> None:
         """Raises where --optimizer muon cannot do what the states' homes or dtypes ask for."""
+        zero = self.zero
         reasons = {
-            "--offload-optimizer nvme, as it needs all states in memory at a time": self.zero.offload_optimizer
-            == "nvme",
-            "--delayed-param-update, as its step is collective": self.zero.delays_update,
-            "--grad-dtype compute, as it writes fp32 directions where gradients were": self.zero.grad_dtype != "fp32",
+            "--offload-optimizer nvme, as it needs all states in memory at a time": zero.offload_optimizer == "nvme",
+            "--delayed-param-update, as its step is collective": zero.delays_update,
+            "--grad-dtype compute, as it writes fp32 directions where gradients were": zero.grad_dtype != "fp32",
         }
         for reason, is_asked_for in reasons.items():
             if is_asked_for:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -61,6 +61,11 @@ def weight_decay_groups(
         group_of.update(dict.fromkeys(hidden_matrices(model), 2))
         settings.append({"weight_decay": weight_decay, "use_muon": True})
     return group_of, settings
+
+
+def matrices_of(group_of: Mapping[str, int], group_settings: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the parameters that Muon updates, of groups as `weight_decay_groups` gives them."""
+    return {name for name, group in group_of.items() if group_settings[group].get("use_muon")}
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
@@ -145,7 +150,7 @@ class Engine:
             replicated=set(group_of) - set(cuts),
             zero=self.zero,
             dtype=dtype,
-            matrices={name for name, group in group_of.items() if group_settings[group].get("use_muon")},
+            matrices=matrices_of(group_of, group_settings),
         )
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megazero.checkpoint.format import latest_tag
-from megazero.engine import Engine, hidden_matrices, weight_decay_groups
+from megazero.engine import Engine, matrices_of, weight_decay_groups
 from megazero.job import Job
 from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
@@ -99,15 +99,16 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
     Args:
         measured: as for `memory_rows`.
     """
-    engine, uses_muon = job.engine, job.config.optimizer.uses_muon
+    engine = job.engine
+    groups = weight_decay_groups(engine.module, 0.0, job.config.optimizer.uses_muon)
     plan = plan_memory(
         engine.module,
         engine.zero,
         data_parallel_size=job.groups.data_parallel_size,
         dtype=None,
         micro_batches=engine.gradient_accumulation_steps(),
-        group_of=weight_decay_groups(engine.module, 0.0, uses_muon)[0],
-        matrices=hidden_matrices(engine.module) if uses_muon else (),
+        group_of=groups[0],
+        matrices=matrices_of(*groups),
     )
     return table(title, memory_rows(plan, measured))
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from megazero.comm import ProcessGroup
-from megazero.engine import hidden_matrices, weight_decay_groups
+from megazero.engine import matrices_of, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.zero.config import ZeroConfig
@@ -46,10 +46,10 @@ def gpt2_buckets(
     group = cast(ProcessGroup, _Ranks(model_parallel_size))
     with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
-    group_of, _ = weight_decay_groups(one, 0.0, uses_muon)
-    matrices = hidden_matrices(one) if uses_muon else set()
+    groups = weight_decay_groups(one, 0.0, uses_muon)
     zero = replace(zero, model_persistence_threshold=None)
-    plans = plan_buckets(one, find_units(one), num_shards, group_of, replicated=(), zero=zero, matrices=matrices)
+    matrices = matrices_of(*groups)
+    plans = plan_buckets(one, find_units(one), num_shards, groups[0], replicated=(), zero=zero, matrices=matrices)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     return [

@@ -57,6 +57,7 @@ def plan_traffic(
     # Directions for Muon, in bf16: once so that matrices are whole, and once for the results; where O is whole twice for these.
     matrices = sum(need.plan.layout.numel for need in trained if need.plan.has_matrices)
     directions, directions_across = 2 * matrices, 2 * matrices // n * (sets - 1) // sets
+    between_sets = across * wire + directions_across * BF16_BYTES
     split = matrices // settings.data_parallel_size * (shape.model_parallel_size - 1)
     away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
@@ -75,10 +76,8 @@ def plan_traffic(
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
         (reduced + gathered + directions) * (n - 1) // n + across + directions_across,
-        (reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES) * (n - 1) // n
-        + across * wire
-        + directions_across * BF16_BYTES,
-        across * wire + directions_across * BF16_BYTES,
+        (reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES) * (n - 1) // n + between_sets,
+        between_sets,
         _model_parallel(model, shape) * m + split * BF16_BYTES,
         # New weights cross the link where O and P do not rest on one side of it.
         to_host=(gradients + weights) * has_link,

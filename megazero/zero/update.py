@@ -90,9 +90,8 @@ class Update:
             gradient, home = self._gradients[bucket], bucket.optimizer_home
             for vector in (*bucket.states.values(), gradient):
                 vector.prefetch(start, stop)
-            if (
-                self._steps_apart and gradient.link is not home.link
-            ):  # else all tiles' pages would be taken at once, and kept
+            # Tile by tile only: else all tiles' pages would be taken at once, and kept.
+            if self._steps_apart and gradient.link is not home.link:
                 with gradient.at_hand(start, stop) as owned:
                     self._brought[tile] = home.bring(owned, bucket.tile_numel)
 
