@@ -29,7 +29,7 @@ from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.reporting import summary
 from tests.ranks import run_script
-from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_job
+from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
 
@@ -315,15 +315,7 @@ def test_a_job_without_a_launcher_outlives_the_shell_that_started_it(corpus, tmp
     job = f'{sys.executable} -m megazero.launch --standalone --nproc-per-node 1 pretrain_gpt2.py "$@"'
     command = f"{job} & until [ -s {tmp_path}/metrics.jsonl ]; do sleep 0.1; done"
     arguments = flags(corpus, tmp_path, 300)
-    done = subprocess.run(
-        ["bash", "-c", command, "bash", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
+    done = run_command(["bash", "-c", command, "bash", *arguments])
     assert (tmp_path / "latest").read_text() == "global_step300", done.stdout
 
 

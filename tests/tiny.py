@@ -60,8 +60,13 @@ def run_job(arguments: list[str], world_size: int) -> subprocess.CompletedProces
 def launch_job(arguments: list[str], world_size: int) -> subprocess.CompletedProcess[str]:
     """As `run_job`, by the launcher."""
     launcher = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(world_size)]
+    return run_command([sys.executable, *launcher, "pretrain_gpt2.py", *arguments])
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """In the repository, with one thread per rank; what it says is `stdout`."""
     return subprocess.run(
-        [sys.executable, *launcher, "pretrain_gpt2.py", *arguments],
+        command,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
