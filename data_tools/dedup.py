@@ -32,7 +32,7 @@ from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import contents_of, describe, run_lines
-from megazero.files import append_suffix, locked, written_aside
+from megazero.files import append_suffix, locked, write_whole
 from megazero.lines.contents import key_of
 from megazero.lines.jsonl import Block
 from megazero.lines.outputs import full_disk_named
@@ -136,8 +136,7 @@ def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> D
     if read_marker(path, identity, [path]) is not None:
         return np.fromfile(path, dtype="<i8")
     found = find_copies(files, search)
-    with written_aside(path) as file:
-        file.write(found.first.data)
+    write_whole(path, found.first.data)
     summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
     write_marker(path, identity, [path], {"summary": summary})
     return found.first

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.files import append_suffix, locked, written_aside
+from megazero.files import append_suffix, locked, write_json, written_aside
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import JOURNAL
 
@@ -31,8 +31,7 @@ def write_marker(record: Path, key: str, outputs: Sequence[Path], content: dict[
         content: JSON values that `read_marker` gives back.
     """
     sizes = {path.name: path.stat().st_size for path in outputs}
-    with written_aside(marker_path(record)) as file:
-        file.write(json.dumps({"key": key, **content, "outputs": sizes}, indent=1).encode() + b"\n")
+    write_json(marker_path(record), {"key": key, **content, "outputs": sizes})
 
 
 def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, Any] | None:

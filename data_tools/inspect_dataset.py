@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from data_tools.inspect_statistics import describe, document_lengths, draw_histogram
-from data_tools.preprocess_data import add_tokenizer_arguments, tokenizer_of
+from data_tools.preprocess_data import add_tokenizer_arguments
+from megazero.data.build import build_tokenizer_from
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer, read_sidecar, sidecar_path
@@ -123,7 +124,7 @@ def _tokenizer(args: argparse.Namespace, data: IndexedDataset) -> Tokenizer | No
     """The tokenizer that was named, checked against the record of the corpus; None if none was."""
     if not (args.vocab_file or args.merge_file or args.tokenizer_path):
         return None
-    tokenizer = tokenizer_of(args)
+    tokenizer = build_tokenizer_from(args)
     if not check_tokenizer(data.prefix, data.num_tokens, tokenizer):
         logger.warning("no %s: cannot check that this tokenizer made the corpus", sidecar_path(data.prefix))
     return tokenizer

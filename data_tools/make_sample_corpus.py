@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.documents import dump
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
-from megazero.files import append_suffix, locked, written_aside
+from megazero.files import append_suffix, locked, write_json, write_whole
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.progress import Progress
 from megazero.lines.workers import available_cores, ordered_map
@@ -147,10 +147,8 @@ def _make(args: argparse.Namespace) -> dict[str, Any]:
         "max_mb": args.max_mb,
         "planted": planted,
     }
-    with written_aside(manifest_path(args.output)) as file:
-        file.write(json.dumps(manifest, indent=1).encode() + b"\n")
-    with written_aside(args.output) as file:
-        file.write(corpus)
+    write_json(manifest_path(args.output), manifest)
+    write_whole(args.output, corpus)
     return {**manifest, "documents_available": len(documents), **counts}
 
 

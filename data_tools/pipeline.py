@@ -32,7 +32,7 @@ from typing import Any
 from data_tools.done_marker import MARKER
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
-from megazero.files import written_aside
+from megazero.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +165,8 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
         _check_folder(name, args, statistics)
         seconds = statistics["seconds"]
         manifest["steps"].append({"step": name, "flags": argv, "seconds": seconds, "statistics": statistics})
-        with written_aside(pipeline.folder / "manifest.json") as file:
-            file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+        content = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+        write_whole(pipeline.folder / "manifest.json", content.encode())
     return manifest
 
 

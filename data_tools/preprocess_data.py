@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.documents import document_blocks, list_inputs
 from data_tools.options import RunOptions, add_run_options
+from megazero.data.build import build_tokenizer_from
 from megazero.data.encoding import SURROGATES
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
-from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import DROPPED_SUFFIX
 
@@ -43,15 +44,6 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     words.add_argument(
         "--tokenizer-path", help="vocabulary file (*.model, tokenizer.json), or the folder that holds it"
     )
-
-
-def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that `add_tokenizer_arguments` has read.
-
-    Raises:
-        FileNotFoundError, ValueError: its files are missing or wrong.
-    """
-    return build_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         limits.workers_in_memory, args.strict, _BLOCK_BYTES, limits.max_line_bytes, log_interval=args.log_interval
     )
     inputs = list_inputs(args.input)
-    tokenizer = tokenizer_of(args)
+    tokenizer = build_tokenizer_from(args)
     outputs = [_tokenize(args, inputs, key, tokenizer, options) for key in args.json_keys]
     return {
         "documents": sum(output["documents"] for output in outputs),

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from megazero import option
 
 STEPS = {
     "filter_urls": "data_tools.filter_urls",
@@ -53,8 +55,8 @@ ALIASES = {
 """Megatron-LM's names of scripts -> step."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises a ValueError of one line, and names a flag that does not exist before one that is missing for its sake."""
+class Parser(option.Parser):
+    """Names a flag that does not exist before one that is missing for its sake."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -70,10 +72,6 @@ class Parser(argparse.ArgumentParser):
                 close = difflib.get_close_matches(flag, known, 1)
                 self.error(f"there is no flag {flag}{f', only {close[0]}' if close else ''}")
         return super().parse_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises the ValueError."""
-        raise ValueError(f"{message} ({self.prog} --help)")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -29,7 +29,7 @@ from data_tools.options import add_run_options
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
-from megazero.files import append_suffix, locked, sync_folder, written_aside
+from megazero.files import append_suffix, locked, sync_folder, write_whole, written_aside
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.results import NO_TEXT, check_strict
@@ -146,8 +146,7 @@ def _train_aside(args: argparse.Namespace, sample: Sample, aside: Path) -> dict[
     megabytes = sum(len(text.encode()) for text in sample.texts) / 1e6
     logger.info("training on %d documents, %.1f MB of text", len(sample.texts), megabytes)
     for name, content in _train(args, sample.texts).items():
-        with written_aside(aside / name) as file:
-            file.write(content)
+        write_whole(aside / name, content)
     with written_aside(aside / _DROPPED) as file:
         file.writelines(sample.left_out)
     tokenizer = _load(args, aside)

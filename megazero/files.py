@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import hashlib
 import io
+import json
 import logging
 import lzma
 import os
@@ -59,6 +60,17 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_whole(path: Path, content: bytes | memoryview) -> None:
+    """Makes `path` a file of this content, by `written_aside`."""
+    with written_aside(path) as file:
+        file.write(content)
+
+
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """Makes `path` a file of this content as JSON that a person can read, by `written_aside`."""
+    write_whole(path, json.dumps(content, indent=indent).encode() + b"\n")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.files import written_aside
+from megazero.files import write_whole, written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class MetricsWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             earlier = _read(self.path) if start_iteration and self.path.is_file() else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
-            with written_aside(self.path) as file:
-                file.write("".join(map(_as_json, self.lines)).encode())
+            write_whole(self.path, "".join(map(_as_json, self.lines)).encode())
             self._logs[str(self.path)] = self._append
         self._board: Any = None
         if tensorboard_dir:

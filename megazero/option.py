@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field
 from typing import Any, NoReturn
 
@@ -34,7 +34,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises a ValueError."""
-        raise ValueError(message)
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises a ValueError for a name that is not known: `what`, as in "Adam has no parameter", the name, and the nearest one."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{what} {name!r}. {did_you_mean(name, known)}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

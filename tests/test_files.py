@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from megazero.files import DAMAGE, append_suffix, fingerprint, locked, open_bytes, written_aside
+from megazero.files import DAMAGE, append_suffix, fingerprint, locked, open_bytes, write_json, written_aside
 
 
 def test_suffix_is_added_not_replaced():
@@ -30,6 +30,8 @@ def test_written_aside_is_whole_or_absent(tmp_path):
             file.write(b"new, half")
             raise ZeroDivisionError
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
+    write_json(path, {"new": [1]})
+    assert path.read_bytes() == b'{\n "new": [\n  1\n ]\n}\n' and os.listdir(tmp_path) == ["f"]
 
 
 def add_one(folder, barrier):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,9 @@ class DataConfig:
         parse_split(self.split)
 
 
-def build_tokenizer_from(config: DataConfig) -> Tokenizer:
+def build_tokenizer_from(flags: DataConfig | Namespace) -> Tokenizer:
     """The tokenizer that the flags name; raises as `build_tokenizer` does."""
-    return build_tokenizer(config.tokenizer_type, config.vocab_file, config.merge_file, config.tokenizer_path)
+    return build_tokenizer(**{flag: getattr(flags, flag) for flag in TOKENIZER_FLAGS})
 
 
 def check_data(config: DataConfig, tokenizer: Tokenizer, evaluates: bool) -> None:

@@ -16,7 +16,7 @@ from zlib import crc32
 
 import numpy as np
 
-from megazero.files import append_suffix, written_aside
+from megazero.files import append_suffix, write_json, written_aside
 from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ArrayCache:
             ValueError: an entry is damaged, or the folder cannot be written.
         """
         description = {**description, "format": FORMAT}
-        stem = self._stem(description)
+        stem = self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:32]}"
         if not append_suffix(stem, ".json").is_file():
             if self._is_expected:
                 self._is_expected = False
@@ -62,19 +62,14 @@ class ArrayCache:
             logger.info("built %s in %.2f s", stem.name, time.perf_counter() - start)
         return self._load(stem, description)
 
-    def _stem(self, description: Mapping[str, Any]) -> Path:
-        return self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:32]}"
-
     def _store(self, stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, array in arrays.items():
                 with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
                     np.save(file, array, allow_pickle=False)
-            with written_aside(append_suffix(stem, ".json")) as file:
-                sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
-                content = {"description": description, "crc32": sums}
-                file.write(json.dumps(content, indent=1).encode() + b"\n")
+            sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
+            write_json(append_suffix(stem, ".json"), {"description": description, "crc32": sums})
         except OSError as error:
             raise ValueError(
                 f"cannot write the index cache {self.folder}: {error}. Choose a folder that this job can write with "

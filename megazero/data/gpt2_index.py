@@ -78,15 +78,10 @@ def build_index(
     """The index arrays for at least `num_samples` samples from the documents [start, stop).
 
     Args:
-        sizes: lengths in tokens of all documents of the corpus, int32; not only of those in the range.
-
-    Raises:
-        ValueError: the range has no tokens.
+        sizes: lengths in tokens of all documents of the corpus, int32; not only of those in the range, which hold some.
     """
     start, stop = documents
     tokens_per_epoch = int(sizes[start:stop].sum(dtype=np.int64))
-    if tokens_per_epoch == 0:
-        raise ValueError(f"documents {start} to {stop} hold no tokens")
     epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
     samples = (epochs * tokens_per_epoch - 1) // seq_length
     # Samples that end before the last epoch does begin.

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
+from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.mmidx import Part, publish, token_dtype, write_index
-from megazero.data.sidecar import Sidecar, check_free, read_sidecar, sidecar_path, write_sidecar
+from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
@@ -106,9 +107,15 @@ def tokenize_json(
 
 
 def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | None:
-    has_files = all(append_suffix(prefix, suffix).is_file() for suffix in (".bin", ".idx"))
-    sidecar = read_sidecar(prefix) if has_files else None
-    if sidecar is None or sidecar.source != source:
+    try:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None or sidecar.source != source:
+            return None
+        check_tokens(prefix, sidecar, IndexedDataset(prefix).num_tokens)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # whose advice is to come here
+        logger.warning("tokenizing again what is damaged: %s", error)
         return None
     check_strict(sidecar.statistics["first_errors"], strict, f"when {prefix} was made")
     logger.info("%s is there already, from the same input and settings", prefix)

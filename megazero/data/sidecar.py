@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import append_suffix, written_aside
+from megazero.files import append_suffix, write_json
 
 FORMAT = "megazero tokens 1"
 _LARGEST_SIDECAR = 1 << 26  # of half a million input files; what is larger is a corpus of text, and not read
@@ -50,8 +50,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
         ValueError: a file of that name exists which is not such a record (a corpus of text, say).
     """
     check_free(prefix)
-    with written_aside(sidecar_path(prefix)) as file:
-        file.write(json.dumps({"format": FORMAT, **asdict(sidecar)}, indent=1).encode() + b"\n")
+    write_json(sidecar_path(prefix), {"format": FORMAT, **asdict(sidecar)})
 
 
 def check_free(prefix: str | Path) -> None:

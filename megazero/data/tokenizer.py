@@ -6,7 +6,6 @@ in the middle of a document would cut it in two. The end-of-text id is `eod`, ap
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.gpt2_bpe import END_OF_TEXT, find_gpt2_files, read_gpt2_vocabulary
+from megazero.option import check_known
 
 PathLike = str | Path
 
@@ -33,16 +33,17 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id.
         eod: id of the end of text.
         sha256: hex digest of what defines it (contents, never file names); equal digests encode equally.
+        files: that it was built from.
     """
 
     name: str
     vocab_size: int
     eod: int
     sha256: str
-    _files: tuple[str, ...]  # that it was built from
+    files: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, ...]]:
-        return type(self), self._files
+        return type(self), self.files
 
     @abstractmethod
     def encode_array(self, text: str) -> npt.NDArray[np.integer]:
@@ -65,7 +66,7 @@ class Tokenizer(ABC):
         if not path.is_file():
             raise FileNotFoundError(f"--tokenizer-path {path}: there is no such file")
         content = path.read_bytes()
-        self._files, self.sha256 = (str(path),), hashlib.sha256(content).hexdigest()
+        self.files, self.sha256 = (str(path),), hashlib.sha256(content).hexdigest()
         return content
 
     def _known(self, ids: Iterable[int]) -> list[int]:
@@ -88,7 +89,7 @@ class GPT2BPETokenizer(Tokenizer):
     def __init__(self, vocab_file: PathLike, merge_file: PathLike) -> None:
         import tiktoken  # here, not above: the other tokenizers do without it
 
-        self._files = (str(vocab_file), str(merge_file))
+        self.files = (str(vocab_file), str(merge_file))
         ranks, special = read_gpt2_vocabulary(Path(vocab_file), Path(merge_file))
         self._encoding = tiktoken.Encoding(
             self.name, pat_str=_GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
@@ -206,12 +207,12 @@ def build_tokenizer(
     tokenizer_type: str,
     vocab_file: PathLike | None = None,
     merge_file: PathLike | None = None,
-    model_file: PathLike | None = None,
+    tokenizer_path: PathLike | None = None,
 ) -> Tokenizer:
-    """The tokenizer that --tokenizer-type, --vocab-file, --merge-file and --tokenizer-path (`model_file`) ask for.
+    """The tokenizer that --tokenizer-type, --vocab-file, --merge-file and --tokenizer-path ask for.
 
     Args:
-        model_file: a file, or a folder that holds the files under their usual names: encoder.json and vocab.bpe (or
+        tokenizer_path: a file, or a folder that holds the files under their usual names: encoder.json and vocab.bpe (or
             vocab.json and merges.txt), *.model, tokenizer.json.
 
     Raises:
@@ -219,12 +220,9 @@ def build_tokenizer(
         ValueError: an unknown type, or files that do not make such a tokenizer.
     """
     if tokenizer_type == GPT2BPETokenizer.name:
-        return GPT2BPETokenizer(*find_gpt2_files(vocab_file, merge_file, model_file))
-    if tokenizer_type not in TOKENIZER_TYPES:
-        near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--tokenizer-type {tokenizer_type!r} is not one of {', '.join(TOKENIZER_TYPES)}.{hint}")
-    kind, path = _ONE_FILE[tokenizer_type], model_file or vocab_file
+        return GPT2BPETokenizer(*find_gpt2_files(vocab_file, merge_file, tokenizer_path))
+    check_known("there is no --tokenizer-type", [tokenizer_type], TOKENIZER_TYPES)
+    kind, path = _ONE_FILE[tokenizer_type], tokenizer_path or vocab_file
     if path is None:
         raise ValueError(
             f"--tokenizer-type {tokenizer_type} needs --tokenizer-path: {kind.file}, or the folder that holds one"

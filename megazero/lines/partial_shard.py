@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.files import append_suffix, locked, written_aside
+from megazero.files import append_suffix, locked, write_whole
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -117,8 +117,7 @@ class PartialShard:
 
     def _write_journal(self, state: dict[str, Any] | None) -> None:
         content = {"key": self._key, "sizes": self.sizes, "state": state}
-        with written_aside(self._journal) as file:
-            file.write(json.dumps(content).encode())
+        write_whole(self._journal, json.dumps(content).encode())
 
     def _committed(self) -> tuple[list[int], Position, Counts] | None:
         try:

@@ -22,4 +22,4 @@ def spm_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(gpt2_folder: Path) -> Tokenizer:
-    return build_tokenizer("GPT2BPETokenizer", model_file=gpt2_folder)
+    return build_tokenizer("GPT2BPETokenizer", tokenizer_path=gpt2_folder)

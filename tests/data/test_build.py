@@ -138,7 +138,7 @@ def test_json_is_known_by_every_byte_and_read_once_for_each_time_that_it_is_touc
 
 
 def test_json_is_kept_for_each_tokenizer(corpora, tokenizer, spm_file):
-    other = build_tokenizer("SentencePieceTokenizer", model_file=spm_file)
+    other = build_tokenizer("SentencePieceTokenizer", tokenizer_path=spm_file)
     for one in (tokenizer, other, tokenizer):
         train, _, _ = build(one, train_data=[str(corpora / "a.jsonl")], split="1")
         assert train.indexed.get(0).tolist() == [*one.encode(make_texts(100, seed=100)[0]), one.eod]
@@ -161,7 +161,7 @@ def test_webtext_by_name(corpora, tokenizer, monkeypatch):
 
 
 def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_file):
-    other = build_tokenizer("SentencePieceTokenizer", model_file=spm_file)
+    other = build_tokenizer("SentencePieceTokenizer", tokenizer_path=spm_file)
     with pytest.raises(
         ValueError, match="tokenized with GPT2BPETokenizer \\(.*sha256 .*uses SentencePieceTokenizer \\("
     ):
@@ -259,7 +259,7 @@ def build_on_a_rank(vocabulary, data, caches, shared):
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("megazero").addHandler(handler)
     logging.getLogger("megazero").setLevel(logging.INFO)
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     train, valid, _ = build(
         tokenizer,
         train_data=data,
@@ -285,7 +285,7 @@ def test_ranks_agree_and_rank_0_builds_for_all(corpora, gpt2_folder, shared, kin
 
 
 def fail_on_a_rank(vocabulary):
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     try:
         build(tokenizer, train_data=["/absent"], rank=dist.get_rank(), barrier=dist.barrier)
     except FileNotFoundError as error:

@@ -170,7 +170,7 @@ def test_finished_run_is_found_and_a_changed_one_is_not(tmp_path, tokenizer, gpt
     with caplog.at_level(logging.INFO, "megazero"):
         assert tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL) == first
     assert "is there already" in caplog.text and (tmp_path / "out.bin").stat().st_mtime_ns == stamp
-    other = build_tokenizer("HuggingFaceTokenizer", model_file=gpt2_folder)
+    other = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=gpt2_folder)
     with caplog.at_level(logging.INFO, "megazero"):
         assert tokenize_json([path], tmp_path / "out", other, options=SMALL).tokenizer_sha256 == other.sha256
     assert "out.bin is of another run (other input or settings): it stays until" in caplog.text
@@ -317,8 +317,23 @@ def test_unusable_partial_files_are_started_over(tmp_path, tokenizer, damage):
     assert contents(tmp_path / "out") == contents(tmp_path / "one")
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_a_finished_corpus_that_is_damaged_is_made_again(tmp_path, tokenizer, suffix, caplog):
+    """As the message says to whom it meets: `make them anew with data_tools/preprocess_data.py`."""
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(20))
+    tokens = tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL).tokens
+    good = contents(tmp_path / "out")
+    damaged = tmp_path / f"out{suffix}"
+    if suffix == ".json":
+        damaged.write_text(damaged.read_text().replace(f'"tokens": {tokens},', '"tokens": 3,'))
+    else:
+        os.truncate(damaged, damaged.stat().st_size - 2)
+    tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    assert contents(tmp_path / "out") == good and "tokenizing again what is damaged" in caplog.text
+
+
 def tokenize_and_count(path, prefix, folder, results):
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=folder)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
     results.put(tokenize_json([path], prefix, tokenizer, options=TokenizeOptions(2, block_bytes=5000)).tokens)
 
 
@@ -342,7 +357,7 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path, gpt2_folder):
     entries = json.loads((folder / "vocab.json").read_text())
     entries["<|endoftext|>"] = 70_000
     (folder / "vocab.json").write_text(json.dumps(entries))
-    large = build_tokenizer("GPT2BPETokenizer", model_file=folder / "vocab.json")
+    large = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder / "vocab.json")
     path = write_jsonl(tmp_path / "in.jsonl", ["the"])
     tokenize_json([path], tmp_path / "out", large, options=SMALL)
     data = IndexedDataset(tmp_path / "out")

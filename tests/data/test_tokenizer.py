@@ -21,7 +21,7 @@ AWKWARD += ["👋🏽 中文", "a\r\nb"]
 
 @pytest.fixture(scope="module", params=TOKENIZER_TYPES)
 def any_tokenizer(request, gpt2_folder, spm_file):
-    return build_tokenizer(request.param, model_file=spm_file if "Piece" in request.param else gpt2_folder)
+    return build_tokenizer(request.param, tokenizer_path=spm_file if "Piece" in request.param else gpt2_folder)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,7 +73,7 @@ def test_real_gpt2_ids():
     folder = shared_data()
     if folder is None:
         return
-    ours = build_tokenizer("GPT2BPETokenizer", model_file=folder / "gpt2_bpe")
+    ours = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder / "gpt2_bpe")
     assert ours.encode("Hello world") == [15496, 995] and ours.encode(" the") == [262]
     assert ours.vocab_size == 50257 and ours.eod == 50256
 
@@ -81,10 +81,10 @@ def test_real_gpt2_ids():
 def test_files_by_their_other_names_are_one_vocabulary(gpt2_folder, tmp_path):
     shutil.copy(gpt2_folder / "vocab.json", tmp_path / "encoder.json")
     shutil.copy(gpt2_folder / "merges.txt", tmp_path / "vocab.bpe")
-    renamed = build_tokenizer("GPT2BPETokenizer", model_file=tmp_path)
-    assert renamed.sha256 == build_tokenizer("GPT2BPETokenizer", model_file=gpt2_folder).sha256
+    renamed = build_tokenizer("GPT2BPETokenizer", tokenizer_path=tmp_path)
+    assert renamed.sha256 == build_tokenizer("GPT2BPETokenizer", tokenizer_path=gpt2_folder).sha256
     (tmp_path / "encoder.json").write_text(json.dumps(json.loads((tmp_path / "encoder.json").read_text()), indent=2))
-    assert build_tokenizer("GPT2BPETokenizer", model_file=tmp_path / "encoder.json").sha256 == renamed.sha256
+    assert build_tokenizer("GPT2BPETokenizer", tokenizer_path=tmp_path / "encoder.json").sha256 == renamed.sha256
 
 
 def test_hash_follows_contents(gpt2_folder, tmp_path):
@@ -92,30 +92,30 @@ def test_hash_follows_contents(gpt2_folder, tmp_path):
     vocabulary["<pad>"] = max(vocabulary.values()) + 1
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     shutil.copy(gpt2_folder / "merges.txt", tmp_path)
-    one, other = (build_tokenizer("GPT2BPETokenizer", model_file=folder) for folder in (gpt2_folder, tmp_path))
+    one, other = (build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder) for folder in (gpt2_folder, tmp_path))
     assert one.sha256 != other.sha256 and other.vocab_size == one.vocab_size + 1
 
 
 def test_sentencepiece_prefers_a_dedicated_end_of_text(tmp_path):
-    plain = build_tokenizer("SentencePieceTokenizer", model_file=make_sentencepiece(tmp_path / "a.model"))
+    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_path=make_sentencepiece(tmp_path / "a.model"))
     assert plain.eod == 2  # </s>
     path = make_sentencepiece(tmp_path / "b.model", control_symbols=["<|endoftext|>"])
-    assert build_tokenizer("SentencePieceTokenizer", model_file=path).eod == 3
+    assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 3
     # A user-defined symbol is found in texts, so it cannot separate them.
     path = make_sentencepiece(tmp_path / "c.model", user_defined_symbols=["<|endoftext|>"])
-    assert build_tokenizer("SentencePieceTokenizer", model_file=path).eod == 2
+    assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 2
 
 
 def test_sentencepiece_with_a_dummy_prefix_keeps_its_own_rules(tmp_path):
     path = make_sentencepiece(tmp_path / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
-    tokenizer = build_tokenizer("SentencePieceTokenizer", model_file=path)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_path=path)
     assert tokenizer.decode(tokenizer.encode("one\u2581two")) == "one two"
 
 
 def test_sentencepiece_without_an_end_of_text_is_refused(tmp_path):
     path = make_sentencepiece(tmp_path / "a.model", eos_id=-1)
     with pytest.raises(ValueError, match="a.model has no end of text"):
-        build_tokenizer("SentencePieceTokenizer", model_file=path)
+        build_tokenizer("SentencePieceTokenizer", tokenizer_path=path)
 
 
 def test_white_space_beyond_the_pattern_is_an_error_not_a_crash(tokenizer):
@@ -144,7 +144,7 @@ def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="--merge-file .*absent"):
         build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="--tokenizer-path .*absent: there is no such file or folder"):
-        build_tokenizer("GPT2BPETokenizer", model_file=tmp_path / "absent")
+        build_tokenizer("GPT2BPETokenizer", tokenizer_path=tmp_path / "absent")
     with pytest.raises(ValueError, match="is not JSON"):
         build_tokenizer("GPT2BPETokenizer", merges, merges)
     with pytest.raises(ValueError, match="is not a table"):
@@ -160,12 +160,12 @@ def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
         with pytest.raises(ValueError, match=message):
             build_tokenizer("GPT2BPETokenizer", tmp_path / "v.json", merges)
     with pytest.raises(ValueError, match="is not a sentencepiece model"):
-        build_tokenizer("SentencePieceTokenizer", model_file=vocab)
+        build_tokenizer("SentencePieceTokenizer", tokenizer_path=vocab)
     with pytest.raises(ValueError, match="is not a tokenizer.json"):
-        build_tokenizer("HuggingFaceTokenizer", model_file=vocab)
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_path=vocab)
     with pytest.raises(FileNotFoundError, match="should hold one file \\*.model; found none"):
-        build_tokenizer("SentencePieceTokenizer", model_file=gpt2_folder)
+        build_tokenizer("SentencePieceTokenizer", tokenizer_path=gpt2_folder)
     with pytest.raises(ValueError, match="needs --tokenizer-path: a sentencepiece"):
         build_tokenizer("SentencePieceTokenizer")
-    with pytest.raises(ValueError, match="Did you mean SentencePieceTokenizer"):
+    with pytest.raises(ValueError, match="Did you mean 'SentencePieceTokenizer'"):
         build_tokenizer("SentencepieceTokeniser")

@@ -49,7 +49,7 @@ def test_every_rule(tmp_path, vocabulary):
     assert found["fine"] == documents["fine"].strip()
     assert "It's done, and the café is open." in found["broken"] and found["surrogate"].endswith("\ufffd end")
     reasons = dropped(tmp_path / "b.jsonl")
-    tokens = len(build_tokenizer("GPT2BPETokenizer", model_file=vocabulary).encode(documents["short"]))
+    tokens = len(build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary).encode(documents["short"]))
     assert reasons["short"] == f"short {tokens} tokens" and reasons["empty"] == "empty"
     assert reasons["german"].startswith("language de 0.") or reasons["german"] == "language de 1.00"
     assert statistics["dropped"] == {"empty": 1, "language": 1, "short": 1}
@@ -77,7 +77,7 @@ def test_texts_are_repaired_as_ftfy_does(parts):
     st.integers(1, 40),
 )
 def test_length_is_judged_as_by_tokenizing_everything(vocabulary, text, least):
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     for characters_per_token in (1, 8):
         with mock.patch("data_tools.clean._CHARACTERS_PER_TOKEN", characters_per_token):
             if len(tokenizer.encode(text)) >= least:

@@ -30,7 +30,7 @@ def corpus(tmp_path, monkeypatch):
     tokenize_json(
         [write_jsonl(tmp_path / "in.jsonl", texts)],
         "c",
-        build_tokenizer("GPT2BPETokenizer", model_file="v"),
+        build_tokenizer("GPT2BPETokenizer", tokenizer_path="v"),
         options=TokenizeOptions(1, progress=False),
     )
     return texts
@@ -54,7 +54,7 @@ def inspect(capsys, *flags):
 def test_documents_are_shown_as_they_were(corpus, capsys):
     flags = ("--documents", "1", "-1", "--max-tokens", "1000")
     shown, result = inspect(capsys, "c", "--tokenizer-path", "v", *flags)
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file="v")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path="v")
     headings = [f"--- document {i}: {len(tokenizer.encode(corpus[i])) + 1} tokens\n" for i in (1, 20)]
     assert shown == "\n".join(f"{h}{corpus[i]}<|endoftext|>" for h, i in zip(headings, (1, 20), strict=True))
     assert (result["step"], result["documents"], result["tokenizer"]["sha256"]) == ("inspect", 21, tokenizer.sha256)

@@ -73,7 +73,7 @@ def test_faults_and_copies_are_found_and_the_tokens_are_those_of_the_rest(dump, 
     assert merge["dropped"] == {"duplicate id": 1}
     assert shuffle["kept"] == split["kept"] == sum(entry["documents"] for entry in tokenize) == found["good"]
     texts = dict(english(found["good"]))
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     names = []
     for part in ("train", "valid", "test"):
         data = IndexedDataset(tmp_path / "web" / f"{part}_text_document")
@@ -249,7 +249,7 @@ def test_command_line_lists_steps_and_reports_errors_in_one_line(capsys, tmp_pat
     assert all(step in listed for step in STEPS) and "also: cleanup_dataset" in listed
     assert f"{'clean':24}Cleans documents: " in listed
     with pytest.raises(
-        SystemExit, match=r"^error: there is no flag --inptu, only --input \(python -m data_tools merge --help\)$"
+        SystemExit, match=r"^error: there is no flag --inptu, only --input \(see python -m data_tools merge --help\)$"
     ):
         main(["merge", "--inptu", "a", "--output", "b"])
     with pytest.raises(SystemExit, match=r"^error: /proc/none: No such file or directory$"):

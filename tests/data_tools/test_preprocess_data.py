@@ -86,7 +86,7 @@ def run(capsys, *flags):
 def test_files_and_statistics_of_each_key(folder, capsys):
     flags = "--input in.jsonl --json-keys text url --output-prefix out/c --append-eod --workers 1 --dataset-impl mmap"
     result = run(capsys, *flags.split(), "--vocab-file", "v/vocab.json", "--merge-file", "v/merges.txt")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file="v")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path="v")
     results = result["outputs"]
     assert (result["documents"], result["step"], result["tokenizer_sha256"]) == (60, "tokenize", tokenizer.sha256)
     assert [r["prefix"] for r in results] == ["out/c_text_document", "out/c_url_document"]
@@ -102,7 +102,7 @@ def test_files_and_statistics_of_each_key(folder, capsys):
 
 def test_without_append_eod_documents_end_with_their_text(folder, capsys):
     run(capsys, "--input", "in.jsonl", "--output-prefix", "c", "--tokenizer-path", "v", "--workers", "1")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file="v")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path="v")
     assert IndexedDataset("c_text_document").get(0).tolist() == tokenizer.encode(make_texts(30)[0])
 
 
@@ -156,7 +156,9 @@ def gpt2():
     if folder is None:
         pytest.skip("GPT-2's vocabulary is not on this machine")
     files = (str(folder / "gpt2_bpe" / name) for name in ("encoder.json", "vocab.bpe"))
-    return build_tokenizer("GPT2BPETokenizer", model_file=folder / "gpt2_bpe"), tokenizers.ByteLevelBPETokenizer(*files)
+    return build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder / "gpt2_bpe"), tokenizers.ByteLevelBPETokenizer(
+        *files
+    )
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS, ids=ascii)
@@ -187,7 +189,7 @@ def test_files_are_megatrons_byte_for_byte(folder, capsys, code, letter, largest
     run(
         capsys, "--input", "in.jsonl", "--output-prefix", "c", "--tokenizer-path", "v", "--append-eod", "--workers", "2"
     )
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file="v")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path="v")
     documents = [[*tokenizer.encode(text), largest] for text in make_texts(30)]
     assert files_of("c_text_document") == megatron_files(documents, code, letter)
 
@@ -246,7 +248,7 @@ SURROGATES = b"""{"text": "half \\ud83d a pair", "id": "a"}
 def test_unpaired_surrogates_are_replaced_and_counted_or_left_out_and_listed(folder, capsys):
     (folder / "s.jsonl").write_bytes(SURROGATES)
     flags = ("--input", "s.jsonl", "--tokenizer-path", "v")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file="v")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path="v")
     replaced = run(capsys, *flags, "--output-prefix", "r")["outputs"][0]
     data = IndexedDataset("r_text_document")
     assert [tokenizer.decode(data.get(i)) for i in range(3)] == [

@@ -99,7 +99,7 @@ def test_byte_level_bpe_is_laid_out_as_gpt2s(tmp_path, monkeypatch, capsys):
     flags = ("--input", "in.jsonl", "--vocab-size", "400", "--model-type", "byte_level_bpe", "--model-prefix")
     result = run(capsys, *flags, "v")
     ours, reference = (
-        build_tokenizer("GPT2BPETokenizer", model_file="v"),
+        build_tokenizer("GPT2BPETokenizer", tokenizer_path="v"),
         tokenizers.Tokenizer.from_file("v/tokenizer.json"),
     )
     assert result["sha256"] == ours.sha256 and ours.vocab_size == 400 and ours.eod == 399

@@ -66,7 +66,7 @@ def test_results_go_to_their_own_shards_and_empty_ones_are_made_too(tmp_path, wo
     assert not list(tmp_path.glob("*.out*"))
 
 
-@pytest.mark.parametrize("name", ["_cut", "written_aside"])
+@pytest.mark.parametrize("name", ["_cut", "write_whole"])
 def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, name):
     (shard,) = shards_of(tmp_path, ["a\n"])
 
