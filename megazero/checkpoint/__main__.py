@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megazero.checkpoint.commands.diff import compare, report
 from megazero.checkpoint.commands.export import export_huggingface
@@ -22,14 +22,10 @@ from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
 from megazero.logging import counted
 from megazero.optim.loss_scaler import DTYPES
+from megazero.option import Parser
 from megazero.zero.memory import size
 
 _PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command line; `run` of what it parses to is the command."""
     description = "What is in checkpoints, and what to make of them."
-    parser = _Parser(prog="python -m megazero.checkpoint", description=description)
+    parser = Parser(prog="python -m megazero.checkpoint", description=description)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path, tag_at
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import is_still, sync_folder, written_aside
+from megazero.files import is_still, sync_folder, write_whole
 from megazero.option import option
 
 logger = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ class CheckpointFolder:
         """
         aside, final, replaced = self.aside(tag), self.path / tag, replaced_path(self.path, tag)
         with self._one_at_a_time:
-            with naming(aside / "index.json"), written_aside(aside / "index.json") as file:
-                file.write(index_bytes(index))
+            with naming(aside / "index.json"):
+                write_whole(aside / "index.json", index_bytes(index))
             with naming(self.path / SCRIPT):
                 place_script(self.path)
             if final.exists():  # the same step saved twice: the newer content wins
@@ -212,8 +212,8 @@ class CheckpointFolder:
             os.rename(aside, final)
             sync_folder(self.path)
             if save_latest:
-                with naming(self.path / "latest"), written_aside(self.path / "latest") as pointer:
-                    pointer.write(tag.encode())
+                with naming(self.path / "latest"):
+                    write_whole(self.path / "latest", tag.encode())
             self._being_written.discard(aside.resolve())
             superfluous = [*([replaced] if os.path.lexists(replaced) else []), *self._set_aside_older(tag, keep_last)]
         if superfluous:  # deleting takes a fifth of the time of writing

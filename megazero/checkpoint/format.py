@@ -49,10 +49,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-REMEDY = (
-    "Copy the checkpoint again, or load another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the "
-    "other scripts)."
-)
+ANOTHER = "another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the other scripts)."
+REMEDY = f"Copy the checkpoint again, or load {ANOTHER}"
 
 
 class CheckpointError(ValueError):

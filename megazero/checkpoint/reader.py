@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import (
+    ANOTHER,
     DTYPES,
     FORMAT,
     FORMAT_VERSION,
@@ -73,10 +74,9 @@ class Reader:
                         f"megazero.checkpoint import --from deepspeed {directory} OUT`."
                     )
                 missing = "it has no file `latest`" if tag is None else "the tag or the file `latest` names it"
+                where = directory if tag is None else self.path
                 raise FileNotFoundError(
-                    f"No checkpoint at {directory if tag is None else self.path}: {missing}. Name one that is there in "
-                    "`latest`, or take another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the "
-                    "other scripts)."
+                    f"No checkpoint at {where}: {missing}. Name one that is there in `latest`, or take {ANOTHER}"
                 )
             content = (self.path / "index.json").read_bytes()
         with self.well_formed("its top level"):

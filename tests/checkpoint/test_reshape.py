@@ -221,7 +221,7 @@ def test_a_deepspeed_checkpoint_is_imported(tmp_path, capsys):
 
 def test_the_tokenizer_is_exported_too(tmp_path, caplog):
     folder = make_gpt2_vocabulary(tmp_path / "vocabulary")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=folder)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
     vocab_size = tokenizer.vocab_size
     config = GPT2Config(
         num_layers=1, hidden_size=4, num_attention_heads=1, max_position_embeddings=3, vocab_size=vocab_size

@@ -5,7 +5,6 @@ Its files are those that `importers.huggingface` reads, generation_config.json a
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -21,9 +20,8 @@ from torch import Tensor
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
-from megazero.data.gpt2_bpe import find_gpt2_files
-from megazero.data.tokenizer import GPT2BPETokenizer, Tokenizer, build_tokenizer
-from megazero.files import append_suffix, sync_folder, written_aside
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.files import append_suffix, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_names
 
@@ -51,7 +49,7 @@ def export_huggingface(
     config = GPT2Config.of_saved(client, reader.path)
     tokenizer, problem = _tokenizer(client)
     if tokenizer_files is None:
-        tokenizer_files = [] if tokenizer is None else _files(**client["tokenizer"])
+        tokenizer_files = [] if tokenizer is None else [Path(file) for file in tokenizer.files]
         if problem:
             logger.warning("the model is exported without a tokenizer, which --tokenizer-files can give: %s", problem)
     elif problem and config.vocab_size != _GPT2_VOCABULARY:
@@ -72,23 +70,13 @@ def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
     saved = client.get("tokenizer")
     if saved is None:
         return None, "the checkpoint names none"
-    files = {"vocab_file": saved.get("vocab_file"), "merge_file": saved.get("merge_file")}
     try:
-        tokenizer = build_tokenizer(saved["tokenizer_type"], **files, model_file=saved.get("tokenizer_path"))
+        tokenizer = build_tokenizer(**saved)
     except (OSError, ValueError) as error:
         return None, str(error)
     if tokenizer.sha256 != client.get("tokenizer_sha256"):
         return None, "the files that it was trained with have changed"
     return tokenizer, ""
-
-
-def _files(
-    tokenizer_type: str, vocab_file: str | None, merge_file: str | None, tokenizer_path: str | None
-) -> list[Path]:
-    if tokenizer_type == GPT2BPETokenizer.name:
-        return [*find_gpt2_files(vocab_file, merge_file, tokenizer_path)]
-    path = Path(tokenizer_path or vocab_file or "")
-    return [*path.glob("tokenizer.json"), *path.glob("*.model")] if path.is_dir() else [path]
 
 
 def write_huggingface(
@@ -130,9 +118,9 @@ def write_huggingface(
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with _directory_aside(directory) as aside:
         _write_weights(aside, tensors, config, dtype, max_shard_bytes)
-        dtype_name = str(dtype).removeprefix("torch.")
-        _write_json(aside / "config.json", {**config_to_huggingface(config), **ends, "torch_dtype": dtype_name})
-        _write_json(aside / "generation_config.json", {"_from_model_config": True, **ends})
+        content = {**config_to_huggingface(config), **ends, "torch_dtype": str(dtype).removeprefix("torch.")}
+        write_json(aside / "config.json", content, indent=2)
+        write_json(aside / "generation_config.json", {"_from_model_config": True, **ends}, indent=2)
         for source in tokenizer_files:
             _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
 
@@ -177,16 +165,10 @@ def _write_weights(
     for file, shard in files.items():
         write_tensors(folder / file, shard)
     if len(files) > 1:
-        _write_json(folder / "model.safetensors.index.json", shard_index(files))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with written_aside(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        write_json(folder / "model.safetensors.index.json", shard_index(files), indent=2)
 
 
 def _copy(source: Path, target: Path) -> None:
     if target.exists():
         raise ValueError(f"the tokenizer file {source} would take the place of {target.name}: rename or leave it out.")
-    with written_aside(target) as file:
-        file.write(source.read_bytes())
+    write_whole(target, source.read_bytes())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.importers.torch_files import load_torch_file
+from megazero.checkpoint.importers.torch_files import load_torch_dict, load_torch_file
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -47,7 +47,7 @@ class DeepSpeedFiles:
             ValueError: it is no model file, or one of a pipeline, whose parameters are elsewhere.
         """
         self._require(self.model, [(rank, 0)], self._model_name)
-        model = _load(self.model[rank, 0], "module", "model")
+        model = load_torch_dict(self.model[rank, 0], "module", "model file of DeepSpeed, or one of a pipeline")
         declared = range(int(model.get("mp_world_size") or 1))
         self._require(self.model, [(mp, 0) for mp in declared], self._model_name)
         return model
@@ -88,15 +88,7 @@ class DeepSpeedFiles:
 
 
 def _load_optimizer(path: Path) -> dict[str, Any]:
-    return _load(path, "optimizer_state_dict", "optimizer")["optimizer_state_dict"]
-
-
-def _load(path: Path, key: str, kind: str) -> dict[str, Any]:
-    content = load_torch_file(path)
-    if not isinstance(content, dict) or not isinstance(content.get(key), dict):
-        pipeline = ", or one of a pipeline" if kind == "model" else ""
-        raise ValueError(f"{path} has no dict {key!r}: it is no {kind} file of DeepSpeed{pipeline}.")
-    return content
+    return load_torch_dict(path, "optimizer_state_dict", "optimizer file of DeepSpeed")["optimizer_state_dict"]
 
 
 def find_deepspeed_files(directory: str | Path, tag: str | None) -> DeepSpeedFiles:

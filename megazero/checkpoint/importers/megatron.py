@@ -28,7 +28,7 @@ from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTens
 from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
 from megazero.checkpoint.importers.megatron_cuts import cut_dimension
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_optimizer
-from megazero.checkpoint.importers.torch_files import load_torch_file, plain_data
+from megazero.checkpoint.importers.torch_files import load_torch_dict, plain_data
 from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition
 
@@ -63,7 +63,7 @@ def read_megatron(
         ValueError: a size is not known, or the checkpoint is damaged, not complete or of another model.
     """
     folder = _folder(Path(directory), iteration)
-    files = [_load(path) for path in _rank_files(folder)]
+    files = [load_torch_dict(path, "model", "checkpoint of Megatron-LM") for path in _rank_files(folder)]
     shards = [_flat(file["model"]) for file in files]
     args = plain_data(files[0].get("args", {}), "args")
     config = megatron_config(shards, args, vocab_size, num_attention_heads, folder)
@@ -122,13 +122,6 @@ def _rank_files(folder: Path) -> list[Path]:
             "pipeline-parallel runs (mp_rank_00_000) cannot be read; of others, copy the directories of all ranks."
         )
     return [found[name] for name in wanted]
-
-
-def _load(path: Path) -> dict[str, Any]:
-    content = load_torch_file(path)
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{path} is no checkpoint of Megatron-LM: it has no dict 'model'.")
-    return content
 
 
 def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -158,6 +158,14 @@ def load_torch_file(path: str | Path) -> Any:
         ) from error
 
 
+def load_torch_dict(path: Path, key: str, what: str) -> dict[str, Any]:
+    """The dict in a `torch.save` file. Without a dict under `key` it is no `what`, and raises as `load_torch_file` does."""
+    content = load_torch_file(path)
+    if not isinstance(content, dict) or not isinstance(content.get(key), dict):
+        raise ValueError(f"{path} has no dict {key!r}: it is no {what}.")
+    return content
+
+
 def plain_data(value: Any, name: str) -> Any:
     """`value` as data that a checkpoint of ours can hold: records as dicts of attributes, torch dtypes and devices as names.
 
