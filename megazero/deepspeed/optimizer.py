@@ -14,7 +14,7 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.optimizers import OptimizerFactory, muon_groups, optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
-from megazero.zero.optimizer import BucketOptimizer, steps_ranges
+from megazero.zero.optimizer import BucketOptimizer, refuse_untested
 
 logger = get_logger(__name__)
 
@@ -70,12 +70,11 @@ def _groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
 def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
     """What gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working; and its groups."""
     name = type(optimizer).__name__
-    allows_any = config.zero_optimization.stage == 0 or config.zero_allow_untested_optimizer
-    if not allows_any and not steps_ranges(optimizer):
-        raise DeepSpeedConfigError(
-            f"{name} is not known to work on flat ranges of parameters, as ZeRO needs. If every element's update depends on "
-            "that element alone, say so by zero_allow_untested_optimizer: true."
-        )
+    if not config.zero_allow_untested_optimizer:
+        try:
+            refuse_untested(optimizer)
+        except ValueError as error:
+            raise DeepSpeedConfigError(str(error)) from None
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise DeepSpeedConfigError(
             f"{name} has made steps already, and its state cannot be taken over. Pass a new one."

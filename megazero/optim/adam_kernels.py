@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +97,7 @@ def fused(
     )
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """1-D contiguous tensors of one length and device, whose fp32 weights are updated."""
 
     weights: Tensor
@@ -109,9 +108,7 @@ class Operands:
 
     def part(self, start: int, stop: int) -> Operands:
         """Views of a range."""
-        out = None if self.out is None else self.out[start:stop]
-        moments = self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
-        return Operands(self.weights[start:stop], self.grads[start:stop], *moments, out)
+        return Operands._make(None if tensor is None else tensor[start:stop] for tensor in self)
 
 
 MixedKernel = Callable[[AdamSettings, Operands, float, float], None]
@@ -171,8 +168,7 @@ def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: flo
     from megazero.optim.adam_numba import BLOCK_NUMEL, adam_pass
 
     whole = operands.weights.numel() // VECTOR_NUMEL * VECTOR_NUMEL
-    tensors = operands.weights, operands.grads, operands.exp_avg, operands.exp_avg_sq, operands.out
-    arrays, coefficients = [_array(tensor) for tensor in tensors], _coefficients(settings, step, scale)
+    arrays, coefficients = [_array(tensor) for tensor in operands], _coefficients(settings, step, scale)
     threads = min(torch.get_num_threads(), max(1, whole // THREAD_NUMEL))
     parts = 1 if threads == 1 else threads * max(1, whole // (threads * TILE_NUMEL))
     ranges = iter(split(whole, parts, BLOCK_NUMEL))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ logger = get_logger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of parameters, by their names here
 MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped, a broken run ends
+
+_CONTINUED = ("scale", "hysteresis_left", "clean_steps")  # by a run that goes on
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class PrecisionConfig:
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
+@dataclass(eq=False)
 class LossScaler:
     """A loss scale, constant or dynamic (Micikevicius et al., arXiv:1710.03740, sec. 3.2).
 
@@ -58,25 +61,17 @@ class LossScaler:
     `window` clean steps in a row double the scale and refill the hysteresis; `consecutive_hysteresis` refills it at each of them.
     """
 
-    def __init__(
-        self,
-        scale: float = 1.0,
-        *,
-        dynamic: bool = False,
-        window: float = 1000,
-        min_scale: float = 1.0,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-    ) -> None:
-        self.scale = scale
-        self.dynamic = dynamic
-        self.window = window
-        self.min_scale = min_scale
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.hysteresis_left = hysteresis
-        self.clean_steps = 0
-        self.overflows_in_a_row = 0
+    scale: float = 1.0
+    _: KW_ONLY
+    dynamic: bool = False
+    window: float = 1000
+    min_scale: float = 1.0
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        self.hysteresis_left = self.hysteresis
+        self.clean_steps = self.overflows_in_a_row = 0
         self.cur_iter = 0  # steps, skipped ones included
 
     @classmethod
@@ -165,18 +160,10 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        return {
-            "dynamic": self.dynamic,
-            "scale": self.scale,
-            "hysteresis_left": self.hysteresis_left,
-            "clean_steps": self.clean_steps,
-        }
+        return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in _CONTINUED}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`, if both adapt: the 1.0 of an fp32 run is no scale for fp16, and a static one stays as set."""
         if self.dynamic and state.get("dynamic", True):
-            self.scale, self.hysteresis_left, self.clean_steps = (
-                state["scale"],
-                state["hysteresis_left"],
-                state["clean_steps"],
-            )
+            for name in _CONTINUED:
+                setattr(self, name, state[name])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero.optim.muon import Muon
-from megazero.option import did_you_mean, option
+from megazero.option import check_known, did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -108,9 +108,8 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     optimizer_class, settings = _class_and_settings(type, dict(params))
     known = set(inspect.signature(optimizer_class).parameters) - {"params"}
     known |= {*MUON_RATES} if optimizer_class is Muon else set()
+    check_known(f"{type} has no parameter", settings, known)
     for name, value in settings.items():
-        if name not in known:
-            raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
         if isinstance(value, str) and name != "adjust_lr_fn":
             raise ValueError(f"{type}: {name} must be a number, got {value!r}, a string.")
     rates = {key: settings.pop(key) for key in MUON_RATES if key in settings}  # which parameter groups have

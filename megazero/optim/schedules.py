@@ -15,7 +15,7 @@ from typing import Any
 
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.schedule_base import Schedule, count, flag, number, per_group
-from megazero.option import did_you_mean
+from megazero.option import check_known
 
 logger = get_logger(__name__)
 
@@ -221,7 +221,7 @@ class OneCycle(Schedule):
         ]
 
     def _steps_of_decay(self) -> int:
-        return self.last_batch_iteration - self.total_size + 1 if self.last_batch_iteration >= self.total_size else 0
+        return max(0, self.last_batch_iteration - self.total_size + 1)
 
     def _decay_intervals(self) -> float:
         return self._steps_of_decay() / self.decay_step_size if self.decay_step_size else 0.0
@@ -252,13 +252,10 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], S
     Raises:
         ValueError: the name or a parameter is unknown, a parameter is missing, or one has a bad value.
     """
-    if type not in SCHEDULES:
-        raise ValueError(f"there is no learning-rate schedule {type!r}. {did_you_mean(type, SCHEDULES)}")
+    check_known("there is no learning-rate schedule", [type], SCHEDULES)
     schedule, known = SCHEDULES[type], dict(inspect.signature(SCHEDULES[type]).parameters)
     del known["optimizer"]
-    for name in params:
-        if name not in known:
-            raise ValueError(f"{type} has no parameter {name!r}. {did_you_mean(name, known)}")
+    check_known(f"{type} has no parameter", params, known)
     for name, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and name not in params:
             raise ValueError(f"{type} needs the parameter {name!r}.")

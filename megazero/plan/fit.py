@@ -11,7 +11,7 @@ from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
-MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12
+MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # that are tried: a plan of so many layers takes seconds
 SMALL_TILE = 1 << 24  # elements; of a piece that comes from a disk in some tens of milliseconds
 
 
@@ -214,6 +214,7 @@ def _largest(of: Callable[[int], Setup], limits: Limits, most: int) -> int:
     low, high = 0, 1
     while high <= most and _fits(of(high), limits):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(of(middle), limits) else (low, middle)

@@ -48,7 +48,7 @@ def plan_traffic(
     trained = [need for need in needs if need.owned]
     reduced = sum(need.plan.layout.numel for need in trained) * times
     across = 2 * reduced // n * (sets - 1) // sets
-    gathers = gathers_of_units(needs, settings)
+    gathers = gathers_of_units(needs, settings, recomputes_tiles=model.recompute_mode == "full")
     # Of P, from other ranks: once after the update, or whenever what is sharded is used.
     gathered = sum(
         need.plan.layout.numel * (gathers[need.plan.unit] if need.plan.sharding.parameters else 1) for need in trained

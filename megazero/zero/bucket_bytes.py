@@ -278,15 +278,29 @@ def _within_limits(needs: Sequence[BucketBytes], settings: StateSettings) -> tup
     return most, {units[index] for index in stay}
 
 
-def gathers_of_units(needs: Sequence[BucketBytes], settings: StateSettings) -> dict[int, int]:
+def gathers_of_units(
+    needs: Sequence[BucketBytes], settings: StateSettings, recomputes_tiles: bool = False
+) -> dict[int, int]:
     """How often each unit's sharded parameters are gathered in a step: for a forward and a backward of each micro-batch.
 
     Less what stays: the root, for all of them; what runs last, for its backward, and more of it as `stage3_max_reuse_distance`
     says, if `stage3_max_live_parameters` has room; and what runs first, for the next micro-batch.
+
+    A tile that is recomputed does not stay. Its backward comes after the recomputation of all later tiles, so it is gathered for
+    each of the two, but where it is there already, because the next unit's backward has asked for it.
     """
     m, (_, to_backward) = settings.micro_batches, _within_limits(needs, settings)
     units = {need.plan.unit for need in needs} - {ROOT}
-    return {ROOT: 1, **{unit: 2 * m - m * (unit in to_backward) - (m - 1) * (unit == FIRST) for unit in units}}
+    tiles = {need.plan.unit for need in needs if need.plan.is_tile and recomputes_tiles}
+    others = units - tiles
+
+    def gathers_of(unit: int) -> int:
+        if unit in tiles:
+            is_there = settings.zero.overlap_comm and unit + 1 in others
+            return (2 if is_there else 3) * m
+        return 2 * m - m * (unit in to_backward) - (m - 1) * (unit == FIRST)
+
+    return {ROOT: 1, **{unit: gathers_of(unit) for unit in units}}
 
 
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:

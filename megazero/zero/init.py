@@ -69,7 +69,7 @@ class Init:
 
     Raises:
         ValueError: `remote_device` is none of these, or nvme without a directory; one of `others` asks for something.
-        TypeError: another keyword.
+        TypeError: another keyword, or a `dtype` that is none.
     """
 
     def __init__(
@@ -88,6 +88,10 @@ class Init:
         **others: Any,
     ) -> None:
         _check_others(others)
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(
+                f"zero.Init(dtype={dtype!r}) is {type(dtype).__name__}: give torch.bfloat16, torch.float16, ..."
+            )
         self.enabled = enabled
         self._handles: list[Any] = []
         self._seen: list[ref[nn.Module]] = []  # in the same order on every rank

@@ -35,14 +35,24 @@ _OWN_ELEMENTWISE = (CPUAdam, HybridAdam)
 ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
 
 
-def steps_ranges(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is known to work on flat ranges of parameters.
+def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
+    """Returns if the optimizer is known to work on flat ranges of parameters.
 
     Those of torch's (or apex's) that are elementwise do, but not a class of such a name; and our Muon, with the engine's help.
+
+    Raises:
+        ValueError: it is not; says what is.
     """
     kind = type(optimizer)
     is_fused_adam = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] in ("apex", "megazero")
-    return kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_fused_adam
+    if kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_fused_adam:
+        return
+    raise ValueError(
+        f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the engine steps "
+        f"flat ranges that cut across them. Use one of {', '.join(sorted(ELEMENTWISE))} of torch.optim or apex; for Muon it is "
+        "megazero.optim.muon.Muon. If every element's update depends on that element alone, say so by "
+        "zero_allow_untested_optimizer: true in the configuration, or Engine(allow_untested_optimizer=True)."
+    )
 
 
 def idle_optimizer(_: Iterable[Any]) -> torch.optim.Optimizer:
@@ -92,15 +102,10 @@ class BucketOptimizer(SlicedOptimizer):
         self._pending: DelayedUpdate | None = None
         self.is_torn = False  # an update has failed in the middle
         super().__init__(buckets, factory, group_settings)
-        kind = type(self.torch_optimizer)
-        if not steps_ranges(self.torch_optimizer) and not allow_untested:
-            raise ValueError(
-                f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the "
-                f"engine steps flat ranges that cut across them. Use one of {', '.join(sorted(ELEMENTWISE))} of torch.optim or "
-                "apex, or megazero.optim.muon.Muon."
-            )
+        if not allow_untested:
+            refuse_untested(self.torch_optimizer)
         fused = all(group.get("fused") for group in self.param_groups)
-        self._scales_itself = kind in (torch.optim.Adam, torch.optim.AdamW) and fused
+        self._scales_itself = type(self.torch_optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused
 
     def let_go(self) -> None:
         """Leaves the torch optimizer to whoever has it, and nothing of the engine with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Residency:
 
     def __init__(self, sizes: Sequence[int], limits: GatherLimits) -> None:
         self.sizes, self.limits = list(sizes), limits
+        self._behind = [*accumulate(self.sizes[:0:-1], initial=0)][::-1]  # elements of all units after each
 
     def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
         """Units to gather while unit `index` runs, in the order of their turns.
@@ -68,4 +70,4 @@ class Residency:
         """
         if self.limits.live is not None and live > self.limits.live:
             return False
-        return 2 * sum(self.sizes[index + 1 :]) <= self.limits.reuse  # the units behind it run forward and backward
+        return 2 * self._behind[index] <= self.limits.reuse  # the units behind it run forward and backward

@@ -122,6 +122,7 @@ class BucketPlan:
     grad_dtype: torch.dtype = torch.float32  # of G: keeps what many micro-batches add up to; P's halves it
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
     has_matrices: bool = False  # that Muon updates, and nothing else
+    is_tile: bool = False  # of a layer of which at most one is to be whole: see `tiles_in`
 
     @property
     def owned_numel(self) -> int:
@@ -161,7 +162,7 @@ def plan_buckets(
                     f"Parameter {name!r} is shared by units {first!r} and {second!r} of the model. A tied weight must lie in one "
                     "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
                 )
-    replicated = set(replicated)
+    replicated, tiles = set(replicated), tiles_in(model)
     small = zero.param_persistence_threshold if zero.sharding.parameters else 0
     most, persistent = zero.model_persistence_threshold, 0
     members: dict[tuple[int, torch.dtype, bool, bool, bool], dict[str, nn.Parameter]] = {}
@@ -185,8 +186,8 @@ def plan_buckets(
         sharding = replace(zero.sharding, parameters=False) if stays else zero.sharding
         grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
         reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
-        dtypes = grad_dtype, reduce_dtype
-        plans.append(BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, *dtypes, has_matrices))
+        uses = grad_dtype, reduce_dtype, has_matrices, index != ROOT and units[index] in tiles
+        plans.append(BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, *uses))
     return plans
 
 

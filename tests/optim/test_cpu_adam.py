@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import math
 import sys
@@ -161,7 +160,7 @@ def test_weights_are_rounded_to_nearest_even_and_inf_and_nan_stay(kernel, dtype)
 def test_weights_out_may_begin_anywhere_and_their_neighbours_stay(kernel, numel, offset):
     given, around = operands(numel, torch.bfloat16, None), torch.full((1700,), 7.0, dtype=torch.bfloat16)
     offset += -around.data_ptr() // 2 % 32  # from a line of the cache
-    given = dataclasses.replace(given, out=around[offset : offset + numel])
+    given = given._replace(out=around[offset : offset + numel])
     kernel(SETTINGS, given, 1.0, 1.0)
     assert torch.equal(given.out, given.weights.bfloat16())
     assert (around[:offset] == 7).all() and (around[offset + numel :] == 7).all()

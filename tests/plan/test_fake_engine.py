@@ -40,6 +40,7 @@ def check(billions: float, ranks: int, flags: str, layers: int | None = None, ra
             assert held.now[ACCELERATOR.type] == states.at_rest - states.moments, what
         for _ in range(steps):  # moments come with the first
             held.restart()
+            job.engine.channel.reset_traffic()
             fake_step(job)
         if steps:
             compare(job, held, plan, what)
@@ -50,6 +51,8 @@ def compare(job: Job, held: Held, plan: JobPlan, what: str) -> None:
     planned, swap = plan.device - plan.runtime, job.engine.homes.swap
     assert device == pytest.approx(planned, rel=0.03), f"{what}: {device / planned:.4f} of {plan.moments}"
     assert host == pytest.approx(plan.host, rel=0.03, abs=1000), f"{what}: {host} bytes of host memory, not {plan.host}"
+    sent = sum(kind.elements for kind in job.engine.channel.traffic.values())
+    assert sent == plan.traffic.data_parallel_elements, f"{what}: elements sent, and planned"
     disk = 0 if swap is None else swap.nbytes
     assert disk == pytest.approx(plan.disk, rel=0.03), f"{what}: {disk} bytes of disk, not {plan.disk}"
 

@@ -23,6 +23,7 @@ from megazero.plan import (
     activation_modes,
     changes,
     check_fits,
+    fit,
     gpt2_buckets,
     largest_batch,
     largest_model,
@@ -131,18 +132,21 @@ def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
 
 LIMITS = [{"gather_limits": limits} for limits in (GatherLimits(reuse=30_000), GatherLimits(live=1))]
 ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}, *LIMITS]
+TILES = {"memory_centric_tiled_linear": True, "tile_factor": 2}
 
 
+@pytest.mark.parametrize("model", [{}, TILES, {**TILES, "checkpoint_activations": True}], ids=["", "tiles", "again"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3), ZERO, strict=True)))
-def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, monkeypatch):
+def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model, monkeypatch):
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)  # there is nobody to compare with
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mpu.initialize_model_parallel(1)
         mpu.model_parallel_cuda_manual_seed(1)
-        config = replace(TUTORIAL, num_layers=3, hidden_size=32, vocab_size=100, max_position_embeddings=8)
+        sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 8}
+        config = replace(TUTORIAL, **sizes, **model)
         engine = make_engine(
             GPT2Model(config), stage, gradient_accumulation_steps=2, zero=dict(zero), optimizer=optimizer
         )
@@ -154,7 +158,9 @@ def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, monkey
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
         uses_muon = optimizer == "muon"
         plan = plan_job(replace(setup(config, stage, 4, micro_batches=2).with_zero(**zero), uses_muon=uses_muon))
-        assert sent == plan.traffic.data_parallel_elements
+        # Which tiles are there already when they are recomputed is planned for the engine's own limits only.
+        is_exact = "checkpoint_activations" not in model or set(zero) <= {"shard_size"}
+        assert sent == pytest.approx(plan.traffic.data_parallel_elements, rel=0 if is_exact else 0.05)
         reduced = engine.channel.traffic["reduce_scatter"].elements if "shard_size" in zero else 0
         between = plan.traffic.between_sets
         assert between == 4 * reduced // 2 or uses_muon, "with 2 sets of 2 half of a reduction in fp32"
@@ -191,6 +197,13 @@ def test_the_largest_batch_and_model_are_the_last_ones_that_fit():
 
     assert fits(batch) and not fits(batch + 1) and fits(layers=layers) and not fits(layers=layers + 1)
     assert largest_batch(job, Limits(device=GB)) == 0
+
+
+def test_no_larger_batch_or_model_is_looked_for_than_the_most(monkeypatch):
+    monkeypatch.setattr(fit, "MOST_BATCH", 6)
+    monkeypatch.setattr(fit, "MOST_LAYERS", 5)
+    job, limits = setup(TUTORIAL, 2, 8), Limits(device=10**6 * GB)
+    assert (largest_batch(job, limits), largest_model(job, limits)) == (6, 5)
 
 
 def test_every_change_that_is_proposed_makes_the_job_fit_and_each_alone_lowers_what_a_device_holds():

@@ -292,6 +292,8 @@ def nesting_case() -> None:
         assert torch.equal(existing.weight, keep) or mpu.get_data_parallel_rank() != 0
     with pytest.raises(ValueError, match="remote_device='nvme'"):
         zero.Init(remote_device="nvme")
+    with pytest.raises(TypeError, match=r"dtype='bf16'.*torch\.bfloat16"):
+        zero.Init(dtype="bf16")
     tied = nn.Module()
     with zero.Init():
         tied.a, tied.b = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -357,7 +357,8 @@ def test_a_callers_muon_holds_nothing_of_an_engine_that_is_destroyed(one_rank):
 def test_momentum_is_told_of_matrices_and_betas_of_the_rest(one_rank):
     config = {"train_batch_size": 2, "optimizer": {"type": "Muon", "params": {"momentum": 0.8, "betas": [0.7, 0.9]}}}
     engine, *_ = megazero.initialize(model=MODELS[NAMES[0]](), config=config)
-    assert engine.get_mom() == [0.8, (0.7, 0.9)]
+    momentum, betas = engine.get_mom()
+    assert momentum == 0.8 and tuple(betas) == (0.7, 0.9)  # torch 2.8 keeps a list
 
 
 # ---- what cannot be
