@@ -253,10 +253,11 @@ class Config:
         start, increment, _ = ramp
         unit = self.training.batch_size * data_parallel_size
         what = f"--rampup-batch-size {' '.join(map(str, ramp))}"
-        if start > total or (total - start) % increment:
+        if start >= total or (total - start) % increment:
+            full = f"--global-batch-size {total}" + ("" if self.training.global_batch_size else " (the default)")
             raise ValueError(
-                f"{what}: from {start} in increments of {increment} the batch does not come to --global-batch-size {total}. Take "
-                f"a start below that, and an increment that divides the {total} - START between them."
+                f"{what}: from {start} in increments of {increment} the batch does not grow to {full}. Take a start below "
+                "that, or a larger --global-batch-size, and an increment that divides the difference."
             )
         for size in range(start, total, increment):
             if size % unit:

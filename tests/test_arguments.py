@@ -253,9 +253,15 @@ def test_bad_values_are_one_clear_error(flags, message):
         (
             "--global-batch-size 16 --rampup-batch-size 4 8 100",
             1,
-            "--rampup-batch-size 4 8 100: from 4 in increments of 8 .* not come to --global-batch-size 16.* divides the 16 - ",
+            "--rampup-batch-size 4 8 100: from 4 in increments of 8 .* grow to --global-batch-size 16.* a larger .* divides",
         ),
-        ("--rampup-batch-size 8 4 100", 1, "--rampup-batch-size 8 4 100: .* does not come to --global-batch-size 4"),
+        ("--rampup-batch-size 8 4 100", 1, "--rampup-batch-size 8 4 100: .* does not grow to --global-batch-size 4"),
+        (
+            "--rampup-batch-size 4 4 100",
+            1,
+            r"does not grow to --global-batch-size 4 \(the default\). Take",
+        ),
+        ("--global-batch-size 16 --rampup-batch-size 16 4 100", 1, "does not grow to --global-batch-size 16. Take"),
         (
             "--global-batch-size 16 --rampup-batch-size 4 4 100",
             2,

@@ -324,9 +324,10 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
     class Own(torch.optim.SGD):
         pass
 
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
-    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
-        deepspeed.initialize(model=model, optimizer=Own(model.parameters(), lr=1), config=config)
+    for stage in (0, 1):
+        config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
+        with pytest.raises(DeepSpeedConfigError, match="zero_allow_untested_optimizer"):
+            deepspeed.initialize(model=model, optimizer=Own(model.parameters(), lr=1), config=config)
     config["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=model, optimizer=Own(model.parameters(), lr=1), config=config)
     engine.destroy()

@@ -269,16 +269,23 @@ def test_auto_is_what_the_caller_says():
 
 
 @pytest.mark.parametrize(
-    "document",
+    "document, named",
     [
-        {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"},
-        {"gradient_clipping": "auto"},
-        {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
-        {"fp16": "auto"},
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, None),
+        ({"gradient_clipping": "auto"}, None),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": 1e-8}}}, "optimizer.params.lr"),
+        ({"fp16": "auto"}, None),
+        (
+            {
+                "gradient_clipping": "auto",
+                "optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": "auto"}},
+            },
+            "gradient_clipping, optimizer.params.lr, optimizer.params.weight_decay",
+        ),
     ],
 )
-def test_auto_that_nothing_decides_is_refused_by_name(document):
-    refused('is "auto", but nothing here decides it. Give a value', **document)
+def test_auto_that_nothing_decides_is_refused_by_the_names_of_all_keys(document, named):
+    refused(f'Nothing here decides what "auto" is for {named or ", ".join(document)}. Give values', **document)
 
 
 # Batches
@@ -289,7 +296,7 @@ def test_a_batch_number_that_is_auto_follows_from_the_others(auto):
     numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
     config = load_json_config({**numbers, auto: "auto"}, world_size=2)
     assert {name: getattr(config, name) for name in numbers} == numbers and auto not in config.given
-    refused("train_batch_size is .auto., but nothing here", **dict.fromkeys(numbers, "auto"))
+    refused(f'Nothing here decides what "auto" is for {", ".join(numbers)}', **dict.fromkeys(numbers, "auto"))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def load_json_config(
         check_types(JsonConfig, document)
         adapt(document)
     values = reader.values(JsonConfig, _without_auto_batch(document, reader.auto), "")
+    reader.refuse_undecided()
     total, micro, steps = (values.get(name) for name in BATCH)
     resolved = _resolve_batch(total, micro, steps, world_size, model_parallel_size)
     values.update(zip(BATCH, resolved, strict=True))

@@ -101,12 +101,14 @@ class Reader:
     Attributes:
         warnings: one sentence each.
         given: the paths of the keys that were given, under their present names.
+        undecided: the paths of those that are "auto", and nothing says what that means; they are left out.
     """
 
     def __init__(self, auto: Mapping[str, Any]) -> None:
         self.auto = auto
         self.warnings: list[str] = []
         self.given: set[str] = set()
+        self.undecided: list[str] = []
 
     def section(self, section: type[Section], given: Any, path: str) -> Section:
         """The section at `path`, checked.
@@ -141,27 +143,27 @@ class Reader:
                 self.warnings.append(f"{join(path, name)} is an old or misspelled name, read as {current}.")
             full = join(path, current)
             if value == AUTO and AUTO not in f.metadata["choices"]:
-                if full not in self.auto and path:
-                    continue  # in a section, as if it were absent
-                value = self.resolve_auto(full)
+                if full not in self.auto:
+                    if not path:  # in a section it is as if it were absent
+                        self.undecided.append(full)
+                    continue
+                value = self.auto[full]
             values[f.name] = self._convert(hints[f.name], value, full, f)
             self._check_effect(values[f.name], full, f)
             self.given.add(full)
         return values
 
-    def resolve_auto(self, path: str) -> Any:
-        """What "auto" stands for at `path`.
+    def refuse_undecided(self) -> None:
+        """Raises where "auto" was read that nothing decides, and names all such keys.
 
         Raises:
-            DeepSpeedConfigError: the program that reads the file says nothing about it.
+            DeepSpeedConfigError: there are some.
         """
-        if path not in self.auto:
+        if self.undecided:
+            decided = f" (only for {', '.join(sorted(self.auto))})" if self.auto else ""
             raise DeepSpeedConfigError(
-                f'{path} is "auto", but nothing here decides it'
-                + (f" (only {', '.join(sorted(self.auto))})" if self.auto else "")
-                + ". Give a value, or drop the key."
+                f'Nothing here decides what "auto" is for {", ".join(self.undecided)}{decided}. Give values, or drop these keys.'
             )
-        return self.auto[path]
 
     def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -173,7 +175,14 @@ class Reader:
         if typing.get_origin(hint) is dict:
             if not isinstance(value, Mapping):
                 raise _wrong(path, "an object", value)
-            return {k: self.resolve_auto(join(path, k)) if v == AUTO else v for k, v in value.items()}
+            decided = {}
+            for name, item in value.items():
+                full = join(path, name)
+                if item == AUTO and full not in self.auto:
+                    self.undecided.append(full)
+                else:
+                    decided[name] = self.auto[full] if item == AUTO else item
+            return decided
         value = _scalar(hint, value, path, f.metadata["choices"])
         _check_bounds(value, path, **{bound: f.metadata[bound] for bound in ("at_least", "above", "at_most")})
         return value
