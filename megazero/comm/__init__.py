@@ -12,6 +12,7 @@ from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
 from megazero.comm.lane import Work
+from megazero.comm.meeting import meet_world
 from megazero.comm.ported import *  # noqa: F403
 from megazero.comm.world import (
     OtherRankError,
@@ -40,6 +41,7 @@ __all__ = [
     "has_streams",
     "init_distributed",
     "local_device",
+    "meet_world",
     "new_object_group",
     "start_all_reduce",
     "timeout_of",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
 from megazero.comm.links import Links, link
-from megazero.comm.meeting import Meeting
+from megazero.comm.meeting import Meeting, meet_world
 from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
@@ -130,10 +130,7 @@ class Channel:
         Raises:
             RuntimeError: some did not come within the timeout, or came with another `what`.
         """
-        ranks = list(range(dist.get_world_size()))
-        if len(ranks) > 1:
-            store = dist.PrefixStore("megazero/world/", dist.distributed_c10d._get_default_store())
-            Meeting(store, ranks, dist.get_rank(), self.timeout_s).hold(what)
+        meet_world(what, self.timeout_s)
 
     def compare_first(self) -> None:
         """Raises where ranks have issued other collectives so far, or in another order; on gloo each collective says so itself.

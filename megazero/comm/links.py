@@ -127,9 +127,11 @@ def link(group: ProcessGroup, area_bytes: int, timeout_s: float) -> Links | None
     if links and any(problems):
         links.close()
         links = None
-    for rank, text in zip(dist.get_process_group_ranks(group), problems, strict=True):
-        if text:
-            logger.warning("no shared memory between the ranks of this host: rank %d failed with %s", rank, text)
+    failed = {rank: text for rank, text in zip(dist.get_process_group_ranks(group), problems, strict=True) if text}
+    if failed and group.rank() == 0:
+        rank, text = next(iter(failed.items()))
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        logger.warning("no shared memory between the ranks of this host: rank %d%s failed with %s", rank, more, text)
     return links
 
 

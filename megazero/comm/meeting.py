@@ -92,6 +92,18 @@ class Meeting:
             self._store.delete_key(f"{count}/{name}")
 
 
+def meet_world(what: str, timeout_s: float) -> None:
+    """Returns when every rank of the world has come here with the same `what`. Waiting takes neither a device nor a core.
+
+    Raises:
+        RuntimeError: some ranks did not come within `timeout_s` seconds, or came with another `what`.
+    """
+    ranks = list(range(dist.get_world_size()))
+    if len(ranks) > 1:
+        store = dist.PrefixStore("megazero/world/", dist.distributed_c10d._get_default_store())
+        Meeting(store, ranks, dist.get_rank(), timeout_s).hold(what)
+
+
 def _call(mine: str) -> str:
     """What was called, of "save_checkpoint on rank 3"."""
     return mine.rpartition(" on rank ")[0]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (
     P2POp,
@@ -76,13 +77,24 @@ def _ported(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
     return call
 
 
+@wraps(dist.barrier)
+def _barrier(
+    group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
+) -> Any:
+    """torch's. Over NCCL in a world that is bound to no device it is told the current one, which it would take with a warning."""
+    is_world = group is None or group is dist.group.WORLD
+    if device_ids is None and is_world and get_backend() == "nccl" and get_world_group().bound_device_id is None:
+        device_ids = [torch.cuda.current_device()]
+    return dist.barrier(group, async_op, device_ids)
+
+
 all_gather = _ported(dist.all_gather)
 all_gather_into_tensor = allgather_fn = _ported(dist.all_gather_into_tensor, tensor="input_tensor")
 all_gather_object = _ported(dist.all_gather_object)
 all_reduce = _ported(dist.all_reduce)
 all_to_all = _ported(dist.all_to_all)
 all_to_all_single = _ported(dist.all_to_all_single, tensor="input")
-barrier = _ported(dist.barrier)
+barrier = _ported(_barrier)
 batch_isend_irecv = _ported(dist.batch_isend_irecv)
 broadcast = _ported(dist.broadcast)
 broadcast_object_list = _ported(dist.broadcast_object_list)

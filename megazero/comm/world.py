@@ -139,7 +139,10 @@ def _adopt_open_mpi(port: int) -> None:
 
 
 def _join_by_environment(backend: str, timeout: timedelta) -> None:
-    how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if backend == "nccl" else None}
+    # Then torch makes each further group by a split of the world's communicator. One rank gains nothing by that, and NCCL 2.29,
+    # which comes with torch 2.13, may fail to split a communicator of one ("device not ready", DeepSpeed's issue 8248).
+    is_bound = backend == "nccl" and int(os.environ["WORLD_SIZE"]) > 1
+    how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if is_bound else None}
     try:
         if attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its
@@ -233,8 +236,8 @@ def new_group_like(group: ProcessGroup, ranks: Sequence[int], timeout_s: float) 
 
     They must be in equally many groups (see `even_out_groups`).
 
-    Collective over the world where that is bound to devices, as `init_distributed` binds NCCL's: there torch splits the world's
-    communicator, which all of its ranks must enter at the same time, each for its own group.
+    Collective over the world where that is bound to devices, as `init_distributed` binds several ranks over NCCL: there torch
+    splits the world's communicator, which all of its ranks must enter at the same time, each for its own group.
     """
     return dist.new_group(
         ranks, timeout=timedelta(seconds=timeout_s), backend=backend_of(group), use_local_synchronization=True

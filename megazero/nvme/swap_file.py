@@ -124,6 +124,7 @@ class SwapFile:
             raise
         self._lock = threading.Lock()
         self._end = 0
+        self._reserves = True
         self._used: dict[Region, WeakSet[Transfer]] = {}  # and the transfers there: those under way exist
         self._freed: deque[tuple[Region, WeakSet[Transfer]]] = deque()
         self._holes: list[Region] = []  # by offset; no two of them touch
@@ -282,12 +283,12 @@ class SwapFile:
         try:
             if size > _free_bytes(self.path.parent):  # asked first: trying would fill the disk for everybody on the way
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(descriptor, self._end, size)
-        except OSError as error:
-            if error.errno in UNSUPPORTED:
+            if self._reserves and not _reserve(descriptor, self._end, size):
+                self._reserves = False
                 logger.warning("%s: space cannot be reserved there; a full disk shows at a write only", self.path)
+            if not self._reserves:
                 os.ftruncate(descriptor, self._end + size)
-                return
+        except OSError as error:
             os.ftruncate(descriptor, self._end)  # what was reserved of it
             free = _free_bytes(self.path.parent)
             text = f"rank {self.rank}: {size} bytes more than the {self._end} it has: {error.strerror}; {free} are free"
@@ -306,6 +307,19 @@ def _open_unnamed(folder: Path, who: str) -> BinaryIO:
     except OSError as error:
         text = "nvme_path must be an existing directory that this job may write to, on the drive to swap to"
         raise OSError(error.errno, f"{who}--nvme-path or {text}: {error.strerror}", str(folder)) from error
+
+
+def _reserve(descriptor: int, offset: int, size: int) -> bool:
+    """Gives a file space on the disk, if the system and the file system can do so before it is written: whether they can."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return False
+    try:
+        os.posix_fallocate(descriptor, offset, size)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
 
 
 def _free_bytes(folder: Path) -> int:

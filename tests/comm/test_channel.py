@@ -260,6 +260,21 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
         comm.init_distributed()
 
 
+@pytest.mark.parametrize(("world_size", "bound"), [(1, None), (2, torch.device("cuda", 1))])
+def test_a_world_over_nccl_is_bound_to_devices_unless_it_is_one_rank(monkeypatch, world_size, bound):
+    seen = []
+    played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 1}
+    for name, value in {**played, "set_device": lambda _: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "as it was")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: seen.append((backend, how["device_id"])))
+    comm.init_distributed()
+    assert seen == [("nccl", bound)]
+
+
 def test_what_lies_in_host_memory_is_gathered_by_way_of_the_device_over_nccl(monkeypatch):
     collectives, sent = importlib.import_module("megazero.comm.collectives"), []
 
