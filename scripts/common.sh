@@ -49,7 +49,16 @@ JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm ma
 # launch SCRIPT ARG...: becomes torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their
 # step, save and exit 0
 launch() {
-  local where=()
+  local where=() name
+  # bash takes what is no number for false, and each node would then train by itself
+  for name in NNODES NODE_RANK MAX_RESTARTS; do
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "error: $name=${!name} must be a number, or unset." >&2; exit 2; }
+  done
+  # Its torchrun would wait for a job that has begun without it, or never does; or train by itself, where NNODES is forgotten.
+  if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NODE_RANK:-0}" -ge "${NNODES:-1}" ]; then
+    echo "error: NODE_RANK=${NODE_RANK:-0} must be below NNODES=${NNODES:-1}: nodes are numbered from 0." >&2
+    exit 2
+  fi
   # After a rank of one node is lost, torchrun starts the others' again at another time, or not at all, and they do not meet.
   if [ "${NNODES:-1}" -gt 1 ] && [ "${MAX_RESTARTS:-0}" != 0 ]; then
     echo "error: MAX_RESTARTS=$MAX_RESTARTS is for one node, and NNODES is $NNODES. Let the batch system start the whole job again (Slurm: --requeue), or unset it." >&2

@@ -17,9 +17,9 @@ import pytest
 from megazero.runner import main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
-from megazero.runner.commands import Program, remote_command, srun_command, standalone, static, torchrun_command
+from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
 from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
-from megazero.runner.processes import run_nodes
+from megazero.runner.processes import children, run_nodes
 
 ROOT = Path(__file__).parent.parent
 HOSTS = {"worker-0": 4, "worker-1": 4}
@@ -195,7 +195,7 @@ def test_torchrun_command_adds_local_rank_and_protects_dollars():
     ],
 )
 def test_ways_to_start_a_program(how, options, program):
-    command = torchrun_command(Program("a.b", **how), 2, standalone(), python="python")
+    command = torchrun_command(Program("a.b", **how), 2, ["--standalone"], python="python")
     assert command == [
         "python",
         "-m",
@@ -231,6 +231,20 @@ def test_srun_command():
     command = srun_command(["n1", "n2"], ["python"], ["--mem=0"])
     assert command[0] == "srun" and command[-2:] == ["--mem=0", "python"] and "--kill-on-bad-exit=1" in command
     assert command[command.index("--nodelist") + 1] == "n1,n2" and command[command.index("--ntasks") + 1] == "2"
+
+
+@pytest.mark.parametrize("is_macos", [False, True])
+def test_children_of_a_process(is_macos, monkeypatch, tmp_path):
+    if is_macos:  # which has no /proc
+        monkeypatch.setattr("megazero.runner.processes.PROC", tmp_path)
+    ours = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        assert {child.pid for child in ours} <= set(children(os.getpid()))
+        assert children(ours[0].pid) == []
+    finally:
+        for child in ours:
+            child.kill()
+            child.wait()
 
 
 def test_status_of_many_nodes_is_that_of_the_cause():
@@ -345,8 +359,9 @@ def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
 
 
 def shown(output: str) -> list[dict]:
-    """What SHOW has printed, by rank."""
-    return sorted((json.loads(line) for line in output.splitlines()), key=lambda rank: int(rank["RANK"]))
+    """What SHOW has printed, by rank; gloo of torch 2.8 prints lines of its own."""
+    lines = (line for line in output.splitlines() if not line.startswith("[Gloo]"))
+    return sorted(map(json.loads, lines), key=lambda rank: int(rank["RANK"]))
 
 
 def two_hosts(folder: Path, slots: tuple[int, int] = (1, 1)) -> list[str]:

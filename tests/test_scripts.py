@@ -297,6 +297,23 @@ def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
     assert output.startswith("error: MAX_RESTARTS=3 is for one node, and NNODES is 2.") and output.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NNODES": "1:4"}, "NNODES=1:4 must be a number, or unset."),
+        ({"NODE_RANK": "node1"}, "NODE_RANK=node1 must be a number, or unset."),
+        ({"MAX_RESTARTS": "x"}, "MAX_RESTARTS=x must be a number, or unset."),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2: nodes are numbered from 0."),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1 must be below NNODES=1: nodes are numbered from 0."),
+        ({"NNODES": "0"}, "NODE_RANK=0 must be below NNODES=0: nodes are numbered from 0."),
+    ],
+)
+def test_wrong_numbers_of_nodes_are_one_line(corpus, tmp_path, variables, said):
+    """bash would take NNODES=1:4 for one node, and each node would train by itself."""
+    output = run("scripts/pretrain_gpt2.sh", **corpus, **variables, SAVE=str(tmp_path), EXPECT="2")
+    assert output == f"error: {said}\n"
+
+
 def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
     output = run("scripts/pretrain_gpt2_zero2.sh", "--no-such-flag", **corpus, SAVE=str(tmp_path), EXPECT="1")
     assert output == "error: Unknown flag --no-such-flag. --help lists all flags.\n"

@@ -26,7 +26,6 @@ from megazero.runner.commands import (
     node_command,
     remote_command,
     srun_command,
-    standalone,
     static,
     torchrun_command,
 )
@@ -103,7 +102,7 @@ def _count_gpus() -> int:
 def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
     """One node, this one."""
     [(host, slots)] = nodes.items()
-    where = standalone()
+    where = ["--standalone"]  # the ranks meet at a free port
     if options.master_port or options.master_addr:
         where = static(1, 0, options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT)
     return _run_torchrun(program, host, slots, where, has_gpus)

@@ -21,11 +21,6 @@ class Program:
     cores: str | None = None  # bind each rank to its share of these ("0-3,8"; "" is all that the node may use)
 
 
-def standalone() -> list[str]:
-    """torchrun's options for one node: the ranks meet at a free port."""
-    return ["--standalone"]
-
-
 def static(nodes: int, node_rank: int, address: str, port: int) -> list[str]:
     """torchrun's options for node `node_rank` of a known number; the ranks meet at the first one."""
     return f"--nnodes {nodes} --node-rank {node_rank} --master-addr {address} --master-port {port}".split()
@@ -37,7 +32,7 @@ def c10d(nodes: int, endpoint: str, job: str) -> list[str]:
 
 
 def torchrun_command(program: Program, ranks: int, where: Sequence[str], python: str = sys.executable) -> list[str]:
-    """The command that runs `ranks` ranks of a program on one node; `where` is standalone(), static(...) or c10d(...).
+    """The command that runs `ranks` ranks of a program on one node; `where` is --standalone, static(...) or c10d(...).
 
     torchrun replaces ${local_rank} in what it hands on, and `$$` by `$`: this gives the ranks their --local_rank, and is why the
     user's own dollar signs are doubled.

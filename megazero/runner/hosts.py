@@ -7,6 +7,8 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from megazero.logging import some
+
 Nodes = dict[str, list[int]]  # host -> its slots, in the order of the ranks
 
 
@@ -101,8 +103,7 @@ def _parse_filter(text: str, hosts: Mapping[str, int], option: str) -> Nodes:
 
 
 def _listed(hosts: Mapping[str, int]) -> str:
-    shown = ", ".join(f"{host} (slots={count})" for host, count in list(hosts.items())[:8])
-    return shown if len(hosts) <= 8 else f"{shown}, ... {len(hosts)} hosts in all"
+    return some([f"{host} (slots={count})" for host, count in hosts.items()], 8)
 
 
 def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]:

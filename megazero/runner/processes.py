@@ -30,6 +30,7 @@ POLL_S = 0.1
 GRACE_S = 2.0  # after the first node has failed: others, whose ranks lost a partner, may be writing why
 LAST_S = 60.0  # then they are ended; torchrun kills ranks that do not end within 30 s
 KILLED = 128 + signal.SIGKILL
+PROC = Path("/proc")
 
 
 class Node:
@@ -57,9 +58,12 @@ class Node:
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent is `pid` (on Linux)."""
+    """The processes whose parent is `pid`."""
+    if not (PROC / "self/stat").exists():  # macOS; a small container of Linux may have no ps instead
+        listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True, check=True).stdout
+        return [int(child) for child, parent in map(str.split, listing.splitlines()) if int(parent) == pid]
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in PROC.glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
         except OSError:
