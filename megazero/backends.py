@@ -29,10 +29,17 @@ def set_up_backends(config: Config) -> None:
     launches_ahead = config.zero.stage >= 2 or config.zero.overlap_param_gather
     if config.parallel.model_parallel_size > 1 and not launches_ahead:
         os.environ.setdefault(*ONE_QUEUE)
-    if config.precision.tf32:
-        torch.set_float32_matmul_precision("high")
+    round_fp32_products(config.precision.tf32)
     if config.training.deterministic_mode:
         _be_deterministic()
+
+
+def round_fp32_products(tf32: bool) -> None:
+    """Has fp32 matrix products on a GPU round what they multiply to TF32, or not.
+
+    Whatever torch begins with: NVIDIA's container images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which it rounds unasked.
+    """
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
 def _be_deterministic() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
-from megazero.backends import say_what_is_idle
+from megazero.backends import round_fp32_products, say_what_is_idle
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
@@ -97,9 +97,7 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
             "--merge-file, or --tokenizer-path."
         )
     files = {"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given} if given else saved
-    tokenizer = build_tokenizer(
-        files["tokenizer_type"], files.get("vocab_file"), files.get("merge_file"), files.get("tokenizer_path")
-    )
+    tokenizer = build_tokenizer(**files)
     if tokenizer.sha256 != client.get("tokenizer_sha256", tokenizer.sha256):
         raise ValueError(
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
@@ -122,8 +120,7 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     One parameter at a time is in memory beside this rank's part of the model.
     """
     architecture = model_config(reader)
-    if config.tf32:
-        torch.set_float32_matmul_precision("high")
+    round_fp32_products(config.tf32)
     comm.init_distributed(config.distributed_backend)
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)

@@ -6,10 +6,12 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -287,8 +289,30 @@ def batches(
         num_workers=job.config.data.num_workers,
         pin_memory=job.device.type == "cuda",
         generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
+        worker_init_fn=_outlive_sigterm,
     )
     return until_exhausted(loader, name)
+
+
+def _outlive_sigterm(_: int) -> None:
+    """Has a data loader's worker end on SIGTERM of its rank alone.
+
+    Batch systems, `timeout` and `pkill -f` send it to every process of a job. The rank then finishes its step and saves, and a
+    worker that had ended would make an error of that. This is for workers that are forked, as on Linux up to Python 3.13; others
+    end with the process that has started them.
+    """
+    rank = parent_process()
+    if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
+    # A forked worker begins with this thread alone, which those that it starts follow.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+            pass
+        os._exit(0)  # as torch's own handler does
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def take_counted(job: Job, iterator: Iterator | None, count: int) -> tuple[Iterator | None, list[int]]:

@@ -13,7 +13,9 @@ import torch
 
 # Dense 16-bit peak of one device in TFLOP/s, from the makers' data sheets; the first name found in the device's name counts.
 DEVICE_TFLOPS = {
+    "GB200": 2500.0,
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -35,7 +37,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for key, value in DEVICE_TFLOPS.items():
-            if re.search(rf"{key}(?!\d)", name):  # not an RTX A1000
+            if re.search(rf"{key}(?!\d)(?!.* MIG )", name):  # not an RTX A1000, and not a slice of a GPU
                 return value, f"data sheet of {key}"
     size = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for _ in range(2))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ from megazero.throughput import keep_freed_memory, peak_memory_bytes
 from megazero.timers import Timers
 
 logger = logging.getLogger(__name__)
+
+# Seconds that ranks wait for the first one to tokenize and index, which takes hours for a large corpus.
+MOST_TO_BUILD_S = 7 * 24 * 3600.0
+# How a lack of memory is told that is no torch.OutOfMemoryError: by PyTorch, by NCCL, by cuBLAS and cuDNN.
+NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory'", "STATUS_ALLOC_FAILED")
 
 
 def pretrain(
@@ -97,7 +103,7 @@ def pretrain(
         (job.train_samples, eval_samples, eval_samples),
         flags.seed,
         rank=torch.distributed.get_rank(),
-        barrier=comm.barrier,
+        barrier=partial(comm.meet_world, "build_datasets", timeout_s=MOST_TO_BUILD_S),
     )
     metrics = metrics_writer(job)
     logger.info("%s", config.describe())
@@ -133,8 +139,7 @@ def _tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        texts = ("DefaultCPUAllocator", "CUDA error: out of memory")
-        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in texts):
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_MEMORY):
             raise
         ways = ways_to_less_memory(config, torch.distributed.get_world_size(), comm.local_device())
         raise MemoryError(describe_out_of_memory(error, job, ways)) from error

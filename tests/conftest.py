@@ -17,6 +17,9 @@ settings.load_profile("same-examples")
 # Set before the first rank is forked: many small processes share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# NVIDIA's container images have fp32 products rounded to TF32 by this, and tests compare them with whole ones.
+os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
+torch.set_float32_matmul_precision("highest")
 # A shell's `command &` ignores these, its children too, and no script can undo it: tests send them.
 for signal_number, action in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(signal_number) is signal.SIG_IGN:

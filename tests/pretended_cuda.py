@@ -7,8 +7,8 @@ CUDA, NCCL and Python say so, and nowhere else; so whatever a schedule of thread
 What is pretended of PyTorch 2.8 and later:
 
 - A kernel comes behind what its stream was given before, and behind the host's call. Streams do not wait for the default one.
-- Copies between host and device: with non_blocking on the stream, as from and to pinned memory; else the host waits for it. One
-  that casts is cast where it comes from: then the host itself reads its memory, at once.
+- Copies between host and device: with non_blocking on the stream, as from and to pinned memory, where the device casts; else the
+  host waits for it, and casts by itself: what it sends it reads at once.
 - An asynchronous collective of NCCL runs on the communicator's own stream, behind the current one; `wait` has the stream that is
   current then wait for it, and keeps its tensors until then. One that is not asynchronous runs on the current stream.
 - Device memory belongs to the stream that was current when it was taken. As soon as nobody refers to it, or its storage is
@@ -401,7 +401,7 @@ class PretendedCuda(Held):
             return self.host_step(what, here)
         stream = self.current_stream()
         is_copy = bool(here) and what in ("copy_", "_to_copy")
-        is_cast = is_copy and len({tensor.dtype for tensor, _ in tensors}) > 1
+        is_cast = is_copy and blocks and len({tensor.dtype for tensor, _ in tensors}) > 1  # by the host
         if is_cast and not here[0][1]:
             self.host_step(f"{what} (casts)", here)
         stream.issue()
@@ -410,7 +410,7 @@ class PretendedCuda(Held):
         if is_copy and not is_cast:
             for tensor, writes_it in here:
                 self._log(tensor, stream, writes_it, what)
-        if blocks or (is_cast and here[0][1]):
+        if blocks:
             self.host.see(stream.place())
         if not is_copy or (is_cast and here[0][1]):
             self.host_step(what, here)  # a number for a kernel, or what was cast

@@ -46,7 +46,7 @@ def _rank_main(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device,
+            device_id=device if world_size > 1 else None,  # as `comm.init_distributed` binds it
         )
         result = function(*args)
         dist.barrier()

@@ -28,8 +28,9 @@ def settings_of_this_process(monkeypatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def test_fp32_products_are_whole_unless_tf32_is_asked_for():
-    assert torch.get_float32_matmul_precision() == "highest"
+@pytest.mark.parametrize("before", ["highest", "high"])
+def test_fp32_products_are_whole_unless_tf32_is_asked_for(before):
+    torch.set_float32_matmul_precision(before)  # "high" is that of torch in NVIDIA's container images
     set_up_backends(load_config([]))
     assert torch.get_float32_matmul_precision() == "highest"
     set_up_backends(load_config(["--tf32"]))
@@ -52,7 +53,15 @@ def test_a_first_product_that_loads_libraries_does_not_count(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, known", [("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA L4", 121.0)]
+    "name, known",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L4", 121.0),
+    ],
 )
 def test_a_known_gpu_is_found_by_its_name(monkeypatch, name, known):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
@@ -60,11 +69,12 @@ def test_a_known_gpu_is_found_by_its_name(monkeypatch, name, known):
     assert value == known and source.startswith("data sheet of ")
 
 
-def test_a_gpu_whose_name_begins_as_a_known_one_is_measured(monkeypatch):
+@pytest.mark.parametrize("name", ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-80GB MIG 3g.40gb"])
+def test_a_gpu_whose_name_begins_as_a_known_one_is_measured(monkeypatch, name):
     def randn(*_, **__):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA RTX A1000")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch, "randn", randn)
     with pytest.raises(ZeroDivisionError):
         peak_tflops(torch.device("cuda"), torch.bfloat16)

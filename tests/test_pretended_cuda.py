@@ -87,14 +87,28 @@ def the_host_writes_to_what_is_copied_from_it(cuda, is_right):
 
 
 @planted("copy_ (casts) reads bytes 0 to 32")
-def a_copy_casts_on_the_host_what_is_not_there_yet(cuda, is_right):
+def a_copy_that_is_waited_for_casts_on_the_host_what_is_not_there_yet(cuda, is_right):
     x, y, stream = here(), there(), side(cuda)
     with torch.cuda.stream(stream):
         x.copy_(y.add_(1), non_blocking=True)
         if is_right:
             stream.synchronize()
-        y.to(torch.bfloat16).copy_(x, non_blocking=True)  # behind it in its stream, which does not help
+        y.to(torch.bfloat16).copy_(x)  # behind it in its stream, which does not help
     torch.cuda.synchronize()
+
+
+@planted("compute, step 2: copy_ reads bytes 0 to 32")
+def the_host_writes_to_what_the_device_casts(cuda, is_right):
+    x, y = here(), there(dtype=torch.bfloat16)
+    y.copy_(x, non_blocking=not is_right)
+    x.zero_()
+
+
+@planted("compute, step 2: copy_ writes bytes 0 to 16")
+def the_host_reads_what_the_device_casts_for_it(cuda, is_right):
+    x, y = here(dtype=torch.bfloat16), there()
+    x.copy_(y, non_blocking=not is_right)
+    x.sum()
 
 
 @planted("goes back to compute")

@@ -23,11 +23,13 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_gpt2
+from megazero import training
 from megazero.arguments import load_config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.reporting import summary
+from megazero.runner.processes import children
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
 
@@ -161,6 +163,21 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
+def test_sigterm_to_every_process_of_a_job_saves_too(corpus, tmp_path):
+    """As `timeout` does, and batch systems that know no tasks: the data loader's workers get it beside their rank."""
+    command = [sys.executable, "pretrain_gpt2.py", *flags(corpus, tmp_path, 100_000, "--num-workers", "2")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    workers = children(process.pid)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and len(workers) >= 2, output
+    assert (tmp_path / "latest").read_text() == f"global_step{max(metrics(tmp_path))}"
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
 IMPORTING = [["pretrain_gpt2.py"], ["evaluate_gpt2.py"], ["generate_samples.py"], ["-m", "megazero.launch", "x.py"]]
 
 
@@ -215,7 +232,9 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path)
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
     (launcher,) = children(process.pid)
-    os.kill(children(launcher)[1], signal.SIGKILL)
+    environments = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children(launcher)}
+    (rank_1,) = [pid for pid, environment in environments.items() if "RANK=1" in environment]
+    os.kill(rank_1, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL, output
     assert "rank 1 was killed (SIGKILL)" in output.splitlines()[-1]
@@ -261,6 +280,21 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     assert "memory, planned and held when it failed" in report and "optimizer (O)" in report
     ways = "--checkpoint-activations; --batch-size 1."
     assert f"Each of these takes less: {'' if ranks == 1 else '--zero-stage 2; --zero-stage 3; '}{ways}" in report
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error in: NCCLUtils.cpp, unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+    ],
+)
+def test_a_library_of_cuda_without_memory_is_known(one_rank, text):
+    with pytest.raises(MemoryError, match=f"rank 0 ran out of memory .*: {re.escape(text)}"):
+        with training._tells_out_of_memory(load_config([])):
+            raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="Cuda failure 1"), training._tells_out_of_memory(load_config([])):
+        raise RuntimeError("Last error: Cuda failure 1 'invalid argument'")
 
 
 KILLED_ONCE = """
@@ -325,11 +359,6 @@ def test_sigquit_ends_all_ranks_with_the_script(corpus, tmp_path):
     process.send_signal(signal.SIGQUIT)
     output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
     assert process.returncode == 128 + signal.SIGTERM and "torchrun was ended by SIGTERM" in output, output
-
-
-def children(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE, text=True)
-    return [int(line) for line in found.stdout.split()]
 
 
 def test_a_terminal_shows_a_bar_below_the_log_lines(corpus, tmp_path):

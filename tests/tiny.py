@@ -41,7 +41,7 @@ def make_corpus(folder: Path) -> list[str]:
     """Flags --train-data, --tokenizer-type and --tokenizer-path of a tokenized corpus in `folder`."""
     texts = make_texts()
     vocabulary = make_vocabulary(folder / "vocab", texts)
-    tokenizer = build_tokenizer("GPT2BPETokenizer", model_file=vocabulary)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     prefix = folder / "tiny_text_document"
     with IndexedDatasetWriter(str(prefix), dtype="uint16") as writer:
         for text in texts:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megazero import comm, zero
 from megazero.compat.placement import offload_sections
-from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, check_keys, join
+from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
 from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.option import check_known
 
 __all__ = ["FP16Adam", "PatrickStarEngine", "initialize_engine"]
 
@@ -83,7 +84,8 @@ def initialize_engine(
     join()
     settings = _checked(config or {})
     device = comm.local_device()
-    if device.type == "cuda" and device.index != local_rank:
+    # As `init_distributed` counts: a batch system may show each rank no other device than its own.
+    if device.type == "cuda" and device.index != local_rank % torch.cuda.device_count():
         raise ValueError(
             f"initialize_engine: local_rank is {local_rank}, and this process computes on {device}, by LOCAL_RANK. Give both "
             "the same number: start with torchrun and pass int(os.environ['LOCAL_RANK'])."
@@ -135,10 +137,10 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are obeyed, after all of them were looked at."""
     values = {key: value for key, value in config.items() if key != "client"}
     client = config.get("client", {})
-    check_keys("config['client']", client, ("mem_tracer", "opts"))
+    check_known("config['client'] has no", client, ("mem_tracer", "opts"))
     for part in client:
         values.update({f"client.{part}.{key}": value for key, value in client[part].items()})
-    check_keys("PatrickStar's configuration", values, {*_OBEYED, *_REFUSED, *_NO_EFFECT})
+    check_known("PatrickStar's configuration has no", values, {*_OBEYED, *_REFUSED, *_NO_EFFECT})
     for key, value in values.items():
         if value and key in _REFUSED:
             raise ValueError(f"{key} true cannot be obeyed: {_REFUSED[key]}. Drop it.")
@@ -152,7 +154,7 @@ def _fp16(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """DeepSpeed's fp16 section, with PatrickStar's default of 2000 clean steps; None where it is not enabled."""
     if section is None:
         return None
-    check_keys("config['fp16']", section, _FP16)
+    check_known("config['fp16'] has no", section, _FP16)
     return {"loss_scale_window": 2000, **section} if section.get("enabled", False) else None
 
 
@@ -160,7 +162,7 @@ def _optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
     kind, given = section.get("type", "Adam"), section.get("params", {})
     if kind not in ("Adam", "AdamW"):
         raise ValueError(f"config['optimizer']['type'] must be Adam or AdamW, got {kind!r}.")
-    check_keys("config['optimizer']['params']", given, _ADAM)
+    check_known("config['optimizer']['params'] has no", given, _ADAM)
     params = {**_ADAM, **given}
     params.pop("use_hybrid_adam")  # each shard is updated where it lies, by the kernel of that device
     return {"type": "Adam", "params": {**params, "adam_w_mode": kind == "AdamW"}}

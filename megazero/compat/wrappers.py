@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,6 @@ from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.logging import setup_logging
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
-from megazero.option import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +24,6 @@ def join(backend: str | None = None) -> None:
     comm.init_distributed(backend)
     if not logger.hasHandlers():
         setup_logging(comm.world().rank())
-
-
-def check_keys(where: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises a ValueError for a key that is not known; it says which one may have been meant."""
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{where} has no {key!r}. {did_you_mean(key, known)}")
 
 
 def build_engine(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megazero.compat import patrickstar
 from megazero.compat.patrickstar import initialize_engine
 from tests.ranks import run_ranks
 
@@ -122,6 +123,16 @@ def test_a_gradient_that_overflows_changes_the_scale_and_nothing_else(one_rank):
     optimizer.step()
     assert optimizer.loss_scale == scale / 2 == 2.0**15
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("count", "is_told"), [(1, False), (8, True)])
+def test_a_rank_that_sees_its_own_gpu_alone_may_have_any_number(one_rank, monkeypatch, count, is_told):
+    monkeypatch.setattr(patrickstar.comm, "local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(
+        ValueError, match="local_rank is 3, and this process computes on cuda:0" if is_told else "has no 'key'"
+    ):
+        initialize_engine(model_func, 3, {"fp16": {"key": 1}})
 
 
 def test_a_backward_takes_the_place_of_the_one_before(one_rank):

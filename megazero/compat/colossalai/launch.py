@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megazero import comm
 from megazero.compat.colossalai.sharded import ShardedModelV2, ShardedOptimizerV2
-from megazero.compat.wrappers import check_keys, join
+from megazero.compat.wrappers import join
 from megazero.nested import moved
-from megazero.option import did_you_mean
+from megazero.option import check_known, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def initialize(
             "initialize needs zero = dict(model_config=dict(shard_strategy=...), optimizer_config=dict(...)) in the "
             f"configuration that launch_from_torch was given, found zero = {zero!r}."
         )
-    check_keys("zero", zero, ("model_config", "optimizer_config"))
+    check_known("zero has no", zero, ("model_config", "optimizer_config"))
     for key, reason in _REFUSED.items():
         if config.get(key) and not (key == "parallel" and _sizes_of(config[key]) <= {None, 1}):
             raise ValueError(f"{key} in the configuration cannot be obeyed: {reason}. Drop it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sized
 from typing import Any
 
@@ -53,16 +54,17 @@ class Trainer:
             display_progress: a bar on the first rank.
             return_output_label: whether hooks get output and label, or None.
         """
+        most = math.inf if max_steps is None else max_steps
         self._attach(hooks)
         self._call("before_train")
         for epoch in range(self.cur_epoch, epochs):
-            if max_steps is not None and self.cur_step >= max_steps:
-                break  # by an earlier call
+            if self.cur_step >= most:
+                break
             self.engine.train()
             self._call("before_train_epoch")
             batches = iter(train_dataloader)
             for _ in self._bar(train_dataloader, f"[Epoch {epoch} / Train]", display_progress):
-                if max_steps is not None and self.cur_step >= max_steps:
+                if self.cur_step >= most:
                     break
                 self._call("before_train_iter")
                 self.engine.zero_grad()
@@ -74,10 +76,8 @@ class Trainer:
             if test_dataloader is not None and epoch % test_interval == 0:
                 self._test(test_dataloader, display_progress, return_output_label)
             self.cur_epoch += 1
-            if max_steps is not None and self.cur_step >= max_steps:
-                if self._logger is not None:
-                    self._logger.info(f"max_steps {max_steps} is reached, training ends", ranks=[0])
-                break
+            if self.cur_step >= most and self._logger is not None:
+                self._logger.info(f"max_steps {max_steps} is reached, training ends", ranks=[0])
         self._call("after_train")
 
     def evaluate(
