@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from megazero.children import children
 from megazero.comm import OtherRankError
 from megazero.logging import ALIKE, get_logger, setup_logging
 
@@ -36,6 +37,8 @@ LOST_RANK = (
     "remote process exited",
     "Did the remote server shutdown or crash?",
 )
+
+WAIT_S = 10.0  # of a rank whose error another one may tell
 
 # What one meets that has waited for another until the time limit: in this library's channels and meetings; in gloo; in torchrun's
 # store. The last two do not say what for.
@@ -95,6 +98,12 @@ def _checked_ranks(check: Callable[[int], object]) -> int:
     return ranks
 
 
+def _launcher_has_reaped() -> bool:
+    """Whether torchrun has taken notice that a rank of this node has ended: until then it stays its child."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return torch.distributed.is_torchelastic_launched() and len(children(os.getppid())) < ranks
+
+
 def _is_ours(error: Exception) -> bool:
     """Whether this library or the script raised it, and so says what to change: torch, of a wrong shape, does not say where."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -116,9 +125,14 @@ def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
     # which have waited; one that is still there afterwards has an error of its own. One that has lost another rank waits, too:
     # the launcher, or that rank itself, tells why.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
-    if waits:
-        time.sleep(10)
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
+    # The launcher's SIGTERM may have come before, to the job's handler, while this rank was busy.
+    was_asked = getattr(handler, "received", None) is not None
+    end = time.monotonic() + (WAIT_S if waits else 0)
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        if was_asked and _launcher_has_reaped():
+            signal.raise_signal(signal.SIGTERM)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
     text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # an OSError begins with a number that nobody has to know

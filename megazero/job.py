@@ -46,18 +46,19 @@ CountTokens = Callable[["Job", dict[str, Tensor]], int]
 class StopSignal:
     """Why this rank wants to end: SIGTERM, SIGINT or the time, so that the loop finishes its step and saves before it does.
 
-    It knows whether torchrun lives, too.
+    It knows whether torchrun lives, too. As the handler of both signals it tells `megazero.entry` which one has come.
     """
 
     def __init__(self) -> None:
-        self._received: str | None = None
+        self.received: str | None = None  # the signal
         self._end, self._limit = math.inf, ""  # of time.monotonic()
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+            signal.signal(number, self)
 
-    def _handle(self, number: int, _: Any) -> None:
-        self._received = signal.Signals(number).name
+    def __call__(self, number: int, _: Any) -> None:
+        """Takes note of the signal."""
+        self.received = signal.Signals(number).name
 
     def end_at(self, moment: float, limit: str) -> None:
         """Wants to end from `moment` of `time.monotonic()` on, because of `limit`."""
@@ -66,7 +67,7 @@ class StopSignal:
     @property
     def reason(self) -> str | None:
         """Why this rank wants to end now; None if it does not."""
-        return self._received or (self._limit if time.monotonic() >= self._end else None)
+        return self.received or (self._limit if time.monotonic() >= self._end else None)
 
     def check_launcher(self) -> None:
         """Raises OtherRankError where the torchrun that started this rank has ended, as only SIGKILL makes it do.

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
     {
+        "children",
         "option",
         "nested",
         "json_source",

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megazero.children import children
 from megazero.runner import main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
 from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
-from megazero.runner.processes import children, run_nodes
+from megazero.runner.processes import run_nodes
 
 ROOT = Path(__file__).parent.parent
 HOSTS = {"worker-0": 4, "worker-1": 4}
@@ -236,7 +237,7 @@ def test_srun_command():
 @pytest.mark.parametrize("is_macos", [False, True])
 def test_children_of_a_process(is_macos, monkeypatch, tmp_path):
     if is_macos:  # which has no /proc
-        monkeypatch.setattr("megazero.runner.processes.PROC", tmp_path)
+        monkeypatch.setattr("megazero.children.PROC", tmp_path)
     ours = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     try:
         assert {child.pid for child in ours} <= set(children(os.getpid()))

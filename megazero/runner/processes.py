@@ -21,7 +21,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+from megazero.children import children
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ POLL_S = 0.1
 GRACE_S = 2.0  # after the first node has failed: others, whose ranks lost a partner, may be writing why
 LAST_S = 60.0  # then they are ended; torchrun kills ranks that do not end within 30 s
 KILLED = 128 + signal.SIGKILL
-PROC = Path("/proc")
 
 
 class Node:
@@ -55,22 +55,6 @@ class Node:
         with stop_signals(self.stop, self.end):
             status = self.process.wait()
         return status if status >= 0 else 128 - status
-
-
-def children(pid: int) -> list[int]:
-    """The processes whose parent is `pid`."""
-    if not (PROC / "self/stat").exists():  # macOS; a small container of Linux may have no ps instead
-        listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True, check=True).stdout
-        return [int(child) for child, parent in map(str.split, listing.splitlines()) if int(parent) == pid]
-    found = []
-    for stat in PROC.glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
-        except OSError:
-            continue  # it has ended
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
 
 
 @contextmanager
