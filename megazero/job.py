@@ -22,7 +22,7 @@ from megazero import activation_checkpointing, comm, mpu
 from megazero.config import Config
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.data.tokenizer import Tokenizer
-from megazero.engine import Engine, weight_decay_groups
+from megazero.engine import Engine
 from megazero.model.block import Transformer
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
@@ -35,6 +35,7 @@ from megazero.throughput import peak_tflops
 from megazero.timers import Timers
 from megazero.zero import Init
 from megazero.zero.optimizer import BucketOptimizer
+from megazero.zero.param_groups import weight_decay_groups
 
 logger = logging.getLogger(__name__)
 

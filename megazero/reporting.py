@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megazero.checkpoint.format import latest_tag
-from megazero.engine import Engine, matrices_of, weight_decay_groups
+from megazero.engine import Engine
 from megazero.job import Job
 from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
@@ -23,6 +23,7 @@ from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory, size
+from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.units import find_units
 
 logger = logging.getLogger(__name__)

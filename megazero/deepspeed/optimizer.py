@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.engine import hidden_matrices
 from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.optimizers import OptimizerFactory, muon_groups, optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 from megazero.zero.optimizer import BucketOptimizer, refuse_untested
+from megazero.zero.param_groups import hidden_matrices
 
 logger = get_logger(__name__)
 

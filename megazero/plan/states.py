@@ -8,10 +8,10 @@ from typing import cast
 import torch
 
 from megazero.comm import ProcessGroup
-from megazero.engine import matrices_of, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.zero.config import ZeroConfig
+from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.units import ROOT, BucketPlan, find_units, plan_buckets
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.engine import hidden_matrices
 from megazero.optim.muon import Muon, orthogonalized
+from megazero.zero.param_groups import hidden_matrices
 
 
 def make_model() -> nn.Module:

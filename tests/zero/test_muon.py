@@ -13,11 +13,12 @@ from torch import Tensor
 import megazero
 from megazero import comm, mpu
 from megazero.checkpoint.reader import Reader
-from megazero.engine import Engine, hidden_matrices, weight_decay_groups
+from megazero.engine import Engine
 from megazero.optim.muon import Muon, orthogonalized
 from megazero.zero import orthogonal
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import plan_memory
+from megazero.zero.param_groups import hidden_matrices, weight_decay_groups
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, OPTIMIZERS, make_engine, run, token_batches, train

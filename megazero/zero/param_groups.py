@@ -1,0 +1,50 @@
+"""The optimizer's parameter groups: which parameters have weight decay, and which are the matrices that Muon trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megazero.zero.units import shape_of
+
+
+def weight_decay_groups(
+    model: nn.Module, weight_decay: float, use_muon: bool = False
+) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Megatron's two parameter groups: matrices and embeddings decay, biases and normalisation weights do not.
+
+    Args:
+        use_muon: a third group has the matrices of hidden layers, for `Muon`.
+
+    Returns:
+        The group index of each parameter by name, and the settings of the groups.
+    """
+    group_of = {name: int(len(shape_of(p)) < 2) for name, p in model.named_parameters()}
+    settings: list[dict[str, Any]] = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+    if use_muon:
+        group_of.update(dict.fromkeys(hidden_matrices(model), 2))
+        settings.append({"weight_decay": weight_decay, "use_muon": True})
+    return group_of, settings
+
+
+def matrices_of(group_of: Mapping[str, int], group_settings: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the parameters that Muon updates, of groups as `weight_decay_groups` gives them."""
+    return {name for name, group in group_of.items() if group_settings[group].get("use_muon")}
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the parameters that Muon is for: 2-D ones inside of a ModuleList or Sequential, and no embeddings.
+
+    A parameter's own attribute `use_muon`, as DeepSpeed reads it, says otherwise.
+    """
+    inside: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            inside.update(module.parameters())
+    for module in model.modules():
+        if hasattr(module, "num_embeddings"):
+            inside.difference_update(module.parameters())
+    matrices = {name: p for name, p in model.named_parameters() if len(shape_of(p)) == 2}
+    return {name for name, p in matrices.items() if getattr(p, "use_muon", p in inside)}
