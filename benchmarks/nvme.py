@@ -125,7 +125,6 @@ class Way:
     def turn(self, gradients: list[Tensor]) -> float:
         """Seconds of one update; the reduced gradients are at rest before it."""
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
-            assert bucket.gradient is not None
             bucket.gradient.accumulate(bucket.layout.segments[0], gradient)
             bucket.gradient.reduce()
             bucket.gradient.wait()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.bucket import MASTER, Bucket, gradient_of
+from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import bucket_of
@@ -59,10 +59,10 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterat
 def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
     """Bucket, segment, and the factor that makes the sum of gradients the unscaled mean; None where there is no sum."""
     found = _find(parameter)
-    if found is None or not gradient_of(found[0]).is_reduced:
+    if found is None or not found[0].gradient.is_reduced:
         return None
     bucket, segment, optimizer = found
-    return bucket, segment, gradient_of(bucket).to_mean / optimizer.cur_scale
+    return bucket, segment, bucket.gradient.to_mean / optimizer.cur_scale
 
 
 def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     bucket, segment, factor = found
-    with gradient_of(bucket).at_hand() as owned, _collective(f"safe_get_full_grad of {segment.name}"):
+    with bucket.gradient.at_hand() as owned, _collective(f"safe_get_full_grad of {segment.name}"):
         return view_of(bucket.whole(owned), segment).float() * factor
 
 
@@ -124,7 +124,7 @@ def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     bucket, segment, factor = found
-    with gradient_of(bucket).at_hand() as owned:
+    with bucket.gradient.at_hand() as owned:
         return bucket.owned_part(owned, segment)[0].float() * factor
 
 
@@ -157,13 +157,12 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
 def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
     bucket, segment, optimizer = _to_set(parameter, "safe_set_full_grad", values)
-    if not gradient_of(bucket).is_reduced:
+    if not bucket.gradient.is_reduced:
         raise RuntimeError(
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
-    gradient = gradient_of(bucket)
-    with gradient.at_hand(writes=True) as owned:
-        bucket.write(owned, segment, values * (optimizer.cur_scale / gradient.to_mean))
+    with bucket.gradient.at_hand(writes=True) as owned:
+        bucket.write(owned, segment, values * (optimizer.cur_scale / bucket.gradient.to_mean))
 
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
@@ -192,14 +191,13 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
 def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
     """Writes this rank's part of the mean gradient (without loss scale): 1-D, of the size that the getter returns."""
     found = _find(parameter)
-    if found is None or not gradient_of(found[0]).is_reduced:
+    if found is None or not found[0].gradient.is_reduced:
         raise RuntimeError(
             "safe_set_local_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     bucket, segment, optimizer = found
-    gradient = gradient_of(bucket)
-    with gradient.at_hand(writes=True) as owned:
-        _set_local(bucket.owned_part(owned, segment)[0], values * (optimizer.cur_scale / gradient.to_mean))
+    with bucket.gradient.at_hand(writes=True) as owned:
+        _set_local(bucket.owned_part(owned, segment)[0], values * (optimizer.cur_scale / bucket.gradient.to_mean))
 
 
 def _set_local(part: Tensor, values: Tensor) -> None:

@@ -46,7 +46,6 @@ class Bucket:
     Attributes:
         unit: its index in forward order, or ROOT.
         weights: P.
-        gradient: G; None where the bucket is frozen.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
     """
 
@@ -94,7 +93,7 @@ class Bucket:
         self._separate_master = separate_master
         self.is_pending = False  # an update of it goes on in the background
         self.states: dict[str, Vector] = {}
-        self.gradient: Gradient | None = None
+        self._gradient: Gradient | None = None
         if plan.is_trainable:
             self.make_trainable(whole)
 
@@ -117,7 +116,7 @@ class Bucket:
         self.states[MASTER] = master
         if weights.shard is not None and not self._separate_master and _is_one_memory(weights.shard, master):
             weights.shard = master
-        self.gradient = Gradient(
+        self._gradient = Gradient(
             self.name,
             self.layout,
             self.channel,
@@ -133,7 +132,13 @@ class Bucket:
     @property
     def is_trainable(self) -> bool:
         """Whether the bucket has G and O; a frozen one has P alone."""
-        return self.gradient is not None
+        return self._gradient is not None
+
+    @property
+    def gradient(self) -> Gradient:
+        """G of a trained bucket."""
+        assert self._gradient is not None, "a frozen bucket has no G"
+        return self._gradient
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -284,7 +289,6 @@ class Bucket:
 
         Whoever holds views of the vectors makes them anew.
         """
-        assert self.gradient is not None, "a frozen bucket has no O"
         for key, vector in self.states.items():
             self.states[key] = moved(vector, home or self._on_device)
         self.optimizer_home = self.gradient.home = home or self._on_device
@@ -318,7 +322,7 @@ class Bucket:
     def accumulate(self, segment: Segment) -> None:
         """Adds the parameter's `.grad` to G, and drops it: `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]
-        assert parameter.grad is not None and self.gradient is not None
+        assert parameter.grad is not None
         if not is_same_memory(parameter, self.weights.view(segment.name)):
             raise RuntimeError(
                 f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "
@@ -397,7 +401,7 @@ class Bucket:
 
         A shard that is cast from the master weights counts as O.
         """
-        weights, g = self.weights, self.gradient
+        weights, g = self.weights, self._gradient
         states: dict[str, list[Tensor | None]] = {
             "P": [] if weights.is_cast else [weights.flat if weights.shard is None else weights.shard.resident],
             "G": [] if g is None else [*g.held],
@@ -413,12 +417,6 @@ class Bucket:
                     seen.add(storage_id(tensor))
                     held[key] += storage.nbytes()
         return held
-
-
-def gradient_of(bucket: Bucket) -> Gradient:
-    """G of a trained bucket."""
-    assert bucket.gradient is not None, "trained buckets have G"
-    return bucket.gradient
 
 
 def _is_one_memory(shard: Vector, master: Vector) -> bool:

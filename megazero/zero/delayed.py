@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megazero import comm
-from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.bucket import Bucket
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
@@ -23,7 +23,7 @@ class DelayedUpdate:
     """
 
     def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
-        self._gradients = {bucket: gradient_of(bucket).take() for bucket in buckets}
+        self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
         self._staged = {bucket: bucket.staging() for bucket in buckets}  # new weights of the owned range
         self._update = Update(
             optimizer, self._gradients, factor, scales_itself=False, steps_apart=True, staged=self._staged

@@ -12,7 +12,7 @@ from megazero.optim.adam_kernels import AdamSettings
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
-from megazero.zero.bucket import MASTER, Bucket, gradient_of
+from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.delayed import DelayedUpdate
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
@@ -170,7 +170,7 @@ class BucketOptimizer(SlicedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients accumulated since the last update. `set_to_none` is torch's, and changes nothing here."""
         for bucket in self._trained:
-            gradient_of(bucket).zero()
+            bucket.gradient.zero()
 
     def refuse_torn(self) -> None:
         """Raises where an update has failed in the middle, so that a part of the weights is new and a part old."""
@@ -214,7 +214,7 @@ class BucketOptimizer(SlicedOptimizer):
 
     def _run(self, factor: float) -> None:
         order = self._trained[::-1] if self.overlap_gathers else self._trained
-        gradients = {bucket: gradient_of(bucket).owned for bucket in order}
+        gradients = {bucket: bucket.gradient.owned for bucket in order}
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in order:
@@ -238,10 +238,10 @@ class BucketOptimizer(SlicedOptimizer):
         every stage. Parameters that tensor-parallel ranks hold in common count once.
         """
         device, squares = self.buckets[0].weights.flat.device, []
-        for gradient in map(gradient_of, self._trained):
-            for span, square in gradient.squares():
+        for bucket in self._trained:
+            for span, square in bucket.gradient.squares():
                 if self.counts_replicated or not span.is_replicated:
-                    squares.append(square.to(device) * gradient.to_mean**2)
+                    squares.append(square.to(device) * bucket.gradient.to_mean**2)
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         total = comm.all_reduced(total, self.norm_group)
         return float(total.sqrt()) / self.cur_scale
@@ -251,7 +251,7 @@ class BucketOptimizer(SlicedOptimizer):
         mine = None
         for bucket in self._trained:
             if mine is None:
-                with gradient_of(bucket).at_hand() as owned:
+                with bucket.gradient.at_hand() as owned:
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
                 mine = name and f"{name} (rank {torch.distributed.get_rank()})"

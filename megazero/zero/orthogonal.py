@@ -12,7 +12,7 @@ from megazero import comm
 from megazero.comm import Work
 from megazero.mpu.partition import Partition
 from megazero.optim.muon import orthogonalized, rate_factor
-from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.bucket import Bucket
 from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.sliced import Slice, SlicedOptimizer
 from megazero.zero.storage import part_of, view_of
@@ -46,10 +46,10 @@ class Orthogonal:
                     "a group without."
                 )
         for bucket in self._buckets:
-            if gradient_of(bucket).dtype != torch.float32:
+            if bucket.gradient.dtype != torch.float32:
                 raise ValueError(
                     f"Muon writes directions where gradients were, and those of unit {bucket.name!r} add up in "
-                    f"{gradient_of(bucket).dtype}. Let them add up in fp32: data_types.grad_accum_dtype, ZeroConfig.grad_dtype."
+                    f"{bucket.gradient.dtype}. Let them add up in fp32: data_types.grad_accum_dtype, ZeroConfig.grad_dtype."
                 )
 
     @property

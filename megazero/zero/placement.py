@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megazero import comm
 from megazero.logging import ALIKE, get_logger
-from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
 from megazero.zero.gemini_plan import Plan
@@ -83,7 +83,7 @@ class Placement:
         """Bytes on the device that a plan decides about: gathered units, and states that rest there."""
         placed = [bucket for bucket in self._tiles if not bucket.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
-        gradients = sum(tensor.nbytes for bucket in placed for tensor in gradient_of(bucket).held)
+        gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, self._shards_here))
 
     def follow(self) -> None:
@@ -127,7 +127,7 @@ class Placement:
 
 def _state_bytes(bucket: Bucket) -> int:
     """Of O and the reduced gradient, on this rank."""
-    return (STATE_BYTES + gradient_of(bucket).dtype.itemsize) * bucket.owned_numel
+    return (STATE_BYTES + bucket.gradient.dtype.itemsize) * bucket.owned_numel
 
 
 def _shard_bytes(bucket: Bucket) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megazero.logging import ALIKE, get_logger
 from megazero.nested import mapped, tensors_in
-from megazero.zero.bucket import Bucket, gradient_of
+from megazero.zero.bucket import Bucket
 from megazero.zero.external import Forwards, external_parameters, register_external_parameter
 from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
@@ -163,7 +163,7 @@ class Schedule:
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits, releases."""
         for index, bucket in enumerate(self._order):
-            if self._is_due(bucket) and (index >= self._next or gradient_of(bucket).has_unreduced):
+            if self._is_due(bucket) and (index >= self._next or bucket.gradient.has_unreduced):
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_reduced(bucket)
@@ -183,7 +183,7 @@ class Schedule:
     @property
     def is_reduced(self) -> bool:
         """Whether every gradient of the step is the sum over the group."""
-        return all(gradient_of(bucket).is_reduced for bucket in self._order)
+        return all(bucket.gradient.is_reduced for bucket in self._order)
 
     # ---- gradients
 
@@ -228,12 +228,12 @@ class Schedule:
         self._under_way.append(bucket)
         while len(self._under_way) > MAX_REDUCTIONS:
             self._wait_reduced(self._under_way.popleft())
-        gradient_of(bucket).reduce()
+        bucket.gradient.reduce()
         if not self._overlaps_reductions:
             self._wait_reduced(bucket)
 
     def _wait_reduced(self, bucket: Bucket) -> None:
-        self._wait(gradient_of(bucket).wait, bucket, "the sum of the gradients")
+        self._wait(bucket.gradient.wait, bucket, "the sum of the gradients")
 
     # ---- parameters
 

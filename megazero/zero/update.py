@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled, unmixed
-from megazero.zero.bucket import MASTER, Bucket, gradient_of
+from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.sliced import Slice, SlicedOptimizer
 
@@ -75,7 +75,7 @@ class Update:
         batches: list[list[Tile]] = []
         room = 0  # elements that may join the last batch
         for bucket, start, stop in tiles:
-            joins = bucket.optimizer_home.device.type != "cpu" and gradient_of(bucket).dtype == torch.float32
+            joins = bucket.optimizer_home.device.type != "cpu" and bucket.gradient.dtype == torch.float32
             if joins and stop - start <= room:
                 batches[-1].append((bucket, start, stop))
             else:
@@ -138,7 +138,7 @@ class Update:
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
         """Gives the torch optimizer the tile's mean gradients times the factor."""
-        factor = self._factor * gradient_of(tile[0]).to_mean
+        factor = self._factor * tile[0].gradient.to_mean
         owned = at_hand.enter_context(self._gradient(tile))
         for piece, part in self._slices(tile):
             # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
@@ -149,7 +149,7 @@ class Update:
 
     def _set_scale(self) -> None:
         """Has torch's fused kernels divide gradients in the pass that they make anyway. All buckets have one group's mean."""
-        factor = self._factor * gradient_of(next(iter(self._gradients))).to_mean
+        factor = self._factor * next(iter(self._gradients)).gradient.to_mean
         # On the host, if a part of O is there: torch copies it between devices without waiting, which only the host would notice.
         devices = [bucket.optimizer_home.device for bucket in self._gradients]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
@@ -165,7 +165,7 @@ class Update:
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
         bucket = tile[0]
-        factor, pieces = self._factor * gradient_of(bucket).to_mean, self._slices(tile)
+        factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
         # The compiled kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
         place = self._place_of_weights(tile, [part for _, part in pieces])
@@ -212,4 +212,4 @@ class Update:
 
 def _has_16_bits(bucket: Bucket) -> bool:
     """Whether an update of the bucket reads or writes other numbers than fp32."""
-    return gradient_of(bucket).dtype != torch.float32 or bucket.has_16_bits_beside
+    return bucket.gradient.dtype != torch.float32 or bucket.has_16_bits_beside

@@ -62,7 +62,7 @@ def live_bytes() -> int:
 def in_buckets(engine: Engine) -> list[Tensor]:
     """Every tensor that a bucket refers to, gradients that are being reduced and vectors in memory included."""
     holders = [*engine.buckets, *(bucket.weights for bucket in engine.buckets)]
-    holders += [bucket.gradient for bucket in engine.buckets if bucket.gradient is not None]
+    holders += [bucket.gradient for bucket in engine.buckets if bucket.is_trainable]
     values = [value for holder in holders for value in vars(holder).values()]
     values += [vector for bucket in engine.buckets for vector in bucket.states.values()]
     found = [value if isinstance(value, Tensor) else getattr(value, "resident", None) for value in values]

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megazero import mpu
-from megazero.zero.bucket import gradient_of
 from tests.ranks import run_ranks
 from tests.zero.models import Toy, make_engine, run, token_batches
 
@@ -34,7 +33,7 @@ def overlap_case(folder: str) -> None:
         signal = Path(folder) / str(stage)
 
         def second_unit(_: torch.Tensor, buckets: dict = buckets, signal: Path = signal) -> None:
-            assert gradient_of(buckets["blocks.2"]).is_reducing
+            assert buckets["blocks.2"].gradient.is_reducing
             signal.touch()
 
         up = engine.module.blocks[1].up
