@@ -181,8 +181,8 @@ class BucketBytes:
     @property
     def coming(self) -> int:
         """This rank's part of the parameters, over the link ahead of its gather; one of all comes right into its place."""
-        is_ahead = self.settings.has_link(self.settings.param_home) and self.plan.layout.world_size > 1
-        return self.whole_parameters // self.plan.layout.world_size if is_ahead else 0
+        is_ahead = self.settings.has_link(self.settings.param_home) and self.plan.layout.num_shards > 1
+        return self.whole_parameters // self.plan.layout.num_shards if is_ahead else 0
 
     @property
     def whole_gradient(self) -> int:

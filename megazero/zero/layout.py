@@ -56,11 +56,11 @@ class BucketLayout:
 
     segments: tuple[Segment, ...]
     numel: int
-    world_size: int
+    num_shards: int
 
     @classmethod
-    def build(cls, entries: Iterable[tuple[str, tuple[int, ...], int, bool]], world_size: int) -> BucketLayout:
-        """Lays out `(name, shape, group, is_replicated)` entries for `world_size` equal shards.
+    def build(cls, entries: Iterable[tuple[str, tuple[int, ...], int, bool]], num_shards: int) -> BucketLayout:
+        """Lays out `(name, shape, group, is_replicated)` entries for `num_shards` equal shards.
 
         Entries are sorted by (group, is_replicated), so that each optimizer group is one contiguous range and a shard holds
         at most one slice of it. Segments start on multiples of ALIGNMENT; the total is padded once, to whole aligned shards.
@@ -70,12 +70,12 @@ class BucketLayout:
             segment = Segment(name, tuple(shape), offset, group, is_replicated)
             segments.append(segment)
             offset = _round_up(segment.stop, ALIGNMENT)
-        return cls(tuple(segments), _round_up(offset, ALIGNMENT * world_size), world_size)
+        return cls(tuple(segments), _round_up(offset, ALIGNMENT * num_shards), num_shards)
 
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's shard."""
-        return self.numel // self.world_size
+        return self.numel // self.num_shards
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """[start, stop) of rank's shard."""

@@ -133,7 +133,7 @@ class BucketPlan:
 def plan_buckets(
     model: nn.Module,
     units: Sequence[nn.Module],
-    world_size: int,
+    num_shards: int,
     group_of: dict[str, int],
     replicated: Iterable[str],
     zero: ZeroConfig,
@@ -143,7 +143,7 @@ def plan_buckets(
     """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
 
     Args:
-        world_size: ranks that share out what is sharded.
+        num_shards: ranks that share out what is sharded.
         group_of: index of the optimizer's parameter group, by full parameter name. A parameter that is in none is not trained.
         replicated: names of the parameters that are equal on every tensor-parallel rank.
         dtype: of the buckets' P where it is not the parameters' own; other floating-point dtypes are converted.
@@ -182,7 +182,7 @@ def plan_buckets(
             (name, shape_of(p), group_of.get(name, NO_GROUP), name in replicated) for name, p in parameters.items()
         ]
         name = "root" if index == ROOT else names[units[index]]
-        layout = BucketLayout.build(entries, world_size)
+        layout = BucketLayout.build(entries, num_shards)
         sharding = replace(zero.sharding, parameters=False) if stays else zero.sharding
         grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
         reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
