@@ -72,6 +72,7 @@ class Bucket:
         self.shard_range = slice(*layout.shard_range(channel.rank))
         self.owned_range = self.shard_range if plan.sharding.optimizer else slice(0, layout.numel)
         self.owned_numel = plan.owned_numel
+        self.is_tile = plan.is_tile
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}

@@ -30,7 +30,7 @@ from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.storage import storage_id
-from megazero.zero.units import ROOT, tiles_in
+from megazero.zero.units import ROOT
 
 logger = get_logger(__name__)
 
@@ -75,8 +75,7 @@ class Schedule:
         self._inputs_left: dict[int, int] = {}
         # Unit that was the first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
-        tiles = tiles_in(model)
-        self._tiles = {index for index, unit in enumerate(units) if unit in tiles}
+        self._tiles = {bucket.unit for bucket in buckets if bucket.is_tile}  # units
         self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
         self._handles: list[Any] = []
         self._watched: set[str] = set()

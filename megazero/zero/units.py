@@ -64,7 +64,7 @@ def _is_never_called(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
-def tiles_in(model: nn.Module) -> set[nn.Module]:
+def _tiles_in(model: nn.Module) -> set[nn.Module]:
     """The modules inside of those that say `parts_are_units`: as units, at most one of them at a time is to be whole."""
     divided = [module for module in model.modules() if getattr(module, "parts_are_units", False)]
     return {part for module in divided for part in module.modules() if part is not module}
@@ -122,7 +122,7 @@ class BucketPlan:
     grad_dtype: torch.dtype = torch.float32  # of G: keeps what many micro-batches add up to; P's halves it
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
     has_matrices: bool = False  # that Muon updates, and nothing else
-    is_tile: bool = False  # of a layer of which at most one is to be whole: see `tiles_in`
+    is_tile: bool = False  # of a layer of which at most one is to be whole: see `_tiles_in`
 
     @property
     def owned_numel(self) -> int:
@@ -162,7 +162,7 @@ def plan_buckets(
                     f"Parameter {name!r} is shared by units {first!r} and {second!r} of the model. A tied weight must lie in one "
                     "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
                 )
-    replicated, tiles = set(replicated), tiles_in(model)
+    replicated, tiles = set(replicated), _tiles_in(model)
     small = zero.param_persistence_threshold if zero.sharding.parameters else 0
     most, persistent = zero.model_persistence_threshold, 0
     members: dict[tuple[int, torch.dtype, bool, bool, bool], dict[str, nn.Parameter]] = {}
