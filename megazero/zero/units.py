@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -130,6 +131,16 @@ class BucketPlan:
         return self.layout.shard_numel if self.sharding.optimizer else self.layout.numel
 
 
+class _Kind(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    unit: int  # index in the list of units, or ROOT
+    dtype: torch.dtype  # to compute in
+    is_trained: bool
+    stays_whole: bool  # where others are sharded
+    has_matrices: bool
+
+
 def plan_buckets(
     model: nn.Module,
     units: Sequence[nn.Module],
@@ -152,6 +163,40 @@ def plan_buckets(
     Raises:
         ValueError: two units share a parameter.
     """
+    unit_of, whole = _units_of_parameters(model, units), _persistent(model, zero)
+    members: dict[_Kind, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():  # names a tied parameter once
+        target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
+        is_trained = parameter.requires_grad and name in group_of
+        unit = unit_of.get(parameter, ROOT)
+        kind = _Kind(unit, target, is_trained, name in whole, is_trained and name in matrices)
+        members.setdefault(kind, {})[name] = parameter
+    names = {module: name for name, module in model.named_modules()}
+    replicated, tiles = set(replicated), _tiles_in(model)
+    plans = []
+    for kind in sorted(members, key=lambda kind: (-kind.unit, str(kind[1:]))):  # the same order on every rank
+        entries = [(n, shape_of(p), group_of.get(n, NO_GROUP), n in replicated) for n, p in members[kind].items()]
+        grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else kind.dtype
+        plans.append(
+            BucketPlan(
+                name="root" if kind.unit == ROOT else names[units[kind.unit]],
+                unit=kind.unit,
+                dtype=kind.dtype,
+                is_trainable=kind.is_trained,
+                parameters=members[kind],
+                layout=BucketLayout.build(entries, num_shards),
+                sharding=replace(zero.sharding, parameters=False) if kind.stays_whole else zero.sharding,
+                grad_dtype=grad_dtype,
+                reduce_dtype={"same": grad_dtype, "fp32": torch.float32, "compute": kind.dtype}[zero.reduce_dtype],
+                has_matrices=kind.has_matrices,
+                is_tile=kind.unit != ROOT and units[kind.unit] in tiles,
+            )
+        )
+    return plans
+
+
+def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+    """The index of the unit that each parameter lies in; those of the root are left out."""
     names = {module: name for name, module in model.named_modules()}
     unit_of: dict[nn.Parameter, int] = {}
     for index, unit in enumerate(units):
@@ -162,33 +207,20 @@ def plan_buckets(
                     f"Parameter {name!r} is shared by units {first!r} and {second!r} of the model. A tied weight must lie in one "
                     "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
                 )
-    replicated, tiles = set(replicated), _tiles_in(model)
+    return unit_of
+
+
+def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:
+    """Names of the parameters that stay whole where others are sharded: small ones, as long as there is room for them."""
     small = zero.param_persistence_threshold if zero.sharding.parameters else 0
-    most, persistent = zero.model_persistence_threshold, 0
-    members: dict[tuple[int, torch.dtype, bool, bool, bool], dict[str, nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():  # names a tied parameter once
-        target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
+    most, total = zero.model_persistence_threshold, 0
+    found = set()
+    for name, parameter in model.named_parameters():
         numel = math.prod(shape_of(parameter))
-        stays = numel < small and (most is None or persistent + numel <= most)
-        persistent += numel if stays else 0
-        is_trained = parameter.requires_grad and name in group_of
-        key = (unit_of.get(parameter, ROOT), target, is_trained, stays, is_trained and name in matrices)
-        members.setdefault(key, {})[name] = parameter
-    plans = []
-    for (index, target, is_trainable, stays, has_matrices), parameters in sorted(
-        members.items(), key=lambda item: (-item[0][0], str(item[0][1:]))
-    ):
-        entries = [
-            (name, shape_of(p), group_of.get(name, NO_GROUP), name in replicated) for name, p in parameters.items()
-        ]
-        name = "root" if index == ROOT else names[units[index]]
-        layout = BucketLayout.build(entries, num_shards)
-        sharding = replace(zero.sharding, parameters=False) if stays else zero.sharding
-        grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else target
-        reduce_dtype = {"same": grad_dtype, "fp32": torch.float32, "compute": target}[zero.reduce_dtype]
-        uses = grad_dtype, reduce_dtype, has_matrices, index != ROOT and units[index] in tiles
-        plans.append(BucketPlan(name, index, target, is_trainable, parameters, layout, sharding, *uses))
-    return plans
+        if numel < small and (most is None or total + numel <= most):
+            found.add(name)
+            total += numel
+    return found
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
