@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -19,6 +19,14 @@ from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.storage import is_same_memory, part_of
 
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
+
+
+class Tile(NamedTuple):
+    """Elements [start, stop) of a bucket's owned range, which an update brings to hand together."""
+
+    bucket: Bucket
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +150,8 @@ class SlicedOptimizer:
         """Those that lie in one bucket."""
         return self._by_bucket.get(bucket, [])
 
-    def slices_in(self, tile: tuple[Bucket, int, int]) -> list[Slice]:
-        """Those that lie in elements [start, stop) of a bucket's owned range, which is one of its tiles."""
+    def slices_in(self, tile: Tile) -> list[Slice]:
+        """Those that lie in one tile."""
         bucket, start, stop = tile
         return [piece for piece in self.slices_of(bucket) if start <= piece.start < stop]
 

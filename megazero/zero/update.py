@@ -11,9 +11,7 @@ from torch import Tensor
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled, unmixed
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
-from megazero.zero.sliced import Slice, SlicedOptimizer
-
-Tile = tuple[Bucket, int, int]  # elements [start, stop) of a bucket's owned range
+from megazero.zero.sliced import Slice, SlicedOptimizer, Tile
 
 # Elements that a device steps in one call at most, if there are several tiles in it. A call takes the host about 0.1 ms, however
 # little there is to do, in which a fast device steps about so many.
@@ -55,7 +53,7 @@ class Update:
         if self._staged is None:
             for bucket in self._gradients:
                 bucket.weights.settle()
-        tiles: list[Tile] = [(bucket, start, stop) for bucket in self._gradients for start, stop in bucket.tiles]
+        tiles = [Tile(bucket, start, stop) for bucket in self._gradients for start, stop in bucket.tiles]
         batches = self._batches(tiles) if self._steps_apart else [tiles]
         self._prefetch(batches[0])
         for batch, ahead in zip(batches, [*batches[1:], []], strict=True):
@@ -74,14 +72,15 @@ class Update:
         """
         batches: list[list[Tile]] = []
         room = 0  # elements that may join the last batch
-        for bucket, start, stop in tiles:
+        for tile in tiles:
+            bucket, numel = tile.bucket, tile.stop - tile.start
             joins = bucket.optimizer_home.device.type != "cpu" and bucket.gradient.dtype == torch.float32
-            if joins and stop - start <= room:
-                batches[-1].append((bucket, start, stop))
+            if joins and numel <= room:
+                batches[-1].append(tile)
             else:
-                batches.append([(bucket, start, stop)])
+                batches.append([tile])
                 room = BATCH_NUMEL
-            room = room - (stop - start) if joins else 0
+            room = room - numel if joins else 0
         return batches
 
     def _prefetch(self, tiles: list[Tile]) -> None:
@@ -105,7 +104,7 @@ class Update:
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
             states = {tile: self._bring(tile, at_hand) for tile in tiles}
-            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0][0])  # on the host tiles come one by one
+            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0].bucket)  # on the host tiles come one by one
             if is_one_pass:
                 self._step_in_one_pass(tiles[0], states[tiles[0]])
             else:
@@ -131,14 +130,14 @@ class Update:
     def _slices(self, tile: Tile, only_trained: bool = True) -> list[tuple[Slice, slice]]:
         """The slices of a tile, and their places in it."""
         return [
-            (piece, slice(piece.start - tile[1], piece.stop - tile[1]))
+            (piece, slice(piece.start - tile.start, piece.stop - tile.start))
             for piece in self._optimizer.slices_in(tile)
             if piece.is_trained or not only_trained
         ]
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
         """Gives the torch optimizer the tile's mean gradients times the factor."""
-        factor = self._factor * tile[0].gradient.to_mean
+        factor = self._factor * tile.bucket.gradient.to_mean
         owned = at_hand.enter_context(self._gradient(tile))
         for piece, part in self._slices(tile):
             # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
@@ -164,7 +163,7 @@ class Update:
         return is_wanted and self._is_adam and bucket.optimizer_home.device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
-        bucket = tile[0]
+        bucket = tile.bucket
         factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
         # The compiled kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
