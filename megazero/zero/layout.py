@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -93,10 +93,10 @@ class BucketLayout:
         """The bucket cut by (group, is_replicated), in storage order; the last span takes the final padding."""
         return self.spans_by(lambda segment: (segment.group, segment.is_replicated))
 
-    def spans_by(self, key: Callable[[Segment], Hashable | None]) -> tuple[Span, ...]:
+    def spans_by(self, key: Callable[[Segment], object]) -> tuple[Span, ...]:
         """Runs of neighbours with an equal `key`, each with the padding behind it; segments whose key is None are left out."""
         spans: list[Span] = []
-        last: Hashable | None = None
+        last: object = None
         starts = [segment.start for segment in self.segments[1:]] + [self.numel]
         for segment, stop in zip(self.segments, starts, strict=True):
             now = key(segment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -124,18 +125,17 @@ class SlicedOptimizer:
             counters: of the parameters that have state. Those that have made different numbers of steps stay apart.
         """
         self._by_bucket: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
-        for bucket in [bucket for bucket in self.buckets if bucket.is_trainable]:
-            for is_trained in (True, False):
 
-                def key(segment: Segment, is_trained: bool = is_trained) -> tuple | None:
-                    mine = counters.get(segment.name)
-                    if segment.group == NO_GROUP or self.is_trained(segment) != is_trained:
-                        return None
-                    if mine is None and not is_trained:
-                        return None
-                    return segment.group, segment.is_replicated, mine and tuple(sorted(mine.items())), mine is None
+        def key(segment: Segment, is_trained: bool) -> tuple | None:
+            mine = counters.get(segment.name)  # None: it has no state
+            is_wanted = segment.group != NO_GROUP and self.is_trained(segment) == is_trained
+            if not is_wanted or (mine is None and not is_trained):
+                return None
+            return segment.group, segment.is_replicated, mine
 
-                self._by_bucket[bucket] += _slices_by(key, bucket, is_trained)
+        for bucket, slices in self._by_bucket.items():
+            for is_trained in (True, False) if bucket.is_trainable else ():
+                slices += _slices_by(partial(key, is_trained=is_trained), bucket, is_trained)
         self.slices = [piece for of_bucket in self._by_bucket.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
