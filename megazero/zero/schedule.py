@@ -69,7 +69,6 @@ class Schedule:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, limits or GatherLimits())
-        self._order = [bucket for bucket in buckets if bucket.is_trainable]  # of reductions
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
@@ -83,7 +82,6 @@ class Schedule:
         self._external: set[Bucket] = set()  # of which other modules read a parameter
         for bucket in buckets:
             bucket.driver = self
-        for bucket in self._order:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
@@ -123,8 +121,6 @@ class Schedule:
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes the gradients of the bucket's parameters as they come."""
-        if bucket not in self._order:  # frozen until now
-            self._order = [b for b in self.buckets if b in self._order or b is bucket]
         for segment in bucket.layout.segments:
             parameter = bucket.parameters[segment.name]
             if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
@@ -152,6 +148,7 @@ class Schedule:
 
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
+        self._order = [bucket for bucket in self.buckets if bucket.is_trainable]  # of reductions
         # Names of the parameters whose gradient has not come in this backward.
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
