@@ -11,6 +11,7 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
+from megazero.comm.join import init_distributed
 from megazero.comm.lane import Work
 from megazero.comm.meeting import meet_world
 from megazero.comm.ported import *  # noqa: F403
@@ -20,7 +21,6 @@ from megazero.comm.world import (
     all_gathered_objects,
     broadcast_object,
     has_streams,
-    init_distributed,
     local_device,
     new_object_group,
     together,

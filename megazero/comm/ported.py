@@ -26,7 +26,7 @@ from torch.distributed import (
     new_group,
 )
 
-from megazero.comm.world import get_local_rank
+from megazero.comm.join import get_local_rank
 from megazero.comm.world import world as get_world_group
 
 __all__ = [

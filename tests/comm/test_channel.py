@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import comm
+from megazero.comm import join
 from tests.comm.ways import PIECE_BYTES, WAYS, open_channel
 from tests.ranks import run_ranks
 
@@ -234,7 +235,7 @@ def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypa
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("_take_device", "_join_by_environment"):
-        monkeypatch.setattr(comm_world, name, lambda *_: None)
+        monkeypatch.setattr(join, name, lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append([os.environ.get(n) for n in names]))
     comm.init_distributed("nccl", init_method="file:///unused", rank=0, world_size=1)
     assert seen[0] == (["2000", None, "1"] if older is None else [None, older, "1"])

@@ -1,0 +1,162 @@
+"""Joining the world of ranks that a launcher describes: torchrun, Open MPI, or nobody."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megazero.comm.world import OtherRankError, local_device
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the world that the environment describes, unless this process is in one; a world of one process without such.
+
+    The arguments are those of DeepSpeed; `verbose` and `config` have no effect.
+
+    Args:
+        dist_backend: "nccl" or "gloo"; by default nccl where CUDA is available.
+        auto_mpi_discovery: take Open MPI's variables, and `distributed_port`, where torchrun's are not there.
+        timeout: after which a collective that some rank never entered raises (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
+        init_method, rank, world_size: where and as what to join, instead of the environment.
+        dist_init_required: False says that the caller has joined already.
+
+    Raises:
+        ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
+            Open MPI's ranks on several hosts were not given a MASTER_ADDR.
+        OSError: the rendezvous port is taken.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        _take_device_of_joined()
+        return
+    has_cuda = torch.cuda.is_available()
+    backend = dist_backend or ("nccl" if has_cuda else "gloo")
+    if backend == "nccl" and not has_cuda:
+        raise ValueError(
+            "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
+        )
+    if auto_mpi_discovery and init_method is None:
+        _adopt_open_mpi(distributed_port)
+    _take_device()
+    if backend == "nccl":
+        _record_collectives()
+    timeout = timeout or _default_timeout()
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _join_by_environment(backend, timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def get_local_rank() -> int:
+    """This process's rank on its node, as the launcher counts them; 0 without a launcher."""
+    return int(_told_local_rank() or "0")
+
+
+def _told_local_rank() -> str | None:
+    return os.environ.get("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"))
+
+
+def _take_device() -> None:
+    """Makes the CUDA device of this rank, where a launcher has numbered it, the current one."""
+    if torch.cuda.is_available() and _told_local_rank() is not None:
+        torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
+
+
+def _take_device_of_joined() -> None:
+    """The same in a world that the script made, unless it has chosen: bound a device to its group, or made another current."""
+    if not torch.cuda.is_available():
+        return
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        torch.cuda.set_device(bound)
+    elif torch.cuda.current_device() == 0:  # as in DeepSpeed, where `initialize` sets it
+        _take_device()
+
+
+def _record_collectives() -> None:
+    """Has torch keep the last collectives of each rank, and write them to a file when one times out, unless the user has chosen.
+
+    Newer releases do so by themselves; 2.8 does not.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def _default_timeout() -> timedelta:
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
+    try:
+        return timedelta(minutes=float(minutes))
+    except ValueError:
+        raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be a number of minutes.") from None
+
+
+def _adopt_open_mpi(port: int) -> None:
+    """Says in torchrun's variables what Open MPI's say, where torchrun has said nothing."""
+    theirs = "OMPI_COMM_WORLD_"
+    if "RANK" in os.environ or f"{theirs}RANK" not in os.environ:
+        return
+    size = os.environ[f"{theirs}SIZE"]
+    if size == os.environ.get(f"{theirs}LOCAL_SIZE"):  # all on one host
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            f"rank {os.environ[f'{theirs}RANK']}: Open MPI's variables describe {size} ranks on several hosts and do not say "
+            "where these meet. Set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=...)."
+        )
+    os.environ.setdefault("MASTER_PORT", str(port))
+    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    for ours, name in names.items():
+        os.environ.setdefault(ours, os.environ[theirs + name])
+
+
+def _join_by_environment(backend: str, timeout: timedelta) -> None:
+    # Then torch makes each further group by a split of the world's communicator. One rank gains nothing by that, and NCCL 2.29,
+    # which comes with torch 2.13, may fail to split a communicator of one ("device not ready", DeepSpeed's issue 8248).
+    is_bound = backend == "nccl" and int(os.environ["WORLD_SIZE"]) > 1
+    how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if is_bound else None}
+    try:
+        if attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its
+            # own restarts, so that they would look for each other under different keys until the timeout.
+            if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+                raise OtherRankError(
+                    f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
+                    "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
+                )
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            how |= {"store": dist.PrefixStore(f"megazero/attempt/{attempt}", store)}
+            how |= {"rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, **how)
+    except (RuntimeError, dist.DistNetworkError) as error:
+        if "Duplicate GPU" in str(error):  # as NCCL says it
+            raise ValueError(
+                f"rank {os.environ['RANK']}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start "
+                f"as many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
+                "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
+            ) from error
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        port = os.environ.get("MASTER_PORT", "unset")
+        raise OSError(
+            f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
+            "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
+        ) from error
