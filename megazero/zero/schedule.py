@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from megazero.logging import ALIKE, get_logger
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket
-from megazero.zero.external import Forwards, external_parameters, register_external_parameter
+from megazero.zero.external import external_parameters, register_external_parameter
+from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.parameter import bucket_of
