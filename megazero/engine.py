@@ -173,97 +173,27 @@ class Engine:
         self.exposed_reduce_s = 0.0  # seconds spent waiting for reductions that backward did not hide
         self._grad_norm = 0.0
 
+    # ---- forward, backward, step
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         if torch.is_grad_enabled():
             self._follow_requires_grad()
         return self.module(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """Falls through to the module, so that the engine stands in for it."""
-        if name == "module":  # not set yet: __init__ has failed before
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def __reduce__(self) -> NoReturn:
-        """Refused, as `copy.copy`, `copy.deepcopy` and pickle ask for it.
-
-        Raises:
-            TypeError: always.
-        """
-        gathered = " inside of megazero.zero.GatheredParameters(list(engine.module.parameters()))"
-        raise TypeError(
-            "An engine cannot be copied or pickled: it is bound to its process's groups, hooks and shards. Copy engine.module"
-            f"{gathered if self.sharding.parameters else ''}, which gives a plain module; or engine.save_checkpoint(directory)."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused as by `__reduce__`: a `__deepcopy__` of the module's would answer for the engine else."""
-        self.__reduce__()
-
     forward = __call__
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self.buckets[0].weights.flat.device
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps done, skipped ones included."""
-        return self._checkpointed.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps skipped because gradients were not finite."""
-        return self._checkpointed.skipped_steps
-
-    def train(self, mode: bool = True) -> Engine:
-        """Sets the module's training mode. An evaluation has the weights of a delayed update too."""
-        if not mode:
-            self._optimizer.finish()
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Sets the module's evaluation mode."""
-        return self.train(False)
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self._accumulation_steps
-
-    def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches per optimizer step, between two of these."""
-        self._accumulation_steps = steps
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch in hand is the last one before an update."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._since_update + 1 >= self._accumulation_steps
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them."""
-        self._boundary = is_boundary
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything.
-
-        Raises:
-            EngineStateError: gradients are sharded (stage 2 and 3), so every backward has to reduce them.
-        """
-        if self.sharding.gradients:
-            raise EngineStateError(
-                f"no_sync() cannot be used with ZeRO stage {self.zero.stage}: no rank has room for the gradients of another's "
-                "shard. Use stage 0 or 1, or gradient_accumulation_steps."
-            )
-        outside, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = outside
+    def _follow_requires_grad(self) -> None:
+        """Trains what the user has unfrozen since, and no longer what is frozen now."""
+        if not self._watch.has_other_trained():
+            return
+        self._optimizer.finish()
+        for bucket in self.buckets:
+            if bucket.trained_segments:
+                bucket.make_trainable()
+                self.schedule.watch_gradients(bucket)
+        self._optimizer.refresh()
+        self.schedule.restart()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulates the gradient of `loss / gradient_accumulation_steps`; reduces it at the last micro-batch.
@@ -296,32 +226,6 @@ class Engine:
         self._has_gradients = True
         self.exposed_reduce_s += time.perf_counter() - start
         return loss.detach()
-
-    def _refuse_without_optimizer(self, what: str) -> None:
-        if self.optimizer is None:
-            raise EngineStateError(
-                f"{what} needs an optimizer, and this engine was made without one, for evaluation. To train, give optimizer= to "
-                'initialize, or an "optimizer" section in its configuration.'
-            )
-
-    def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:
-        """Raises where parameters of the model are not those that the engine holds, trains and saves.
-
-        Args:
-            may_have_frozen: what does not train may have come into the model: nothing is wrong until it is to be saved.
-        """
-        changes = self._watch.came_and_left(self.module, may_have_frozen)
-        if not changes:
-            return
-        raise EngineStateError(
-            f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, "
-            "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
-        )
-
-    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
-        self.schedule.is_last_micro_batch = True
-        self.schedule.finish_backward()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
@@ -370,19 +274,6 @@ class Engine:
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
-    def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
-        """Raises where the schedule does not take these, before the weights are updated."""
-        if self.lr_scheduler is None:
-            return
-        try:
-            signature(self.lr_scheduler.step).bind(**lr_kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"engine.step(lr_kwargs={lr_kwargs}): {error}, for {type(self.lr_scheduler).__name__}.step. Give what it takes, "
-                'as engine.step(lr_kwargs={"metrics": loss}), the same on every rank; or keep the schedule out of initialize, '
-                "and step it yourself."
-            ) from None
-
     def _update(self) -> float:
         try:
             return self._optimizer.update(later=0 < self.zero.delayed_param_update <= self.global_steps)
@@ -399,6 +290,95 @@ class Engine:
         self._has_gradients = False
         self._optimizer.zero_grad()
 
+    def _refuse_without_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise EngineStateError(
+                f"{what} needs an optimizer, and this engine was made without one, for evaluation. To train, give optimizer= to "
+                'initialize, or an "optimizer" section in its configuration.'
+            )
+
+    def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:
+        """Raises where parameters of the model are not those that the engine holds, trains and saves.
+
+        Args:
+            may_have_frozen: what does not train may have come into the model: nothing is wrong until it is to be saved.
+        """
+        changes = self._watch.came_and_left(self.module, may_have_frozen)
+        if not changes:
+            return
+        raise EngineStateError(
+            f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, "
+            "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
+        )
+
+    def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
+        """Raises where the schedule does not take these, before the weights are updated."""
+        if self.lr_scheduler is None:
+            return
+        try:
+            signature(self.lr_scheduler.step).bind(**lr_kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"engine.step(lr_kwargs={lr_kwargs}): {error}, for {type(self.lr_scheduler).__name__}.step. Give what it takes, "
+                'as engine.step(lr_kwargs={"metrics": loss}), the same on every rank; or keep the schedule out of initialize, '
+                "and step it yourself."
+            ) from None
+
+    # ---- when an update is due
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._accumulation_steps
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Changes the number of micro-batches per optimizer step, between two of these."""
+        self._accumulation_steps = steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch in hand is the last one before an update."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._since_update + 1 >= self._accumulation_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything.
+
+        Raises:
+            EngineStateError: gradients are sharded (stage 2 and 3), so every backward has to reduce them.
+        """
+        if self.sharding.gradients:
+            raise EngineStateError(
+                f"no_sync() cannot be used with ZeRO stage {self.zero.stage}: no rank has room for the gradients of another's "
+                "shard. Use stage 0 or 1, or gradient_accumulation_steps."
+            )
+        outside, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = outside
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
+        self.schedule.is_last_micro_batch = True
+        self.schedule.finish_backward()
+
+    # ---- what has been done
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self._checkpointed.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped because gradients were not finite."""
+        return self._checkpointed.skipped_steps
+
     def was_step_applied(self) -> bool:
         """Whether the last update changed the weights."""
         return self.global_steps > 0 and not self._optimizer.overflow
@@ -414,6 +394,48 @@ class Engine:
     def loss_scale(self) -> float:
         """The current loss scale."""
         return self._optimizer.cur_scale
+
+    # ---- the module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.buckets[0].weights.flat.device
+
+    def train(self, mode: bool = True) -> Engine:
+        """Sets the module's training mode. An evaluation has the weights of a delayed update too."""
+        if not mode:
+            self._optimizer.finish()
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Sets the module's evaluation mode."""
+        return self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Falls through to the module, so that the engine stands in for it."""
+        if name == "module":  # not set yet: __init__ has failed before
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __reduce__(self) -> NoReturn:
+        """Refused, as `copy.copy`, `copy.deepcopy` and pickle ask for it.
+
+        Raises:
+            TypeError: always.
+        """
+        gathered = " inside of megazero.zero.GatheredParameters(list(engine.module.parameters()))"
+        raise TypeError(
+            "An engine cannot be copied or pickled: it is bound to its process's groups, hooks and shards. Copy engine.module"
+            f"{gathered if self.sharding.parameters else ''}, which gives a plain module; or engine.save_checkpoint(directory)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused as by `__reduce__`: a `__deepcopy__` of the module's would answer for the engine else."""
+        self.__reduce__()
+
+    # ---- full values
 
     def full_grad(self, name: str) -> Tensor:
         """The mean gradient of one parameter on this tensor-parallel rank, fp32, without loss scale. Collective.
@@ -443,6 +465,8 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """The same as `module_state_dict`: never placeholders."""
         return self.module_state_dict()
+
+    # ---- checkpoints
 
     def save_checkpoint(
         self,
@@ -572,6 +596,8 @@ class Engine:
             self.schedule.step = self.global_steps
         return path, client
 
+    # ---- memory, and the end
+
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
 
@@ -614,18 +640,6 @@ class Engine:
         dissolve(self.buckets)
         self.homes.close()
         self.channel.close()
-
-    def _follow_requires_grad(self) -> None:
-        """Trains what the user has unfrozen since, and no longer what is frozen now."""
-        if not self._watch.has_other_trained():
-            return
-        self._optimizer.finish()
-        for bucket in self.buckets:
-            if bucket.trained_segments:
-                bucket.make_trainable()
-                self.schedule.watch_gradients(bucket)
-        self._optimizer.refresh()
-        self.schedule.restart()
 
 
 def _described(loss: Any) -> str:
