@@ -146,28 +146,34 @@ class Gradient:
         work.wait()
         assert self._wire is not None
         part, self._wire = self._wire[self.owned_range], None
-        if self._owned is None:  # without a copy the part would keep the whole alive
-            cast = part.to(self.dtype)
-            self._owned = self.home.hold(cast, copy=cast is part and part.numel() < self.layout.numel)
-            if self._owned.resident is None or self._owned.link is not None:
-                self._squares = self._squares_of(cast)
-        elif isinstance(self._owned, MemoryVector) and self._owned.link is not None:
-            self._squares = None
-            self._owned.link.to_host.make_room()
-            self._owned.add(part.clone() if part.numel() < self.layout.numel else part)
-        elif self.is_sharded:
-            with self._owned.at_hand(writes=True) as owned:
-                owned.add_(part.to(owned.device))
-                if self._owned.resident is None:
-                    self._squares = self._squares_of(owned)
+        if self.is_sharded:
+            self._add_to_owned(part)
         else:
-            with self._owned.at_hand(writes=True) as owned:
+            with self.owned.at_hand(writes=True) as owned:
                 if not is_same_memory(part, owned):
                     owned.copy_(part)
                 if self._reduced_before is not None:
                     owned.add_(self._reduced_before)
                     self._reduced_before = None
         self.is_reduced = True
+
+    def _add_to_owned(self, part: Tensor) -> None:
+        """Adds the sum of one micro-batch to sharded gradients, which rest in their home."""
+        is_a_part = part.numel() < self.layout.numel
+        if self._owned is None:  # without a copy the part would keep the whole alive
+            cast = part.to(self.dtype)
+            self._owned = self.home.hold(cast, copy=cast is part and is_a_part)
+            if self._owned.resident is None or self._owned.link is not None:
+                self._squares = self._squares_of(cast)
+        elif isinstance(self._owned, MemoryVector) and self._owned.link is not None:
+            self._squares = None
+            self._owned.link.to_host.make_room()
+            self._owned.add(part.clone() if is_a_part else part)
+        else:
+            with self._owned.at_hand(writes=True) as owned:
+                owned.add_(part.to(owned.device))
+                if self._owned.resident is None:
+                    self._squares = self._squares_of(owned)
 
     def take(self) -> Vector:
         """Hands `owned` over to the caller, who frees it; this step's gradients are over."""
