@@ -17,6 +17,7 @@ from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import bucket_of
 from megazero.zero.storage import view_of
+from megazero.zero.units import shape_of
 
 
 def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | None:
@@ -267,12 +268,9 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, T
         raise RuntimeError(
             f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
         )
-    shapes = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in known.items()}
     for name in known.keys() & state.keys():
-        if tuple(state[name].shape) != shapes[name]:
-            raise RuntimeError(
-                f"load_module_state_dict: {name} has shape {shapes[name]}, got {tuple(state[name].shape)}."
-            )
+        if tuple(state[name].shape) != (shape := shape_of(known[name])):
+            raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(state[name].shape)}.")
     with torch.no_grad():
         for name, value in known.items():
             if not isinstance(value, nn.Parameter) and name in state:

@@ -223,6 +223,6 @@ def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:
     return found
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The full shape of a parameter, also of a released one."""
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The full shape of a parameter, also of a released one; or of any tensor."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
