@@ -249,15 +249,8 @@ class Engine:
             self.micro_steps += 1
             self._since_update += 1
             return
-        self._refuse_changed_model("engine.step()", may_have_frozen=True)
-        self._refuse_lr_kwargs(lr_kwargs or {})
-        for bucket in self.buckets:
-            bucket.refuse_if_held("engine.step()")
-            bucket.refuse_untaken_gradients()
-        if not (self._has_gradients and self.schedule.is_reduced):
-            raise EngineStateError(
-                "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
-            )
+        lr_kwargs = lr_kwargs or {}
+        self._refuse_unready(lr_kwargs)
         self.channel.compare_first()  # before the first wait for the device, which may wait for ever
         self.micro_steps += 1
         self._since_update, self._has_gradients = 0, False
@@ -272,7 +265,7 @@ class Engine:
         if self._optimizer.overflow:
             self._checkpointed.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.lr_scheduler.step(**lr_kwargs)
 
     def _update(self) -> float:
         try:
@@ -310,6 +303,18 @@ class Engine:
             f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, "
             "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
         )
+
+    def _refuse_unready(self, lr_kwargs: dict[str, Any]) -> None:
+        """Raises, before an update changes anything, where it could not do what it should."""
+        self._refuse_changed_model("engine.step()", may_have_frozen=True)
+        self._refuse_lr_kwargs(lr_kwargs)
+        for bucket in self.buckets:
+            bucket.refuse_if_held("engine.step()")
+            bucket.refuse_untaken_gradients()
+        if not (self._has_gradients and self.schedule.is_reduced):
+            raise EngineStateError(
+                "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
+            )
 
     def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
         """Raises where the schedule does not take these, before the weights are updated."""
