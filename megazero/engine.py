@@ -125,9 +125,9 @@ class Engine:
             model,
             units,
             self.buckets,
-            overlap=self.zero.overlap_comm,
+            overlap_comm=self.zero.overlap_comm,
+            overlap_param_gather=self.zero.overlap_param_gather,
             limits=self.zero.gather_limits,
-            await_weights=self.zero.overlap_param_gather,
         )
         try:
             self._optimizer = BucketOptimizer(
@@ -139,7 +139,7 @@ class Engine:
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
                 allow_untested=allow_untested_optimizer,
-                overlap_gathers=self.zero.overlap_param_gather,
+                overlap_param_gather=self.zero.overlap_param_gather,
             )
             self._optimizer.refuse_unfit(later=self.zero.delays_update)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None

@@ -75,7 +75,7 @@ class BucketOptimizer(SlicedOptimizer):
         counts_replicated: whether this rank counts, in the norm, the parameters that tensor-parallel ranks hold in common.
         clip_grad: the gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
-        overlap_gathers: an update leaves new weights on their way, those first that a forward needs first.
+        overlap_param_gather: an update leaves new weights on their way, those first that a forward needs first.
 
     Raises:
         ValueError: the optimizer is not known to be elementwise.
@@ -91,13 +91,13 @@ class BucketOptimizer(SlicedOptimizer):
         loss_scaler: LossScaler,
         clip_grad: float,
         allow_untested: bool = False,
-        overlap_gathers: bool = False,
+        overlap_param_gather: bool = False,
     ) -> None:
         self.norm_group = norm_group
         self.counts_replicated = counts_replicated
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
-        self.overlap_gathers = overlap_gathers
+        self.overlap_param_gather = overlap_param_gather
         self.overflow = False
         self._pending: DelayedUpdate | None = None
         self.is_torn = False  # an update has failed in the middle
@@ -205,7 +205,7 @@ class BucketOptimizer(SlicedOptimizer):
             self.is_torn = True
             pending.finish()
             self.is_torn = False
-        for bucket in self._trained if self.overlap_gathers else []:
+        for bucket in self._trained if self.overlap_param_gather else []:
             bucket.weights.wait_gathered()
 
     @property
@@ -213,12 +213,12 @@ class BucketOptimizer(SlicedOptimizer):
         return [bucket for bucket in self.buckets if bucket.is_trainable]
 
     def _run(self, factor: float) -> None:
-        order = self._trained[::-1] if self.overlap_gathers else self._trained
+        order = self._trained[::-1] if self.overlap_param_gather else self._trained
         gradients = {bucket: bucket.gradient.owned for bucket in order}
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in order:
-            if self.overlap_gathers:
+            if self.overlap_param_gather:
                 bucket.weights.wait_when_touched()
             else:
                 bucket.weights.wait_gathered()

@@ -45,9 +45,9 @@ class Schedule:
     Args:
         units: in execution order.
         buckets: in backward order.
-        overlap: collectives travel while the model computes; False waits for each at once.
+        overlap_comm: collectives travel while the model computes; False waits for each at once.
+        overlap_param_gather: updates leave new values of whole parameters on their way.
         limits: on what is gathered ahead, and kept.
-        await_weights: updates leave new values of whole parameters on their way.
     """
 
     def __init__(
@@ -55,21 +55,22 @@ class Schedule:
         model: nn.Module,
         units: Sequence[nn.Module],
         buckets: list[Bucket],
-        overlap: bool = True,
-        limits: GatherLimits | None = None,
-        await_weights: bool = False,
+        *,
+        overlap_comm: bool,
+        overlap_param_gather: bool,
+        limits: GatherLimits,
     ) -> None:
         self.buckets = buckets
-        self.overlap = overlap
+        self._overlaps_comm = overlap_comm
         # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
-        self._overlaps_reductions = overlap and any(bucket.channel.num_ranks > 1 for bucket in buckets)
+        self._overlaps_reductions = overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
-        self.residency = Residency(self.unit_sizes, limits or GatherLimits())
+        self.residency = Residency(self.unit_sizes, limits)
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
@@ -86,8 +87,8 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
-        self._awaits_weights = await_weights
-        if await_weights:  # a parameter that is touched waits by itself, but a compiled kernel does not ask it
+        self._overlaps_param_gather = overlap_param_gather
+        if overlap_param_gather:  # a parameter that is touched waits by itself, but a compiled kernel does not ask it
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for index, unit in enumerate(units):
@@ -145,7 +146,7 @@ class Schedule:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
         # Of weights on their way also those that no forward has read, and a graph from before the update does.
-        self._gather(self.buckets if self._awaits_weights else self._of_unit[ROOT])
+        self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
     def restart(self) -> None:
         """Forgets what an earlier backward has left open."""
@@ -334,7 +335,7 @@ class Schedule:
 
         Not a tile where units are recomputed, as its turn comes after the others' backward.
         """
-        if not self.overlap:
+        if not self._overlaps_comm:
             return
         step = -1 if _in_backward() else 1
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
