@@ -18,7 +18,8 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_con
 from megazero.logging import ALIKE, get_logger, setup_logging
 from megazero.mpu.groups import ParallelGroups
 from megazero.zero.optimizer import BucketOptimizer
-from megazero.zero.parameter import ReleasedParameter, bucket_of
+from megazero.zero.parameter import ReleasedParameter
+from megazero.zero.registry import bucket_of
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 from megazero.zero.storage import view_of
 from megazero.zero.units import shape_of
 

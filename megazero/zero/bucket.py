@@ -14,7 +14,8 @@ from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.link import Link
-from megazero.zero.parameter import asked_directly, set_bucket
+from megazero.zero.parameter import asked_directly
+from megazero.zero.registry import set_bucket
 from megazero.zero.storage import is_same_memory, part_of, storage_id, view_of
 from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights

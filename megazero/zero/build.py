@@ -12,7 +12,7 @@ from megazero.comm import Channel
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import Homes
-from megazero.zero.parameter import bucket_of, forget, keep
+from megazero.zero.registry import bucket_of, forget, keep
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
 

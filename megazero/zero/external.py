@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 
 _external: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 

@@ -10,7 +10,7 @@ from torch import nn
 from megazero.zero.bucket import Bucket
 from megazero.zero.external import external_parameters
 from megazero.zero.hooks import Hook
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 
 
 class Forwards:

@@ -11,7 +11,7 @@ from torch import nn
 from megazero import comm
 from megazero.zero.bucket import Bucket
 from megazero.zero.external import register_external_parameter
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 
 
 class GatheredParameters:

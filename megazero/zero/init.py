@@ -23,7 +23,8 @@ from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
-from megazero.zero.parameter import add_writer, bucket_of, keep, remove_writer
+from megazero.zero.parameter import add_writer, remove_writer
+from megazero.zero.registry import bucket_of, keep
 from megazero.zero.units import ROOT, BucketPlan
 
 # DeepSpeed's keywords that are off by default, and what to do instead of turning them on.

@@ -6,13 +6,12 @@ import copy
 from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megazero.nested import mapped, tensors_in
+from megazero.zero.registry import bucket_of
 from megazero.zero.storage import is_same_memory, storage_id
 
 if TYPE_CHECKING:
@@ -27,39 +26,6 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-# Where each parameter lies, without keeping anything alive. Nothing else is hung on parameters, which are the user's objects:
-# a bucket that no engine keeps must go with its parameters, and a table to it would keep these, because it refers to them.
-_KEPT = "_bucket_without_engine"
-# To a weak reference: a bucket refers to its parameters.
-_bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def bucket_of(parameter: nn.Parameter) -> Bucket | None:
-    """The bucket that holds `parameter`; None if no engine and no `zero.Init` has laid it into one."""
-    reference = _bucket_of.get(parameter)
-    return None if reference is None else reference()
-
-
-def set_bucket(parameter: nn.Parameter, bucket: Bucket) -> None:
-    """Records that `parameter` lies in `bucket`, and in no other any more. The caller keeps the bucket."""
-    _bucket_of[parameter] = ref(bucket)
-    vars(parameter).pop(_KEPT, None)
-
-
-def keep(parameter: nn.Parameter, bucket: Bucket) -> None:
-    """Lets `bucket`, in which `parameter` lies, live as long as that does, in whichever module; until another bucket holds it.
-
-    They refer to each other, so that both go at a garbage collection.
-    """
-    setattr(parameter, _KEPT, bucket)
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """Records that `parameter` lies in no bucket any more."""
-    _bucket_of.pop(parameter, None)
-    vars(parameter).pop(_KEPT, None)
 
 
 # Inside of it no question passes `ReleasedParameter.__torch_function__`, which takes microseconds each: for what every step asks

@@ -28,7 +28,7 @@ from megazero.zero.external import external_parameters, register_external_parame
 from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT

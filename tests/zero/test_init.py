@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazero import mpu, zero
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
 from tests.zero.models import Block, Toy, make_engine, run, token_batches, train
 

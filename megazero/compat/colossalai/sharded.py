@@ -13,7 +13,7 @@ from megazero.compat.colossalai.grad_scaler import DynamicGradScaler
 from megazero.compat.colossalai.shard_strategy import BucketTensorShardStrategy
 from megazero.compat.placement import POLICIES, offload_sections
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
-from megazero.zero.parameter import bucket_of
+from megazero.zero.registry import bucket_of
 
 logger = logging.getLogger(__name__)
 
