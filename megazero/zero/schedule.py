@@ -292,20 +292,12 @@ class Schedule:
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
             output = _without_views(output, buckets)
-            if _in_backward():
-                # Activation checkpointing runs it again, and its backward follows at once; a tile's only after those of all later
-                # tiles, unless the backward of this very one has asked for the recomputation.
-                is_over = index in self._tiles and not was_wanted
-            else:
-                is_over = index is None or not self._stays(index)
-            for bucket in buckets:
-                if is_over and bucket.unit != ROOT and not self._forwards.read(bucket):
-                    bucket.weights.release()
-            # Also what was changed in place; but not the other units' tensors in a cache that is handed on.
-            made_before = {id(tensor): maker for tensor, maker in inputs}
-            for tensor in {id(t): t for t in (*tensors_in(output), *(t for t, _ in inputs))}.values():
-                if tensor.grad_fn is not None and made_before.get(id(tensor)) is not tensor.grad_fn:
-                    tensor.register_hook(before_backward)
+            if self._is_over(index, was_wanted):
+                for bucket in buckets:
+                    if bucket.unit != ROOT and not self._forwards.read(bucket):
+                        bucket.weights.release()
+            for tensor in _made_of(output, inputs):
+                tensor.register_hook(before_backward)
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which a forward that has failed would keep
@@ -314,6 +306,18 @@ class Schedule:
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
         self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
+
+    def _is_over(self, index: int | None, was_wanted: bool) -> bool:
+        """Whether a module that has run forward needs its buckets no more until its backward asks for them.
+
+        Args:
+            was_wanted: they were whole, or on their way, before it ran.
+        """
+        if _in_backward():
+            # Activation checkpointing runs it again, and its backward follows at once; a tile's only after those of all later
+            # tiles, unless the backward of this very one has asked for the recomputation.
+            return index in self._tiles and not was_wanted
+        return index is None or not self._stays(index)
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
         """Makes buckets whole; what comes after unit `index`, if that is given, is asked for before they are waited for."""
@@ -472,6 +476,19 @@ def _without_views(output: Any, buckets: list[Bucket]) -> Any:
                 "Its memory is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
             )
     return output
+
+
+def _made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
+    """Tensors whose gradients begin a module's backward: its output, and what it has changed in place.
+
+    Not what it hands on as it was, as the other units' tensors in a cache.
+
+    Args:
+        inputs: with what had made each of them before the module ran.
+    """
+    made_before = {id(tensor): maker for tensor, maker in inputs}
+    found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
+    return [t for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
 
 
 def _in_backward() -> bool:
