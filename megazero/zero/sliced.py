@@ -160,24 +160,27 @@ class SlicedOptimizer:
 
     def refresh(self) -> None:
         """Cuts the slices anew after requires_grad of a parameter has changed. Every parameter keeps its state, as in torch."""
-        counters, states = self.counters(), self.state
         keys = {
-            name: list(states[piece.master])
+            name: [key for key, value in self.state[piece.master].items() if _is_flat(value)]
             for piece in self.slices
-            if piece.master in states
+            if piece.master in self.state
             for name in _names_in(piece)
         }
         self._frozen = self._frozen_now()
-        states.clear()
+        self._recut(keys, self.counters())
+
+    def _recut(self, keys: Mapping[str, Iterable[str]], counters: dict[str, Counters]) -> None:
+        """Gives the torch optimizer new slices, with their state, and with what it makes at its construction only.
+
+        Args:
+            keys, counters: as of `allocate_state`.
+        """
+        self.state.clear()
         self._cut(counters)
         for piece in self.slices:
             name = next((name for name in _names_in(piece) if name in counters), None)
             if name is not None:
-                self._fill_state(piece, counters[name], keys[name])
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Gives the torch optimizer the new slices, with the state that it makes at its construction only."""
+                self._fill_state(piece, counters[name], keys.get(name, ()))
         for index, group in enumerate(self.param_groups):
             group["params"] = self._masters(index)
         for piece in self.slices:
@@ -188,9 +191,10 @@ class SlicedOptimizer:
                 self._fill_state(piece, self._scalars_at_birth, self._flat_at_birth)
 
     def _fill_state(self, piece: Slice, counters: Counters, keys: Iterable[str]) -> None:
-        """Gives the torch optimizer a slice's state: what its bucket has under `keys`, and scalars of the other values."""
+        """Gives the torch optimizer a slice's state: what its bucket has under `keys`, else zeros, and scalars of `counters`."""
         state, bucket = self.state[piece.master], piece.bucket
-        for key in [key for key in keys if key in bucket.states]:
+        for key in keys:
+            self._vector(bucket, key)
             state[key] = _part_in_memory(bucket, key, piece)
         for key, value in counters.items():
             if not self._counts_in_group and key not in bucket.states:
@@ -291,19 +295,10 @@ class SlicedOptimizer:
             keys: names of the optimizer's tensors per element, by parameter.
             counters: by parameter, as `counters()` gives them; one that is not named starts without state.
         """
-        self.state.clear()
         for bucket in self.buckets:
             for key in [key for key in bucket.states if key != MASTER]:
                 bucket.states.pop(key).free()
-        self._cut(counters)
-        for piece in self.slices:
-            name = next((name for name in _names_in(piece) if name in counters), None)
-            if name is not None:
-                of_piece = list(keys.get(name, ()))
-                for key in of_piece:
-                    self._vector(piece.bucket, key)
-                self._fill_state(piece, counters[name], of_piece)
-        self._hand_over()
+        self._recut(keys, counters)
         if self._counts_in_group and counters:
             for group in self.param_groups:
                 group.update({key: int(value) for key, value in next(iter(counters.values())).items()})
