@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}.")
-        norm_group = _norm_group(groups)
+        _check_world(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         self.module = model
@@ -134,7 +134,7 @@ class Engine:
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
-                norm_group=norm_group,
+                norm_group=comm.world(),
                 counts_replicated=groups.model_parallel_rank == 0,
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
@@ -671,11 +671,11 @@ def _connect(model: nn.Module) -> None:
         checkpointer.connect()
 
 
-def _norm_group(groups: ParallelGroups) -> comm.ProcessGroup:
+def _check_world(groups: ParallelGroups) -> None:
+    """Raises where there are ranks beside those of the groups."""
     size = groups.model_parallel_size * groups.data_parallel_size
     if size != comm.world().size():
         raise ValueError(
             f"{groups.model_parallel_size} model-parallel x {groups.data_parallel_size} data-parallel ranks do not make up the "
             f"world of {comm.world().size()} ranks. Further kinds of parallelism (pipelines) are not supported."
         )
-    return comm.world()
