@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.documents import dump
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
+from megazero.cgroups import available_cores
 from megazero.files import append_suffix, locked, write_json, write_whole
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.progress import Progress
-from megazero.lines.workers import available_cores, ordered_map
+from megazero.lines.workers import ordered_map
 
 PACKAGES = ("numpy", "torch")
 HAS_PRIVATE_CODE = {"torch"}  # whose folders with a leading underscore hold code with few words

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.documents import OUTPUT_FORMATS
+from megazero.cgroups import available_cores
 from megazero.lines.resumable import WorkOptions
-from megazero.lines.workers import available_cores
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _WORKER_BYTES = 96 << 20  # an interpreter with its packages

@@ -39,6 +39,8 @@ from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E40
 from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
 
+from megazero.cgroups import available_cores  # noqa: E402
+
 if not _is_set:
     del os.environ[_LOG_LEVEL]
 
@@ -74,9 +76,8 @@ def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def share_cores(ranks: int) -> None:
-    """Sets OMP_NUM_THREADS to this machine's cores divided by the ranks on it, unless it is set (torchrun's default is 1)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    """Sets OMP_NUM_THREADS to the cores that it may use divided by its ranks, unless it is set (torchrun's default is 1)."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
 
 
 def run_ranks(args: Namespace) -> int:

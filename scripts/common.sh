@@ -9,7 +9,6 @@
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
-CORES=$(getconf _NPROCESSORS_ONLN)
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules (without
 # importing them, which takes seconds)
@@ -129,7 +128,7 @@ prepare_sample_data() {
   [ -f "$dir/spm.model" ] || "$PYTHON" data_tools/train_tokenizer.py --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
   TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$dir/spm.model")
   [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" data_tools/preprocess_data.py --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
-    --append-eod --workers "$CORES" "${TOKENIZER_ARGS[@]}"
+    --append-eod "${TOKENIZER_ARGS[@]}"
   TRAIN_DATA=$dir/sample_text_document
 }
 

@@ -7,6 +7,7 @@ if [ $# -eq 0 ]; then
   "$PYTHON" -m ruff check .
   "$PYTHON" -m ruff format --check .
   "$PYTHON" -m mypy
+  CORES=$(getconf _NPROCESSORS_ONLN)
   set -- -n "$((CORES < 4 ? CORES + 1 : 4))" --dist worksteal --durations=15  # tests beside each other: most wait for their ranks half of the time
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "$@"

@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from megazero.cgroups import available_cores
 from megazero.lines.progress import Progress
-from megazero.lines.workers import available_cores
 
 _PIECE_BYTES = 1 << 26  # that one thread hashes; the hash of a file is that of its pieces' hashes
 _READ_BYTES = 1 << 20

@@ -12,11 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megazero.cgroups import available_cores
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, expected_text_bytes, read_blocks
 from megazero.lines.partial_shard import PartialShard, Place
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, check_strict
-from megazero.lines.workers import available_cores, ordered_map
+from megazero.lines.workers import ordered_map
 
 Reason = tuple[str, str | None, str | None]
 """Why a line is dropped: reason, what names the document, detail."""

@@ -6,7 +6,6 @@ lock stands between it and this process: when either of them dies, the other one
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -19,11 +18,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _LEAD = 3  # items per worker that may be in work, or finished before their turn
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:

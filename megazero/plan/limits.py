@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.cgroups import cgroup_folders
 from megazero.nvme import PAGE, aligned_empty
 
 UNLIMITED = 1 << 60  # bytes; cgroup v1 writes "no limit" as about 2^63
@@ -94,24 +95,13 @@ def available_host_memory(root: Path) -> int | None:
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use) of every memory cgroup that this process is in, with all that enclose it."""
-    listing = root / "proc/self/cgroup"
-    for line in listing.read_text().splitlines() if listing.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            mount, names, cache = root / "sys/fs/cgroup", ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            mount, cache = root / "sys/fs/cgroup/memory", "total_inactive_file"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        inner = path.strip("/")
-        # In a container the path is often that of the host, while the mount shows the container's own group at its top.
-        for folder in (mount / inner, *(mount / inner).parents) if inner else (mount,):
-            if folder == mount.parent:
-                break
-            limit, used = (_number(folder / name) for name in names)
-            if limit is not None and limit < UNLIMITED:
-                yield limit, max(0, (used or 0) - _cached(folder / "memory.stat", cache))
+    for folder, is_version_2 in cgroup_folders(root, "memory"):
+        names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+        if is_version_2:
+            names, cache = ("memory.max", "memory.current"), "inactive_file"
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and limit < UNLIMITED:
+            yield limit, max(0, (used or 0) - _cached(folder / "memory.stat", cache))
 
 
 def _number(path: Path) -> int | None:

@@ -1,0 +1,50 @@
+"""What control groups leave a process, as containers and batch systems set them: their folders, and cores."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folder of every cgroup that this process is in and that can limit what `controller` ("memory", "cpu") counts.
+
+    Args:
+        root: where /proc and /sys lie.
+
+    Yields:
+        A folder, and whether its files are those of version 2; inner groups before those that enclose them.
+    """
+    listing = root / "proc/self/cgroup"
+    for line in listing.read_text().splitlines() if listing.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        is_version_2 = controllers == ""
+        if not is_version_2 and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if is_version_2 else controller)
+        inner = path.strip("/")
+        # In a container the path is often that of the host, while the mount shows the container's own group at its top.
+        for folder in (mount / inner, *(mount / inner).parents) if inner else (mount,):
+            if folder == mount.parent:
+                break
+            yield folder, is_version_2
+
+
+def available_cores(root: Path | str = "/") -> int:
+    """Cores that this process may use: those that it may run on, and no more than its cgroups' share of time, rounded up.
+
+    Under `docker run --cpus 2`, or a limit of Kubernetes, a process may run on every core of the host: as many threads as these
+    use up the time of two early in each period of a tenth of a second, and all of them wait for the next one.
+
+    Args:
+        root: where /proc and /sys lie; a test has its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, is_version_2 in cgroup_folders(Path(root), "cpu"):
+        names = ("cpu.max",) if is_version_2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota = [word for path in map(folder.joinpath, names) if path.exists() for word in path.read_text().split()]
+        if len(quota) == 2 and quota[0].isdigit():  # without a limit: "max", or -1
+            cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
+    return cores
