@@ -7,7 +7,7 @@
 #   MAX_RESTARTS    on one node: how often all ranks are started again after one has failed (0); they continue from the last checkpoint
 
 set -euo pipefail
-REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules (without
@@ -130,6 +130,11 @@ prepare_sample_data() {
   [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" data_tools/preprocess_data.py --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
     --append-eod "${TOKENIZER_ARGS[@]}"
   TRAIN_DATA=$dir/sample_text_document
+}
+
+# corpora NAMES: sets CORPORA to the words of it, or to all of it where that is one corpus with a space in its path
+corpora() {
+  if [ -f "$1" ] || [ -f "$1.idx" ]; then CORPORA=("$1"); else CORPORA=($1); fi
 }
 
 # tokenizer_args: TOKENIZER_ARGS from TOKENIZER_TYPE, TOKENIZER_PATH, VOCAB_FILE and MERGE_FILE, those that are set

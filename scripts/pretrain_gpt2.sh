@@ -10,6 +10,7 @@ use_python data "${JOB_PACKAGES[@]}"
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi
 NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-192}
 CORPUS=${TRAIN_DATA##*/}  # another corpus or another size is another run, in a directory of its own
+corpora "$TRAIN_DATA"
 SAVE=${SAVE:-checkpoints/gpt2_${CORPUS%%_*}_${NUM_LAYERS}x${HIDDEN_SIZE}}
 
 MODEL_ARGS=(
@@ -17,7 +18,7 @@ MODEL_ARGS=(
   --seq-length "${SEQ_LENGTH:-128}" --max-position-embeddings "${SEQ_LENGTH:-128}"
   --attention-dropout "${DROPOUT:-0.0}" --hidden-dropout "${DROPOUT:-0.0}"
 )
-DATA_ARGS=(--train-data $TRAIN_DATA --split "${SPLIT:-94,5,1}" --num-workers "${NUM_WORKERS:-0}" "${TOKENIZER_ARGS[@]}")
+DATA_ARGS=(--train-data "${CORPORA[@]}" --split "${SPLIT:-94,5,1}" --num-workers "${NUM_WORKERS:-0}" "${TOKENIZER_ARGS[@]}")
 TRAIN_ARGS=(--train-iters "${TRAIN_ITERS:-800}" --eval-interval "${EVAL_INTERVAL:-100}" --eval-iters "${EVAL_ITERS:-20}")
 # What a JSON file says holds before these defaults, though not before a variable that is set.
 json_has "train_micro_batch_size_per_gpu|train_batch_size" "$@" && [ -z "${BATCH_SIZE:-}" ] || TRAIN_ARGS+=(--batch-size "${BATCH_SIZE:-8}")

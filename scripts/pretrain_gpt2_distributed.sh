@@ -16,7 +16,8 @@ MODEL_ARGS=(
   --seq-length "${SEQ_LENGTH:-1024}" --max-position-embeddings "${SEQ_LENGTH:-1024}"
   --recompute "${RECOMPUTE:-full}"
 )
-DATA_ARGS=(--train-data ${TRAIN_DATA:-webtext} --split "${SPLIT:-949,50,1}" "${TOKENIZER_ARGS[@]}")
+corpora "${TRAIN_DATA:-webtext}"
+DATA_ARGS=(--train-data "${CORPORA[@]}" --split "${SPLIT:-949,50,1}" "${TOKENIZER_ARGS[@]}")
 TRAIN_ARGS=(
   --model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" --batch-size "${BATCH_SIZE:-8}" --train-iters "${TRAIN_ITERS:-320000}"
   --lr "${LR:-1.5e-4}" --lr-decay-style cosine --warmup .01 --weight-decay 1e-2 --clip-grad 1.0 ${PRECISION_FLAG:+"$PRECISION_FLAG"}

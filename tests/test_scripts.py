@@ -50,13 +50,14 @@ def run(script: str, *arguments: str, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> dict[str, str]:
     """The variables that name a tiny tokenized corpus and its vocabulary."""
-    flags = make_corpus(tmp_path_factory.mktemp("scripts"))
+    flags = make_corpus(tmp_path_factory.mktemp("scripts and a space"))
     return {"TRAIN_DATA": flags[1], "TOKENIZER_PATH": flags[3], "SPLIT": "8,1,1", "PRECISION": "--bf16"}
 
 
 def test_main_job_from_nothing_to_text_and_on(tmp_path):
     """The README's first command: corpus, vocabulary, tokens, training, summary; then resume, generate, evaluate."""
-    where = {"DATA_DIR": str(tmp_path / "data"), "SAVE": str(tmp_path / "run"), "SPLIT": "8,1,1"}
+    # What stands in CDPATH leads `cd` elsewhere, and has it print where.
+    where = {"DATA_DIR": str(tmp_path / "my data"), "SAVE": str(tmp_path / "run"), "SPLIT": "8,1,1", "CDPATH": "."}
     output = run("scripts/pretrain_gpt2_zero2.sh", **where)
     for promised in (
         "stage 2: optimizer states and gradients are sharded over 2 data-parallel ranks",
