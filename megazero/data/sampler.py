@@ -86,9 +86,17 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
 
     Raises:
         RuntimeError: one more item was asked for than there are.
+        OSError: processes that read ahead cannot be started.
     """
     count = 0
-    for item in loader:
+    try:
+        items = iter(loader)
+    except OSError as error:  # Python names neither the place nor the limit
+        raise OSError(
+            f"no processes can be started that read the {name} data ahead ({error.strerror}): they need shared memory, /dev/shm "
+            "(docker run --shm-size=1g), and files and processes within `ulimit`. With --num-workers 0 the ranks read themselves."
+        ) from error
+    for item in items:
         yield item
         count += 1
     raise RuntimeError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,6 +85,15 @@ def test_nothing_left_shows_the_arithmetic(total, consumed):
 def test_bad_sizes_are_refused(arguments):
     with pytest.raises(ValueError):
         DataParallelBatchSampler(*arguments)
+
+
+def test_processes_that_cannot_be_started_are_told_with_the_flag_that_needs_none():
+    class FullSharedMemory:
+        def __iter__(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"training data ahead \(No space left on device\).*/dev/shm.*--num-workers 0"):
+        next(until_exhausted(FullSharedMemory(), "training"))
 
 
 def test_exhausted_data_is_an_error_only_when_asked_for():
