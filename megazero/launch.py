@@ -109,6 +109,8 @@ def main() -> None:
         # What they say is repeated here; the second has its own level.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = run.parse_args(sys.argv[1:])
+    if args.standalone and args.local_addr is None:
+        args.local_addr = "localhost"  # torchrun takes this host's name, and waits for ever where that does not resolve
     if args.max_restarts:  # what is repeated here is the last failure alone
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
     share_cores(run.determine_local_world_size(args.nproc_per_node))
