@@ -35,10 +35,15 @@ def append_suffix(prefix: str | Path, suffix: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` survive a power failure."""
+    """Makes renames inside `folder` survive a power failure, where the file system lets folders be synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except (
+        OSError
+    ) as error:  # as some network and shared folders say, which do so on their own or not at all (fsync(2))
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

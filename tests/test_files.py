@@ -9,6 +9,7 @@ import lzma
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 
 import pytest
@@ -32,6 +33,20 @@ def test_written_aside_is_whole_or_absent(tmp_path):
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
     write_json(path, {"new": [1]})
     assert path.read_bytes() == b'{\n "new": [\n  1\n ]\n}\n' and os.listdir(tmp_path) == ["f"]
+
+
+def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        write_json(tmp_path / "f", number)
+        assert (tmp_path / "f").read_text() == f"{number}\n"
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_json(tmp_path / "f", number)
 
 
 def add_one(folder, barrier):
