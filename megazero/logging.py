@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, and the first is enough
 
@@ -68,9 +69,30 @@ class _Formatter(logging.Formatter):
         return text if record.levelno == logging.INFO else f"{record.levelname}: {text}"
 
 
+class _Output(logging.StreamHandler):
+    """Standard output. Where it cannot be written, as on a full disk or when its reader has ended, standard error has one line.
+
+    Python's handler would print a traceback there for every line. The job is worth more than its log, and goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says once that lines are lost."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                print(f"WARNING: the log cannot be written, the job goes on: {error}", file=sys.stderr)
+
+
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
     """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Output()
     handler.addFilter(_RankFilter(rank))
     handler.setFormatter(_Formatter("%(message)s"))
     root = logging.getLogger("megazero")

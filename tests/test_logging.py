@@ -1,0 +1,28 @@
+"""The log of a job on standard output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOG = """
+import logging
+from megazero.logging import setup_logging
+setup_logging(0)
+for number in range(3):
+    logging.getLogger("megazero.test").info("line %d", number)
+logging.getLogger("megazero.test").info("%d", "no number")
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_log_that_cannot_be_written_is_one_line_and_a_wrong_call_keeps_its_traceback():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-u", "-c", LOG]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
+    first, *rest = done.stderr.splitlines()
+    assert first == "WARNING: the log cannot be written, the job goes on: [Errno 28] No space left on device"
+    assert rest[0] == "--- Logging error ---" and done.stderr.count("Traceback") == 1 and "TypeError" in done.stderr
