@@ -71,8 +71,9 @@ class ArrayCache:
             sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
             write_json(append_suffix(stem, ".json"), {"description": description, "crc32": sums})
         except OSError as error:
+            why = error.strerror or f"{error}, as on a full disk"  # numpy alone gives no number
             raise ValueError(
-                f"cannot write the index cache {self.folder}: {error}. Choose a folder that this job can write with "
+                f"cannot write the index cache {self.folder}: {why}. Choose a folder that this job can write with "
                 "--data-cache-path."
             ) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import resource
 
 import numpy as np
 import pytest
@@ -91,6 +92,19 @@ def test_unwritable_folder_names_the_flag(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write the index cache .*--data-cache-path"):
         ArrayCache(tmp_path / "file" / "cache").load_or_build(DESCRIPTION, arrays)
+
+
+def test_an_array_that_is_cut_off_is_told_as_a_full_disk(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(
+            ValueError, match="[0-9]+ requested and [0-9]+ written, as on a full disk.*--data-cache-path"
+        ):
+            ArrayCache(tmp_path).load_or_build(DESCRIPTION, lambda: {"a": np.ones(1 << 16)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*"))
 
 
 def test_a_rank_that_misses_what_rank_0_stored_says_so_once(tmp_path, caplog):
