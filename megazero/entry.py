@@ -38,6 +38,9 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
+# What one meets that may start no more threads, from C++ and from Python; neither says what they are.
+NO_THREADS = ("Resource temporarily unavailable", "can't start new thread")
+
 WAIT_S = 10.0  # of a rank whose error another one may tell
 
 # What one meets that has waited for another until the time limit: in this library's channels and meetings; in gloo; in torchrun's
@@ -80,6 +83,10 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     except RuntimeError as error:
         if any(text in str(error) for text in LOST_RANK):
             _exit(error, rank, waits=True)
+        if str(error).startswith(NO_THREADS):
+            what = f"no more threads can be started ({error})"
+            ways = "Raise `ulimit -u`, or the limit on processes of the container (docker run --pids-limit)."
+            _exit(RuntimeError(f"{what}. {ways}"), rank, waits=is_later)
         if not any(text in str(error) for text in TIMED_OUT):
             raise
         where = " > ".join(_our_calls(error)[-4:])

@@ -261,6 +261,16 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path,
     assert "Traceback" not in output and "error" not in output
 
 
+@pytest.mark.parametrize("said", ["Resource temporarily unavailable", "can't start new thread"])
+def test_a_limit_on_threads_is_one_line(tmp_path, said):
+    script = tmp_path / "short_of_threads.py"
+    work = f'def work(_):\n    raise RuntimeError("{said}")\n'
+    script.write_text(f"from megazero.entry import run_script\n{work}run_script(int, work)\n")
+    done = run_script(1, str(script), [])
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert f"error: no more threads can be started ({said}). Raise `ulimit -u`" in done.stdout
+
+
 SHORT_OF_MEMORY = """
 import torch
 import pretrain_gpt2
