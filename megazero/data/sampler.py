@@ -86,19 +86,28 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
 
     Raises:
         RuntimeError: one more item was asked for than there are.
-        OSError: processes that read ahead cannot be started.
+        OSError: processes that read ahead cannot be started, or find no room for what they read.
     """
+    ways = (
+        "They need shared memory, /dev/shm (docker run --shm-size=1g), and files and processes within `ulimit`. With "
+        "--num-workers 0 the ranks read themselves."
+    )
     count = 0
     try:
         items = iter(loader)
     except OSError as error:  # Python names neither the place nor the limit
         raise OSError(
-            f"no processes can be started that read the {name} data ahead ({error.strerror}): they need shared memory, /dev/shm "
-            "(docker run --shm-size=1g), and files and processes within `ulimit`. With --num-workers 0 the ranks read themselves."
+            f"no processes can be started that read the {name} data ahead: {error.strerror}. {ways}"
         ) from error
-    for item in items:
-        yield item
-        count += 1
+    try:
+        for item in items:
+            yield item
+            count += 1
+    except RuntimeError as error:
+        if "shared memory" not in str(error):
+            raise
+        why = str(error).splitlines()[-1]  # above it a worker's traceback
+        raise OSError(f"the processes that read the {name} data ahead have failed: {why}. {ways}") from error
     raise RuntimeError(
         f"the {name} data is exhausted after {count} batches of this run: it was built for fewer samples than are asked for. "
         "Build it for all iterations (--train-iters x --global-batch-size), which repeats it for as many epochs as that takes."

@@ -87,13 +87,23 @@ def test_bad_sizes_are_refused(arguments):
         DataParallelBatchSampler(*arguments)
 
 
-def test_processes_that_cannot_be_started_are_told_with_the_flag_that_needs_none():
-    class FullSharedMemory:
+def test_processes_that_read_ahead_without_shared_memory_are_told_with_the_flag_that_needs_none():
+    class Full:
         def __iter__(self):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match=r"training data ahead \(No space left on device\).*/dev/shm.*--num-workers 0"):
-        next(until_exhausted(FullSharedMemory(), "training"))
+    def fills():
+        yield 1
+        raise RuntimeError("a traceback\nunable to allocate shared memory(shm) for file </torch_1>: No space left")
+
+    with pytest.raises(
+        OSError, match="read the training data ahead: No space left on device.*/dev/shm.*--num-workers 0"
+    ):
+        next(until_exhausted(Full(), "training"))
+    batches = until_exhausted(fills(), "training")
+    assert next(batches) == 1
+    with pytest.raises(OSError, match=r"have failed: unable to allocate shared memory.*/dev/shm.*--num-workers 0"):
+        next(batches)
 
 
 def test_exhausted_data_is_an_error_only_when_asked_for():
