@@ -39,9 +39,8 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except (
-        OSError
-    ) as error:  # as some network and shared folders say, which do so on their own or not at all (fsync(2))
+    except OSError as error:
+        # As some network and shared folders say, which do so on their own or not at all (fsync(2)).
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
