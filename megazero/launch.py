@@ -76,7 +76,7 @@ def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def share_cores(ranks: int) -> None:
-    """Sets OMP_NUM_THREADS to the cores that it may use divided by its ranks, unless it is set (torchrun's default is 1)."""
+    """Sets OMP_NUM_THREADS, unless it is set, to the cores of this process divided by `ranks` (torchrun's default is 1)."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
 
 
