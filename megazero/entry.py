@@ -38,7 +38,7 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
-# What one meets that may start no more threads, from C++ and from Python; neither says what they are.
+# What one meets that may start no more threads, from C++ and from Python; neither says which limit.
 NO_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 
 WAIT_S = 10.0  # of a rank whose error another one may tell
