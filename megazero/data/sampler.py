@@ -97,7 +97,7 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
         items = iter(loader)
     except OSError as error:  # Python names neither the place nor the limit
         raise OSError(
-            f"no processes can be started that read the {name} data ahead: {error.strerror}. {ways}"
+            f"no processes can be started that read the {name} data ahead: {error.strerror or error}. {ways}"
         ) from error
     try:
         for item in items:
