@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -86,8 +87,17 @@ class _Output(logging.StreamHandler):
             super().handleError(record)
         elif not self._has_failed:
             self._has_failed = True
+            atexit.register(_drop_output)
             with suppress(OSError):
                 print(f"WARNING: the log cannot be written, the job goes on: {error}", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Leaves nothing that Python would try to write when it ends: it would exit with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def setup_logging(rank: int, level: int = logging.INFO) -> None:

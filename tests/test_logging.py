@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,13 @@ logging.getLogger("megazero.test").info("%d", "no number")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-def test_a_log_that_cannot_be_written_is_one_line_and_a_wrong_call_keeps_its_traceback():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_log_that_cannot_be_written_is_one_line_and_a_wrong_call_keeps_its_traceback(unbuffered):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-u", "-c", LOG]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
+        command, variables = [sys.executable, "-c", LOG], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=True, env=variables
+        )
     first, *rest = done.stderr.splitlines()
     assert first == "WARNING: the log cannot be written, the job goes on: [Errno 28] No space left on device"
     assert rest[0] == "--- Logging error ---" and done.stderr.count("Traceback") == 1 and "TypeError" in done.stderr
