@@ -82,7 +82,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         _exit(error, rank, waits=is_later)
     except RuntimeError as error:
         if any(text in str(error) for text in LOST_RANK):
-            _exit(error, rank, waits=True)
+            _exit(error, rank, waits=True, has_lost=True)
         if str(error).startswith(NO_THREADS):
             what = f"no more threads can be started ({error})"
             ways = "Raise `ulimit -u`, or the limit on processes of the container (docker run --pids-limit)."
@@ -128,17 +128,17 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def _exit(error: Exception, rank: int, waits: bool) -> NoReturn:
+def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
     # which have waited; one that is still there afterwards has an error of its own. One that has lost another rank waits, too:
     # the launcher, or that rank itself, tells why.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
     # The launcher's SIGTERM may have come before, to the job's handler, while this rank was busy.
-    was_asked = getattr(handler, "received", None) is not None
+    may_have_missed = has_lost and getattr(handler, "received", None) is not None
     end = time.monotonic() + (WAIT_S if waits else 0)
     while time.monotonic() < end:
         time.sleep(0.5)
-        if was_asked and _launcher_has_reaped():
+        if may_have_missed and _launcher_has_reaped():
             signal.raise_signal(signal.SIGTERM)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
