@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,15 @@ def _script_main(output: str, environment: dict[str, str], script: str, argument
     runpy.run_path(script, run_name="__main__")
 
 
+def free_port() -> int:
+    """A port that nobody listens on; not one that the system may give to a connection before the ranks meet there."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # systems give higher ones
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 def run_script(
     world_size: int, script: str, arguments: list[str], timeout_s: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
@@ -133,10 +144,7 @@ def run_script(
     """
     environment = dict(os.environ)
     if world_size > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size))
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world_size))
     with tempfile.NamedTemporaryFile() as output:
         ranks = []
         for rank in range(world_size):

@@ -21,6 +21,7 @@ from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
 from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
 from megazero.runner.processes import run_nodes
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 HOSTS = {"worker-0": 4, "worker-1": 4}
@@ -369,12 +370,6 @@ def two_hosts(folder: Path, slots: tuple[int, int] = (1, 1)) -> list[str]:
     (folder / "hosts").write_text(f"node-a slots={slots[0]}\nnode-b slots={slots[1]}\n")
     meet = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     return ["-H", "hosts", "--force_multi", *meet]  # forced: these names need not be looked up
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_ranks_on_a_machine_without_gpus(folder):

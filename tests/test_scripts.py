@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ranks import free_port
 from tests.tiny import make_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -345,9 +346,3 @@ def test_taken_port_is_one_clear_line(corpus, tmp_path):
 def test_interpreter_without_the_packages_is_named():
     output = run("scripts/pretrain_gpt2.sh", PYTHON="/usr/bin/env", EXPECT="2")
     assert "error: PYTHON=/usr/bin/env is older than 3.10, or lacks" in output
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
