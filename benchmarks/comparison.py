@@ -13,14 +13,17 @@ TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "
 MEASURED = {
     "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
     "ratio": "of the medians, to the first side in the same rounds; by_rounds: quartiles of the ratios within each round",
-    "held_mib": "resident size between steps after malloc_trim, less that before the side was built, of the rank that needs "
-    "most; what the ranks share counts in equal parts",
-    "shared_mib": "the memory that the ranks share, all of it; in peaks it counts whole in every rank",
-    "peak_mib": "VmHWM since the warm-up, less the same; with --malloc keep, freed memory that malloc keeps counts",
-    "peak_building_mib": "the same from building to the end of the warm-up",
+    "held_mib": "what malloc has given out between steps, touched or not, less that before the side was built, of the rank that "
+    "needs most",
+    "peak_mib": "the most of the same during one more, untimed step",
+    "shared_mib": "the memory that the ranks share to send through; where a side has none, the kernel's socket buffers do that",
+    "resident_mib": "resident size of the whole process between steps after malloc_trim; what the ranks share counts in parts",
+    "resident_peak_mib": "VmHWM of the timed rounds, with what the ranks share; with --malloc keep freed memory counts",
+    "resident_building_mib": "VmHWM until then: building and warm-up",
     "socket_mb": "bytes of the loopback device per step and rank, headers included; the least of the rounds",
     "counted_mb": "what megazero's channel counts per step and rank, through sockets or shared memory: elements x itemsize",
 }
+MEMORY = ("held", "peak", "shared", "resident", "resident_peak", "resident_building")
 COLUMNS = {
     "median_s": "s/step",
     "quartiles_s": "quartiles",
@@ -28,9 +31,11 @@ COLUMNS = {
     "ratio_by_rounds": "by rounds",
     "quartiles_by_rounds": "quartiles",
     "held_mib": "held MiB",
-    "shared_mib": "shared",
     "peak_mib": "peak",
-    "peak_building_mib": "building",
+    "shared_mib": "shared",
+    "resident_mib": "resident",
+    "resident_peak_mib": "peak",
+    "resident_building_mib": "building",
     "socket_mb": "socket MB",
     "counted_mb": "counted",
     "loss_differs": "loss differs",
@@ -57,10 +62,7 @@ def summary(
         "ratio": round(statistics.median(seconds) / base, 4),
         "ratio_by_rounds": round(statistics.median(ratios), 4),
         "quartiles_by_rounds": quartiles(ratios),
-        "held_mib": memory["held"],
-        "shared_mib": memory["shared"],
-        "peak_mib": memory["peak_of_steps"],
-        "peak_building_mib": memory["peak_of_building"],
+        **{f"{key}_mib": memory[key] for key in MEMORY},
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
         "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,
         "last_loss": round(mine[-1].loss, 6),

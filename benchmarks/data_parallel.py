@@ -9,7 +9,7 @@
 Every side trains the same plain GPT-2 from the same weights on the same batches, in processes of its own, and must agree with DDP
 in loss and gradient norm. The sides of one ZeRO stage are alive together with DDP and take turns, a step each, in an order that
 rotates, while the others sleep (with --together pair, one side and DDP: 12 x 768 then fits into 16 GB). Prints one JSON line, and
-tables on stderr. Linux and CPU only.
+tables on stderr. CPU only, on Linux with glibc 2.33 or newer.
 
 DeepSpeed takes part when it can be imported. It wants a compiler, for C++ that it builds at its first use (half a minute), and
 DS_ACCELERATOR=cpu in the environment where it would find a GPU.
@@ -131,7 +131,7 @@ def play(sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> tuple[d
             for name in names[turn:] + names[:turn]:
                 results[name].append(sets[name].step(index))
                 check_memory(name)
-        return results, {name: rank_set.memory() for name, rank_set in sets.items()}
+        return results, {name: rank_set.memory(untimed_rounds(args) + args.steps) for name, rank_set in sets.items()}
     finally:
         for rank_set in sets.values():
             rank_set.close()

@@ -11,6 +11,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +27,7 @@ from megazero.model.config import GPT2Config
 
 MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
 MIB = 2**20
+_MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 def make_parser(about: str | None, **sizes: int) -> argparse.ArgumentParser:
@@ -106,6 +108,38 @@ def trim() -> None:
     """Gives freed memory back to the kernel, so that what is resident is what is held."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2.split()]
+
+
+def malloc_bytes() -> int:
+    """What malloc has given out and not got back: no free memory that it keeps, unlike the resident size. glibc 2.33 or newer."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+class MallocPeak:
+    """Context: the most that `malloc_bytes` was inside, looked at every half millisecond by a thread; `bytes` afterwards."""
+
+    def __enter__(self) -> MallocPeak:
+        self.bytes, self._ended = malloc_bytes(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(5e-4):
+            self.bytes = max(self.bytes, malloc_bytes())
 
 
 def forget_peak() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import MIB, forget_peak, status_bytes, trim
+from harness import MIB, MallocPeak, forget_peak, malloc_bytes, status_bytes, trim
 from peers import Entry, Job
 
 TIMEOUT_S = 900.0  # building may compile (DeepSpeed), and a step of a large model is long on one thread
@@ -74,9 +74,9 @@ class RankSet:
         """Starts the peak of memory anew, without what the allocator has kept."""
         self._ask("forget_peak")
 
-    def memory(self) -> dict[str, float]:
-        """MiB of the rank that needs most: between steps (held), and at most since `forget_peak` and before it."""
-        answers = self._ask("memory")
+    def memory(self, index: int) -> dict[str, float]:
+        """MiB of the rank that needs most, as comparison.MEASURED describes them; trains step `index` more to see its peak."""
+        answers = self._ask("memory", index)
         return {key: round(max(answer[key] for answer in answers) / MIB, 1) for key in answers[0]}
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class _Worker:
         self.rank = dist.get_rank()
         _rehearse(entry, job, self.rank)
         trim()
-        self.before = status_bytes("VmRSS")
+        self.in_use_before = malloc_bytes()
         self.peak_of_building = 0
         self.side = entry.build(job, **entry.options)
         self.job = job
@@ -188,14 +188,21 @@ class _Worker:
         trim()
         forget_peak()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes beyond what the process had before it built the side."""
-        peak = status_bytes("VmHWM")
+    def memory(self, index: int) -> dict[str, int]:
+        """Bytes between steps and at most, of what malloc has given out and of the whole process."""
+        resident_peak = status_bytes("VmHWM")
         trim()
         shared = status_bytes("RssShmem")  # by all ranks: what one of them needs is its part
-        held = status_bytes("VmRSS") - shared + shared // dist.get_world_size()
-        values = {"held": held, "peak_of_steps": peak, "peak_of_building": self.peak_of_building}
-        return {"shared": shared, **{key: value - self.before for key, value in values.items()}}
+        found = {
+            "held": malloc_bytes() - self.in_use_before,
+            "shared": shared,
+            "resident": status_bytes("VmRSS") - shared + shared // dist.get_world_size(),
+            "resident_peak": resident_peak,
+            "resident_building": self.peak_of_building,
+        }
+        with MallocPeak() as peak:
+            self.step(index)
+        return {**found, "peak": peak.bytes - self.in_use_before}
 
 
 def _rehearse(entry: Entry, job: Job, rank: int) -> None:
