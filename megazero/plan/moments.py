@@ -118,7 +118,7 @@ def _gradients(
     if not settings.sharding.gradients:
         stay = 0 if has_earlier else whole + sum(block.reduced for block in blocks[index + 1 :])
         return stay + sum(block.wire for block in under_way)
-    sent = [*done, root, *blocks] if has_earlier else done
+    sent = [block for block in ([*done, root, *blocks] if has_earlier else done) if block.leaving]
     leaving = sent[: MOST_TO_HOST + (root.wire > 0)]  # one more than that while it is cast
     parts = sum(block.wire or block.gradient for block in under_way) + sum(block.leaving for block in leaving)
     return whole + parts + (adding if done else 0) + (0 if has_earlier else sum(block.reduced for block in done))

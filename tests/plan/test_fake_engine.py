@@ -132,6 +132,11 @@ def test_a_rank_of_a_few_wide_layers_holds_what_was_planned(case):
     check(*CASES[case], layers=3)
 
 
+def test_a_gradient_on_its_way_to_the_host_is_planned_beside_that_of_a_block_whose_states_stay():
+    flags = "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --offload-optimizer-ratio 0.4"
+    check(10, 2, flags, layers=4)
+
+
 @pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
 def test_a_placement_by_plan_holds_what_was_planned_and_no_more_than_the_device_has(recompute):
     width = "--hidden-size 4096 --num-attention-heads 32 --num-layers 3"
