@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from megazero.data.preprocess import TokenizeOptions, tokenize_json  # noqa: E402
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer  # noqa: E402
-from megazero.files import open_bytes  # noqa: E402
+from megazero.lines.compressed import open_bytes  # noqa: E402
 
 
 def measure(path: Path, folder: str, tokenizer: Tokenizer, workers: int, repeats: int) -> dict[str, float]:

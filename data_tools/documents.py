@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from data_tools.done_marker import MARKER
 from data_tools.optional import require
-from megazero.files import append_suffix, uncompressed_name
+from megazero.files import append_suffix
+from megazero.lines.compressed import uncompressed_name
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 

@@ -18,7 +18,7 @@ from typing import Any
 from data_tools.documents import in_pieces
 from data_tools.done_marker import read_marker, written_marked
 from data_tools.options import add_run_options
-from megazero.files import DAMAGE, decompressed, open_bytes
+from megazero.lines.compressed import DAMAGE, decompressed, open_bytes
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.progress import Progress
 

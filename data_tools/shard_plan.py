@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_tools.documents import OUTPUT_FORMATS, output_format
-from megazero.files import uncompressed_name
+from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import Shard
 
 # Of a name that ends so, nobody expects that a folder is made.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data_tools.optional import require
-from megazero.files import DAMAGE, decompressed
+from megazero.lines.compressed import DAMAGE, decompressed
 
 
 def warc_lines(path: Path) -> Iterator[tuple[bytes, int]]:

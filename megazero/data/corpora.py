@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.data.sidecar import read_sidecar
-from megazero.files import COMPRESSED, append_suffix, uncompressed_name
+from megazero.files import append_suffix
+from megazero.lines.compressed import COMPRESSED, uncompressed_name
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megazero.files import COMPRESSED, DAMAGE, decompressed, is_compressed
+from megazero.lines.compressed import COMPRESSED, DAMAGE, decompressed, is_compressed
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from data_tools.registry import step_parser
-from megazero.files import open_bytes
+from megazero.lines.compressed import open_bytes
 
 
 def run_step(step: str, *flags: object) -> dict:

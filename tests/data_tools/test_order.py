@@ -13,7 +13,7 @@ import pytest
 
 from data_tools.options import RunOptions
 from data_tools.shuffle import plan_layout
-from megazero.files import open_bytes
+from megazero.lines.compressed import open_bytes
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
 ROOT = Path(__file__).resolve().parents[2]

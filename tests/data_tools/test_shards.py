@@ -21,7 +21,7 @@ from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
-from megazero.files import open_bytes
+from megazero.lines.compressed import open_bytes
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
 from tests.vocabularies import make_texts

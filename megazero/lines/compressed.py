@@ -1,0 +1,87 @@
+"""Compressed files: which they are, what they are called without the ending that says so, and the bytes in them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+COMPRESSED = (".gz", ".xz", ".zst")
+
+_PIECE_BYTES = 1 << 16
+# Of `zstd --long=31`, as dumps of Reddit are; such a file takes as much memory wherever it is read.
+_LARGEST_WINDOW = 1 << 31
+
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""What reading a damaged or cut off compressed file raises."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether `open_bytes` decompresses this file."""
+    return path.suffix in COMPRESSED
+
+
+def uncompressed_name(path: Path) -> Path:
+    """The path without the ending that says how the file is compressed: "a.jsonl" of "a.jsonl.gz"."""
+    return path.with_suffix("") if is_compressed(path) else path
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The (decompressed) bytes of a plain, .gz, .xz or .zst file; reading a damaged one raises one of `DAMAGE`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a .zst file, and the package zstandard is not installed.
+    """
+    return decompressed(open(path, "rb"), path)
+
+
+def decompressed(file: BinaryIO, path: Path) -> BinaryIO:
+    """What `open_bytes(path)` gives, from the open file `file`, whose position then says how much of it was read."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(file, "rb"))
+    if path.suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_ZstdReader(file, path), _PIECE_BYTES))
+    return file
+
+
+class _ZstdReader(io.RawIOBase):
+    """All frames of a .zst file, one after another; one that is cut off is an error, as it is with gzip."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ValueError(f"{path}: reading .zst needs the package zstandard (pip install zstandard)") from error
+        self._file, self._package, self._text = file, zstandard, b""
+        self._frame: Any = None  # the one being read
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
+        """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
+        while not self._text:
+            if not (pending := self._file.read(_PIECE_BYTES)):
+                if self._frame is not None:
+                    raise EOFError("the file ends inside of a compressed frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._package.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+            try:
+                self._text = self._frame.decompress(pending)
+            except self._package.ZstdError as error:
+                raise EOFError(str(error)) from error
+            if self._frame.eof:
+                self._file.seek(-len(self._frame.unused_data), os.SEEK_CUR)  # where the next frame begins
+                self._frame = None
+        count = min(len(buffer), len(self._text))
+        buffer[:count], self._text = self._text[:count], self._text[count:]
+        return count
