@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from megazero import activation_checkpointing, comm
 from megazero.checkpoint import loader
 from megazero.checkpoint.capture import capture
-from megazero.checkpoint.folder import tag_of
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.saver import Saver
+from megazero.checkpoint.tags import tag_of
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.mappings import sequence_channel

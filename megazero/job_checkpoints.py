@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero import comm
-from megazero.checkpoint.folder import CheckpointConfig, list_tags, tags_to_go_back_to
-from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.folder import CheckpointConfig
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megazero.checkpoint.format import latest_tag
+from megazero.checkpoint.tags import latest_tag
 from megazero.engine import Engine
 from megazero.job import Job
 from megazero.logging import counted, table

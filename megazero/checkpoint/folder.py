@@ -9,26 +9,23 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
 import shutil
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megazero.checkpoint.format import CheckpointError, check_tag, index_bytes, latest_tag, replaced_path, tag_at
+from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
+from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
 from megazero.files import is_still, sync_folder, write_whole
 from megazero.option import option
 
 logger = logging.getLogger(__name__)
-
-_TAG = re.compile(r"global_step(\d+)")  # a copy under another name is the user's, and is never deleted
 
 
 @dataclass(frozen=True)
@@ -57,39 +54,6 @@ class CheckpointConfig:
 
 class DirectoryInUseError(OSError):
     """Another job saves its checkpoints in the same directory."""
-
-
-def tag_of(iteration: int) -> str:
-    """The name of the checkpoint after `iteration` optimizer steps."""
-    return f"global_step{iteration}"
-
-
-def list_tags(directory: str | Path) -> list[str]:
-    """Tags of the checkpoints in `directory`, in the order in which they were written."""
-    whole = {path.parent.name: path for path in Path(directory).glob("*/index.json") if path.parent.name[0] != "."}
-    for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
-        whole.setdefault(tag_at(path.parent), path)
-    return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
-
-
-def tags_to_go_back_to(directory: str | Path, newest: str | None = None) -> list[str]:
-    """Tags of the checkpoints in `directory` but `newest`, in the order in which they stand in for it.
-
-    The tags that jobs give go by their steps, as `_by_age` says; behind them come the user's own, the last written first.
-    """
-    tags = list_tags(directory)
-    of_jobs = _by_age(tags, newest)
-    own = [tag for tag in tags if tag not in of_jobs]
-    return [tag for tag in (*reversed(of_jobs), *reversed(own)) if tag != newest]
-
-
-def _by_age(tags: Iterable[str], newest: str | None) -> list[str]:
-    """Those of the tags that jobs give, by their steps, as times of files are those of a copy, or of a clock that was set back.
-
-    First comes what lies beyond `newest`, of a run that went back.
-    """
-    steps = {tag: int(match[1]) for tag in tags if (match := _TAG.fullmatch(tag))}
-    return sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest or "", steps[tag]), steps[tag]))
 
 
 class CheckpointFolder:
@@ -236,7 +200,7 @@ class CheckpointFolder:
 
         What `latest` names is never among them, nor what has just been written.
         """
-        tags = _by_age(list_tags(self.path), newest) if keep else []
+        tags = tags_of_jobs(list_tags(self.path), newest) if keep else []
         kept, leftovers = {newest}, []
         with suppress(CheckpointError):
             kept.add(latest_tag(self.path) or newest)

@@ -1,4 +1,4 @@
-"""The checkpoint format's foundations: names, the index as bytes, and what it says of a tensor.
+"""The checkpoint format's foundations: dtypes, checksums, the index as bytes, and what it says of a tensor.
 
 Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint; numpy and torch are all that it needs.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +44,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
-_MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 ANOTHER = "another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the other scripts)."
 REMEDY = f"Copy the checkpoint again, or load {ANOTHER}"
@@ -128,57 +124,6 @@ class TensorEntry:
                 raise ValueError(f"{cut}")
             shard_shape(shape, cut, size)  # raises where it cannot be
         return cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
-
-
-def check_tag(tag: str) -> str:
-    """The tag, if it can name a directory inside of another.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f]", tag)
-    if is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN:
-        raise ValueError(
-            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters, "
-            f"spaces at the ends and a dot in front, take at most {_MAX_TAG} bytes, and none of {', '.join(_TAKEN)}."
-        )
-    return tag
-
-
-def latest_tag(directory: str | Path) -> str | None:
-    """The tag of the newest whole checkpoint in `directory`; None where there is none.
-
-    Raises:
-        CheckpointError: the file `latest` holds something else.
-    """
-    pointer = Path(directory) / "latest"
-    if not pointer.is_file():
-        return None
-    with open(pointer, "rb") as file:
-        content = file.read(4096)
-    try:
-        return check_tag(content.decode().strip())
-    except ValueError as error:  # UnicodeDecodeError too
-        raise CheckpointError(
-            f"{pointer} should hold the name of a checkpoint directory and holds {content[:60]!r}. Write the name of an intact "
-            "one beside it into the file."
-        ) from error
-
-
-def replaced_path(directory: str | Path, tag: str) -> Path:
-    """Where a checkpoint rests while a save of the same tag takes its place."""
-    return Path(directory) / f".{tag}.replaced"
-
-
-def tag_at(path: Path) -> str:
-    """The tag of the checkpoint at `path`, which may be a `replaced_path`."""
-    return path.name.removeprefix(".").removesuffix(".replaced")
-
-
-def checkpoint_path(directory: str | Path, tag: str) -> Path:
-    """Where the checkpoint is: under its tag, unless a save of the same tag died between its two renames."""
-    path, replaced = Path(directory) / tag, replaced_path(directory, tag)
-    return replaced if replaced.exists() and not path.exists() else path
 
 
 def index_bytes(index: dict[str, Any]) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.folder import tags_to_go_back_to
-from megazero.checkpoint.format import REMEDY, CheckpointError, latest_tag
+from megazero.checkpoint.format import REMEDY, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states
+from megazero.checkpoint.tags import latest_tag, tags_to_go_back_to
 from megazero.checkpoint.training_state import TrainingState
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Reads a checkpoint: any range of any parameter, checked against checksums, whatever ranks have written it.
 
 docs/checkpoint_format.md describes the files. They are data: nothing in them is executed, and no name in them leads out of the
-directory. This module, `format`, `ranges` and `tensor_file` need nothing but numpy and torch, because they are part of
+directory. This module, `format`, `tags`, `ranges` and `tensor_file` need nothing but numpy and torch, because they are part of
 the zero_to_fp32.py that lies beside every checkpoint.
 """
 
@@ -30,13 +30,11 @@ from megazero.checkpoint.format import (
     CheckpointError,
     TensorEntry,
     bytes_of,
-    check_tag,
-    checkpoint_path,
     has_own_checksum,
     is_count,
-    latest_tag,
 )
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full, shards_to_full
+from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag
 from megazero.checkpoint.tensor_file import CheckedFile
 
 

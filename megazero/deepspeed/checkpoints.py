@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.checkpoint.format import latest_tag
+from megazero.checkpoint.tags import latest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig

@@ -21,8 +21,9 @@ from torch import nn
 
 from megazero import comm, mpu
 from megazero.checkpoint import tensor_file
-from megazero.checkpoint.format import CheckpointError, index_bytes, latest_tag
+from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import latest_tag
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from megazero import comm, mpu
 from megazero.checkpoint.commands.verify import verify
-from megazero.checkpoint.folder import list_tags
-from megazero.checkpoint.format import latest_tag
+from megazero.checkpoint.tags import latest_tag, list_tags
 from megazero.checkpoint.tensor_file import ChecksummedStream
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig

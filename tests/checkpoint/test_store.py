@@ -27,9 +27,10 @@ from torch import nn
 from megazero import comm, mpu
 from megazero.checkpoint import capture, folder, saver, writer
 from megazero.checkpoint import format as checkpoint_format
-from megazero.checkpoint.format import CheckpointError, latest_tag
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.standalone import place_script
+from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
@@ -145,7 +146,7 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
     train(engine, 1)
     with pytest.raises(OSError, match="No space left"):
         engine.save_checkpoint(str(tmp_path))
-    assert latest_tag(tmp_path) == "global_step1" and folder.list_tags(tmp_path) == ["global_step1"]
+    assert latest_tag(tmp_path) == "global_step1" and list_tags(tmp_path) == ["global_step1"]
     assert not list(tmp_path.glob(".*.partial")), "a full disk needs the room"
     engine.load_checkpoint(str(tmp_path))
     monkeypatch.undo()
@@ -243,14 +244,14 @@ def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     engine.save_checkpoint(str(tmp_path), client_state={"second": True}, keep_last=1, in_background=in_background)
     if in_background:
         engine._saver._thread.join()
-    assert latest_tag(tmp_path) == "global_step2" and folder.list_tags(tmp_path) == ["global_step2"]
+    assert latest_tag(tmp_path) == "global_step2" and list_tags(tmp_path) == ["global_step2"]
     assert leftovers(tmp_path) == [".global_step1.partial", ".global_step2.replaced"]
     go_on.set()
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), in_background=in_background)
     assert sorted(deleted) == [".global_step1.partial", ".global_step2.replaced"]
     engine.wait_for_checkpoint()
-    assert not leftovers(tmp_path) and folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
+    assert not leftovers(tmp_path) and list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
 def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_claims_next(world, tmp_path):
@@ -384,7 +385,7 @@ def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
     for _ in range(3):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path), keep_last=2)
-    assert folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
+    assert list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
 def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_users(world, tmp_path):
@@ -408,7 +409,7 @@ def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_
     os.utime(tmp_path / "global_step2" / "index.json", ns=(1, 1))
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=2)
-    assert folder.list_tags(tmp_path) == ["global_step2", "global_step3"]
+    assert list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
 def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
@@ -492,7 +493,7 @@ def _apart(parent: str) -> None:
         OSError, match=r"rank 1 has written its part .*rank_00001\.json is not there: every node must see --save"
     ):
         engine.save_checkpoint(str(mine))
-    assert not folder.list_tags(mine) and not (mine / "latest").exists()
+    assert not list_tags(mine) and not (mine / "latest").exists()
     engine.save_checkpoint(parent)  # and what they share takes it
 
 
@@ -593,10 +594,10 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
 def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_only(world, tmp_path):
     engine = write_one(tmp_path)
     engine.save_checkpoint(str(tmp_path), tag="best", save_latest=False, keep_last=1)
-    assert folder.list_tags(tmp_path) == ["global_step1", "best"]
+    assert list_tags(tmp_path) == ["global_step1", "best"]
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=1)
-    assert folder.list_tags(tmp_path) == ["best", "global_step2"]
+    assert list_tags(tmp_path) == ["best", "global_step2"]
 
 
 def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by_time(tmp_path):
@@ -606,9 +607,9 @@ def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by
         (tmp_path / tag / "index.json").touch()
         os.utime(tmp_path / tag / "index.json", ns=(time_ns, time_ns))
     went_back = ["global_step5", "global_step100", "global_step30", "mine", "best"]
-    assert folder.tags_to_go_back_to(tmp_path, "global_step20") == went_back
+    assert tags_to_go_back_to(tmp_path, "global_step20") == went_back
     by_steps = ["global_step100", "global_step30", "global_step20", "global_step5", "mine", "best"]
-    assert folder.tags_to_go_back_to(tmp_path) == by_steps
+    assert tags_to_go_back_to(tmp_path) == by_steps
 
 
 def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
@@ -635,7 +636,7 @@ def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, mon
     monkeypatch.setattr(writer, "write_tensors", write)
     second.save_checkpoint(str(tmp_path), tag="B")
     first.wait_for_checkpoint()
-    assert set(folder.list_tags(tmp_path)) == {"A", "B"}
+    assert set(list_tags(tmp_path)) == {"A", "B"}
 
 
 def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.folder import list_tags
-from megazero.checkpoint.format import CheckpointError, checkpoint_path, dtype_code, latest_tag
+from megazero.checkpoint.format import CheckpointError, dtype_code
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags
 from megazero.logging import table
 from megazero.zero.memory import size
 

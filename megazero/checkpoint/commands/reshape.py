@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import CLIENT, SCHEDULE, TensorEntry, tag_at
+from megazero.checkpoint.format import CLIENT, SCHEDULE, TensorEntry
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import tag_at
 from megazero.checkpoint.writer import Piece, write_checkpoint
 
 

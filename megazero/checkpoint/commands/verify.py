@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megazero.checkpoint.format import DTYPES, RNG, CheckpointError, checkpoint_path
+from megazero.checkpoint.format import DTYPES, RNG, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import checkpoint_path
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.logging import some
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import tag_of
 from megazero.checkpoint.format import CONSTANT, SCHEDULE, TensorEntry
 from megazero.checkpoint.plain import encode, plain_settings
+from megazero.checkpoint.tags import tag_of
 from megazero.checkpoint.writer import Piece, write_checkpoint
 from megazero.zero.bucket import MASTER
 

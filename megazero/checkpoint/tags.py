@@ -1,0 +1,101 @@
+"""Tags, the names of checkpoints: which there can be, which there are in a directory, and where each of them lies.
+
+Like `reader` a part of the zero_to_fp32.py that lies beside every checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megazero.checkpoint.format import CheckpointError
+
+_OF_JOBS = re.compile(r"global_step(\d+)")  # a copy under another name is the user's, and is never deleted
+_TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
+_MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
+
+
+def tag_of(iteration: int) -> str:
+    """The name of the checkpoint after `iteration` optimizer steps."""
+    return f"global_step{iteration}"
+
+
+def check_tag(tag: str) -> str:
+    """The tag, if it can name a directory inside of another.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f]", tag)
+    if is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN:
+        raise ValueError(
+            f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters, "
+            f"spaces at the ends and a dot in front, take at most {_MAX_TAG} bytes, and none of {', '.join(_TAKEN)}."
+        )
+    return tag
+
+
+def latest_tag(directory: str | Path) -> str | None:
+    """The tag of the newest whole checkpoint in `directory`; None where there is none.
+
+    Raises:
+        CheckpointError: the file `latest` holds something else.
+    """
+    pointer = Path(directory) / "latest"
+    if not pointer.is_file():
+        return None
+    with open(pointer, "rb") as file:
+        content = file.read(4096)
+    try:
+        return check_tag(content.decode().strip())
+    except ValueError as error:  # UnicodeDecodeError too
+        raise CheckpointError(
+            f"{pointer} should hold the name of a checkpoint directory and holds {content[:60]!r}. Write the name of an intact "
+            "one beside it into the file."
+        ) from error
+
+
+def replaced_path(directory: str | Path, tag: str) -> Path:
+    """Where a checkpoint rests while a save of the same tag takes its place."""
+    return Path(directory) / f".{tag}.replaced"
+
+
+def tag_at(path: Path) -> str:
+    """The tag of the checkpoint at `path`, which may be a `replaced_path`."""
+    return path.name.removeprefix(".").removesuffix(".replaced")
+
+
+def checkpoint_path(directory: str | Path, tag: str) -> Path:
+    """Where the checkpoint is: under its tag, unless a save of the same tag died between its two renames."""
+    path, replaced = Path(directory) / tag, replaced_path(directory, tag)
+    return replaced if replaced.exists() and not path.exists() else path
+
+
+def list_tags(directory: str | Path) -> list[str]:
+    """Tags of the checkpoints in `directory`, in the order in which they were written."""
+    whole = {path.parent.name: path for path in Path(directory).glob("*/index.json") if path.parent.name[0] != "."}
+    for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
+        whole.setdefault(tag_at(path.parent), path)
+    return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
+
+
+def tags_to_go_back_to(directory: str | Path, newest: str | None = None) -> list[str]:
+    """Tags of the checkpoints in `directory` but `newest`, in the order in which they stand in for it.
+
+    The tags that jobs give go by their steps, as `tags_of_jobs` says; behind them come the user's own, the last written first.
+    """
+    tags = list_tags(directory)
+    of_jobs = tags_of_jobs(tags, newest)
+    own = [tag for tag in tags if tag not in of_jobs]
+    return [tag for tag in (*reversed(of_jobs), *reversed(own)) if tag != newest]
+
+
+def tags_of_jobs(tags: Iterable[str], newest: str | None) -> list[str]:
+    """Those of the tags that jobs give, oldest first: by steps, as times of files are those of a copy, or of a clock set back.
+
+    First comes what lies beyond `newest`, of a run that went back.
+    """
+    steps = {tag: int(match[1]) for tag in tags if (match := _OF_JOBS.fullmatch(tag))}
+    return sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest or "", steps[tag]), steps[tag]))
