@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, fields, replace
 
 from megazero.activation_checkpointing.options import CheckpointSettings
-from megazero.checkpoint.folder import CheckpointConfig
+from megazero.checkpoint.config import CheckpointConfig
 from megazero.data.build import DataConfig
 from megazero.json_config.sections import SchedulerSection
 from megazero.logging import ALIKE, get_logger

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero import comm
-from megazero.checkpoint.folder import CheckpointConfig
+from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
@@ -38,8 +38,7 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
         ValueError: this run would replace the checkpoints of another, as it comes to their iterations.
     """
     tags = list_tags(flags.save) if flags.save else []
-    is_loaded = flags.save and flags.load and Path(flags.load).resolve() == Path(flags.save).resolve()
-    if tags and (flags.finetune or not is_loaded):
+    if tags and (flags.finetune or not flags.is_saved_where_loaded):
         how = f"--load {flags.save}{' without --finetune' if flags.finetune else ''}"
         raise ValueError(
             f"--save {flags.save} holds the checkpoints of another run (the newest is {tags[-1]}), and this one, which does not "
@@ -63,11 +62,10 @@ def load(job: Job) -> None:
             "Every node must see the same directory."
         )
     if tags[0] is None:
-        is_usual = flags.save is not None and Path(directory).resolve() == Path(flags.save).resolve()
-        _refuse_wrong_directory(directory, may_hold_a_log=is_usual)
+        _refuse_wrong_directory(directory, may_hold_a_log=flags.is_saved_where_loaded)
         if flags.finetune:
             raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
-        level = logging.INFO if is_usual else logging.WARNING
+        level = logging.INFO if flags.is_saved_where_loaded else logging.WARNING
         logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory, extra=ALIKE)
         return
     path, client = job.engine.load_checkpoint(

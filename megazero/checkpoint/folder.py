@@ -14,7 +14,6 @@ import socket
 import threading
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,33 +22,8 @@ from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
 from megazero.files import is_still, sync_folder, write_whole
-from megazero.option import option
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Where and when the job saves, and what it continues from."""
-
-    save: str | None = option(None, "directory to save checkpoints in")
-    load: str | None = option(None, "directory to continue from; a missing or empty one starts from scratch")
-    save_interval: int = option(5000, "iterations between checkpoints")
-    keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all")
-    async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")
-    no_save_optim: bool = option(False, "do not save the optimizer's state")
-    no_save_rng: bool = option(False, "do not save the random generators' states")
-    no_load_optim: bool = option(False, "do not load the optimizer's state")
-    no_load_rng: bool = option(False, "do not load the random generators' states")
-    load_fallback: bool = option(False, "where the newest checkpoint is damaged, take the newest that is not")
-    finetune: bool = option(False, "load the weights only and start at iteration 0")
-
-    def __post_init__(self) -> None:
-        if self.save_interval < 1 or self.keep_last < 0:
-            found = f"{self.save_interval} and {self.keep_last}"
-            raise ValueError(f"--save-interval must be 1 or more and --keep-last 0 or more, got {found}.")
-        if self.finetune and not self.load:
-            raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
 
 
 class DirectoryInUseError(OSError):

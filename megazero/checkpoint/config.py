@@ -1,0 +1,39 @@
+"""The flags of the job that say where it saves and when, and what it continues from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.option import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where and when the job saves, and what it continues from."""
+
+    save: str | None = option(None, "directory to save checkpoints in")
+    load: str | None = option(None, "directory to continue from; a missing or empty one starts from scratch")
+    save_interval: int = option(5000, "iterations between checkpoints")
+    keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all")
+    async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")
+    no_save_optim: bool = option(False, "do not save the optimizer's state")
+    no_save_rng: bool = option(False, "do not save the random generators' states")
+    no_load_optim: bool = option(False, "do not load the optimizer's state")
+    no_load_rng: bool = option(False, "do not load the random generators' states")
+    load_fallback: bool = option(False, "where the newest checkpoint is damaged, take the newest that is not")
+    finetune: bool = option(False, "load the weights only and start at iteration 0")
+
+    def __post_init__(self) -> None:
+        if self.save_interval < 1 or self.keep_last < 0:
+            found = f"{self.save_interval} and {self.keep_last}"
+            raise ValueError(f"--save-interval must be 1 or more and --keep-last 0 or more, got {found}.")
+        if self.finetune and not self.load:
+            raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
+
+    @property
+    def is_saved_where_loaded(self) -> bool:
+        """Whether --load and --save name the same directory, as where a job that was stopped is started again."""
+        if not self.load or not self.save:
+            return False
+        return Path(self.load).resolve() == Path(self.save).resolve()
