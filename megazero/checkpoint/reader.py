@@ -1,8 +1,8 @@
 """Reads a checkpoint: any range of any parameter, checked against checksums, whatever ranks have written it.
 
 docs/checkpoint_format.md describes the files. They are data: nothing in them is executed, and no name in them leads out of the
-directory. This module, `format`, `tags`, `ranges` and `tensor_file` need nothing but numpy and torch, because they are part of
-the zero_to_fp32.py that lies beside every checkpoint.
+directory. This module, `format`, `tags`, `ranges`, `pieces` and `tensor_file` need nothing but numpy and torch, because they are
+part of the zero_to_fp32.py that lies beside every checkpoint.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +30,12 @@ from megazero.checkpoint.format import (
     has_own_checksum,
     is_count,
 )
-from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full, shards_to_full
+from megazero.checkpoint.pieces import Pieces
+from megazero.checkpoint.ranges import Cut, RangeMap, shard_to_full
 from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag
 from megazero.checkpoint.tensor_file import CheckedFile
+
+_NAME_ONE = f"Name one that is there in `latest`, or take {ANOTHER}"
 
 
 class Reader:
@@ -63,31 +63,11 @@ class Reader:
         # What was located last, and what was wanted: the states of a parameter lie alike.
         self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
         tag = latest_tag(directory) if tag is None else check_tag(tag)
-        self.path = Path(directory) / "latest" if tag is None else checkpoint_path(directory, tag)
-        if content is None:
-            if tag is None or not (self.path / "index.json").is_file():
-                if tag is not None and any(self.path.glob("*_model_states.pt")):
-                    raise FileNotFoundError(
-                        f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
-                        f"megazero.checkpoint import --from deepspeed {directory} OUT`."
-                    )
-                missing = "it has no file `latest`" if tag is None else "the tag or the file `latest` names it"
-                where = directory if tag is None else self.path
-                raise FileNotFoundError(
-                    f"No checkpoint at {where}: {missing}. Name one that is there in `latest`, or take {ANOTHER}"
-                )
-            content = (self.path / "index.json").read_bytes()
-        with self.well_formed("its top level"):
-            self.index: dict[str, Any] = json.loads(content, parse_constant=_no_number)
-            found = (self.index.get("format"), self.index.get("format_version"))
-        if found != (FORMAT, FORMAT_VERSION):
-            raise CheckpointError(
-                f"{self.path} has format {found[0]}, version {found[1]}; this version reads {FORMAT}, version {FORMAT_VERSION}."
-            )
-        if not has_own_checksum(content):
-            path = self.path / "index.json"
-            raise CheckpointError(f"{path} is damaged: its checksum is not that of what it holds. {REMEDY}")
-        del content, self.index["crc32"]
+        if tag is None:
+            raise FileNotFoundError(f"No checkpoint at {directory}: it has no file `latest`. {_NAME_ONE}")
+        self.path = checkpoint_path(directory, tag)
+        self.index = self._parse_index(self._read_index() if content is None else content)
+        del content
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
             self.nbytes = sum(file.nbytes for file in self.files)
@@ -95,7 +75,7 @@ class Reader:
             if not is_count(self.size) or not 1 <= self.size <= len(self.files):
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
         with self.well_formed("tensors"):
-            self.tensors = {name: self._parse(name, saved) for name, saved in self.index["tensors"].items()}
+            self.tensors = {name: self._parse_entry(name, saved) for name, saved in self.index["tensors"].items()}
         for file in self.files if looks_for_files else ():
             file.check_size()
 
@@ -172,7 +152,37 @@ class Reader:
         for file in self.files:
             file.close()
 
-    def _parse(self, name: str, saved: Any) -> TensorEntry:
+    def _read_index(self) -> bytes:
+        path = self.path / "index.json"
+        if path.is_file():
+            return path.read_bytes()
+        if any(self.path.glob("*_model_states.pt")):
+            raise FileNotFoundError(
+                f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
+                f"megazero.checkpoint import --from deepspeed {self.path.parent} OUT`."
+            )
+        raise FileNotFoundError(f"No checkpoint at {self.path}: the tag or the file `latest` names it. {_NAME_ONE}")
+
+    def _parse_index(self, content: bytes) -> dict[str, Any]:
+        with self.well_formed("its top level"):
+            index: dict[str, Any] = json.loads(content, parse_constant=_no_number)
+            found = (index.get("format"), index.get("format_version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise CheckpointError(
+                f"{self.path} has format {found[0]}, version {found[1]}; this version reads {FORMAT}, version {FORMAT_VERSION}."
+            )
+        if not has_own_checksum(content):
+            path = self.path / "index.json"
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of what it holds. {REMEDY}")
+        del index["crc32"]
+        return index
+
+    def _open(self, name: str, entry: dict[str, Any]) -> CheckedFile:
+        if not PLAIN_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a file in the checkpoint's own directory")
+        return CheckedFile(self.path / name, entry["bytes"], entry["crc32"], self.index["block_bytes"])
+
+    def _parse_entry(self, name: str, saved: Any) -> TensorEntry:
         with self.well_formed(name):
             entry = TensorEntry.from_json(saved, self.size)
             if entry.saved_numel * max(dtype.itemsize for dtype in entry.states.values()) > self.nbytes:
@@ -202,11 +212,6 @@ class Reader:
             raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
         return pieces, plan
 
-    def _open(self, name: str, entry: dict[str, Any]) -> CheckedFile:
-        if not PLAIN_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a file in the checkpoint's own directory")
-        return CheckedFile(self.path / name, entry["bytes"], entry["crc32"], self.index["block_bytes"])
-
     @contextmanager
     def well_formed(self, what: str) -> Iterator[None]:
         """Inside, only what the index says is looked at: whatever goes wrong is its fault.
@@ -223,80 +228,6 @@ class Reader:
                 f"{self.path / 'index.json'} is malformed at {what}: {type(error).__name__}: {error}. It is not what was "
                 f"written. {REMEDY}"
             ) from error
-
-
-class Pieces:
-    """The pieces of one parameter. Saved order is that of the list, piece by piece.
-
-    Args:
-        rows: [rank, start, stop, file, offsets] of every piece, as they are in the index.
-        size: how many tensor-parallel ranks have saved it.
-
-    Attributes:
-        full_to_saved: elements of the flattened full parameter -> elements in saved order.
-
-    Raises:
-        ValueError: a piece is not what a writer could have written. Other errors mean the same.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Sequence[Any]],
-        entry: TensorEntry,
-        size: int,
-        files: Sequence[CheckedFile],
-    ) -> None:
-        self._files, self._dtypes, dtypes = files, entry.states, entry.states.values()
-        shape, cut = entry.shape, entry.cut
-        rank, start, stop, self._file = (_integers([row[i] for row in rows]) for i in range(4))
-        offsets = _integers([row[4] for row in rows]).reshape(len(rows), len(dtypes))
-        self._offset = dict(zip(entry.states, offsets.T, strict=True))
-        ranks, numel, length = size if cut else 1, math.prod(shard_shape(shape, cut, size)), stop - start
-        is_wrong = (rank < 0) | (rank >= ranks) | (start < 0) | (start >= stop) | (stop > numel)
-        is_wrong |= (self._file < 0) | (self._file >= len(files))
-        nbytes = np.array([file.nbytes for file in files])[np.clip(self._file, 0, len(files) - 1)]
-        last = nbytes[:, None] - length[:, None] * [dtype.itemsize for dtype in dtypes]
-        is_wrong |= ((offsets < 0) | (offsets > last)).any(axis=1)
-        order = np.lexsort((start, rank))
-        is_overlap = (rank[order][1:] == rank[order][:-1]) & (start[order][1:] < stop[order][:-1])
-        if is_wrong.any() or is_overlap.any():
-            raise ValueError("a piece lies outside of the parameter or its files, or overlaps another")
-        # In saved order there is a gap between pieces, so that no range runs on from one to the next.
-        self._base = np.cumsum(length + 1) - (length + 1)
-        in_shards = RangeMap(rank * numel + start, self._base, length)
-        self.full_to_saved = shards_to_full(shape, cut, size).inverse().then(in_shards)
-
-    def read(self, state: str, plan: RangeMap, out: np.ndarray, what: str) -> None:
-        """Fills the bytes `out` of a tensor by `plan`, elements of it -> elements in saved order; `what` is it in messages."""
-        order = np.argsort(plan.target)
-        source, target, length = (column[order] for column in (plan.source, plan.target, plan.length))
-        piece = np.searchsorted(self._base, target, "right") - 1
-        runs = np.stack([source, target - self._base[piece], length], axis=1) * self._dtypes[state].itemsize
-        for number, pairs in groupby(zip(piece.tolist(), runs.tolist(), strict=True), itemgetter(0)):
-            file, offset = self._files[self._file[number]], int(self._offset[state][number])
-            _read_runs(file, offset, [run for _, run in pairs], out, what)
-
-
-def _read_runs(file: CheckedFile, offset: int, runs: list[list[int]], out: np.ndarray, what: str) -> None:
-    """Args: runs: in bytes, where to in `out`, where from in the piece at `offset`, how many; in the order of the piece."""
-    low, high = runs[0][1], runs[-1][1] + runs[-1][2]
-    if len(runs) == 1:
-        to = runs[0][0]
-        file.read_into(out[to : to + high - low], offset + low, what)
-        return
-    # Rows of a matrix that is cut across: one read of all that lies between them, then a copy for each.
-    content = np.empty(high - low, dtype=np.uint8)
-    file.read_into(content, offset + low, what)
-    for to, start, length in runs:
-        out[to : to + length] = content[start - low : start - low + length]
-
-
-def _integers(values: Sequence[Any]) -> np.ndarray:
-    """The values as int64, and no others: "1", 1.0 and what is too large are not what was written."""
-    array = np.array(values)
-    if len(values) and array.dtype.kind != "i":
-        raise ValueError(f"{str(values)[:60]} are not all integers")
-    return array.astype(np.int64)
 
 
 def _no_number(text: str) -> None:
