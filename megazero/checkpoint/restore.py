@@ -38,20 +38,8 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
         ValueError: it is of a model of another shape, or of another optimizer.
     """
     _check_shapes(state, reader, strict)
-    kinds: list[str] = []
-    if with_optimizer and reader.index.get("optimizer") is not None:
-        with reader.well_formed("optimizer"):
-            saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
-        if saved != wanted:
-            raise ValueError(
-                f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
-                "or start it anew with --no-load-optim (load_optimizer_states=False)."
-            )
-        kinds_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
-        if wanted == Muon.__name__:
-            _check_matrices(state, reader, kinds_of)
-        kinds = sorted({key for of_entry in kinds_of.values() for key in of_entry})
-        state.optimizer.allocate_state(kinds_of, _saved_counters(reader))
+    has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
+    kinds = _allocate_optimizer(state, reader) if has_optimizer else []
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for bucket in state.buckets:
         with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
@@ -73,6 +61,22 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
             reader.read_part(name, CONSTANT, values)
             buffer.copy_(values.view(buffer.shape))
+
+
+def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
+    """Sets the optimizer's scalar state, makes room for its tensors, and returns by which names they are saved."""
+    with reader.well_formed("optimizer"):
+        saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
+    if saved != wanted:
+        raise ValueError(
+            f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
+            "or start it anew with --no-load-optim (load_optimizer_states=False)."
+        )
+    kinds_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+    if wanted == Muon.__name__:
+        _check_matrices(state, reader, kinds_of)
+    state.optimizer.allocate_state(kinds_of, _saved_counters(reader))
+    return sorted({key for kinds in kinds_of.values() for key in kinds})
 
 
 def continue_run(
