@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.importers.foreign import Read
+
 logger = logging.getLogger(__name__)
 
 _SPLIT, _SHARES = "single_partition_of_fp32_groups", "fp32_flat_groups"
-Reader = Callable[[], Tensor]
 Shapes = Sequence[Mapping[str, torch.Size]]
 
 
@@ -46,7 +47,7 @@ class OptimizerFiles(NamedTuple):
         state: what data-parallel rank 0 has saved.
     """
 
-    readers: dict[str, dict[str, Reader]]
+    readers: dict[str, dict[str, Read]]
     counters: dict[str, float] | None
     groups: list[dict[str, Any]] | None
     state: dict[str, Any]
@@ -157,9 +158,9 @@ def _read(vectors: Sequence[_Vector], begin: int, numel: int, shape: Sequence[in
     return joined[: math.prod(shape)].view(tuple(shape))
 
 
-def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: str) -> dict[str, Reader]:
+def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: str) -> dict[str, Read]:
     """Stages 1 and 2."""
-    readers: dict[str, Reader] = {}
+    readers: dict[str, Read] = {}
     world = len(flat)
     for rank, groups in enumerate(flat):
         if len(groups) != len(shapes):
@@ -181,9 +182,9 @@ def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: s
     return readers
 
 
-def _share_readers(flat: list[list[Tensor]], shapes: Shapes, where: str) -> dict[str, Reader]:
+def _share_readers(flat: list[list[Tensor]], shapes: Shapes, where: str) -> dict[str, Read]:
     """Stage 3."""
-    readers: dict[str, Reader] = {}
+    readers: dict[str, Read] = {}
     ranks = []
     for pieces in flat:
         *begins, end = accumulate((t.numel() for t in pieces), initial=0)

@@ -16,6 +16,9 @@ from megazero.checkpoint.tags import tag_of
 from megazero.checkpoint.writer import Piece, write_checkpoint
 from megazero.zero.bucket import MASTER
 
+Read = Callable[[], Tensor]
+"""Reads a whole tensor, when it is asked for."""
+
 
 @dataclass(frozen=True)
 class ForeignTensor:
@@ -30,7 +33,7 @@ class ForeignTensor:
 
     shape: tuple[int, ...]
     kind: str
-    states: Mapping[str, Callable[[], Tensor]]
+    states: Mapping[str, Read]
 
 
 @dataclass

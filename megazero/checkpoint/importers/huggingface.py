@@ -8,7 +8,7 @@ DIR/pytorch_model.bin                     what transformers wrote before safeten
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megazero.checkpoint.format import PLAIN_NAME
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
 from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.files import append_suffix
 from megazero.model.config import GPT2Config
@@ -39,7 +39,7 @@ class _Saved(NamedTuple):
     """A tensor in a file."""
 
     shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    read: Read
 
 
 def read_huggingface(directory: str | Path) -> ForeignCheckpoint:

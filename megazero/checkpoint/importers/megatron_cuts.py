@@ -6,13 +6,13 @@ Files do not say how a layer was cut, only Megatron-LM's names do. A parameter u
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.importers.foreign import ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignTensor, Read
 from megazero.mpu.partition import Partition
 
 _CUT_BY_ROWS = re.compile(
@@ -73,5 +73,5 @@ def cut_dimension(name: str, ranks: int) -> int | None:
     )
 
 
-def _join(parts: Sequence[Callable[[], Tensor]], cut: Partition) -> Tensor:
+def _join(parts: Sequence[Read], cut: Partition) -> Tensor:
     return cut.merge([part() for part in parts])
