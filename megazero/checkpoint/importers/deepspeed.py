@@ -13,20 +13,19 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
-from megazero.checkpoint.importers.deepspeed_partitions import OptimizerFiles, is_vector, read_optimizer_files
+from megazero.checkpoint.importers.deepspeed_partitions import is_vector, read_optimizer_files
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
 
 logger = logging.getLogger(__name__)
 
-_Rank = tuple[dict[str, ForeignTensor], dict[str, str], OptimizerFiles]  # tensors and aliases of a model-parallel rank
 # What DeepSpeed itself writes at the top of a model file; every other key is the user's.
 _OWN_KEYS = set(
     """
@@ -36,6 +35,16 @@ _OWN_KEYS = set(
     checkpoint_parallel_dimensions
     """.split()
 )
+
+
+class _Rank(NamedTuple):
+    """What the files of one model-parallel rank hold."""
+
+    tensors: dict[str, ForeignTensor]
+    aliases: dict[str, str]  # further names of tied parameters -> the name in `tensors`
+    counters: dict[str, float] | None  # these three of the optimizer, as in `OptimizerFiles`
+    groups: list[dict[str, Any]] | None
+    state: dict[str, Any]
 
 
 def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignCheckpoint:
@@ -51,21 +60,22 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
     """
     files = find_deepspeed_files(directory, tag)
     models = [files.load_model(rank) for rank in range(files.model_parallel)]
-    parts = [_read_rank(files, rank, model) for rank, model in enumerate(models)]
-    model, (tensors, aliases, optimizer) = models[0], parts[0]
-    if len(parts) > 1:
-        tensors = merge_model_parallel([part[0] for part in parts], model.get("checkpoint_version", 0))
+    ranks = [_read_rank(files, rank, model) for rank, model in enumerate(models)]
+    model, first = models[0], ranks[0]
+    tensors = first.tensors
+    if len(ranks) > 1:
+        tensors = merge_model_parallel([rank.tensors for rank in ranks], model.get("checkpoint_version", 0))
     logger.info("%s: written by DeepSpeed %s, %d tensors", files.folder, model.get("ds_version"), len(tensors))
     return ForeignCheckpoint(
         tensors=tensors,
-        aliases={alias: name for alias, name in aliases.items() if name in tensors},
+        aliases={alias: name for alias, name in first.aliases.items() if name in tensors},
         global_steps=int(model.get("global_steps") or 0),
         skipped_steps=int(model.get("skipped_steps") or 0),
         optimizer_type=_optimizer_type(model.get("ds_config")),
-        optimizer_counters=optimizer.counters,
-        optimizer_groups=plain_data(optimizer.groups, "optimizer_groups"),
+        optimizer_counters=first.counters,
+        optimizer_groups=plain_data(first.groups, "optimizer_groups"),
         lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
-        loss_scaler=_loss_scaler(optimizer.state),
+        loss_scaler=_loss_scaler(first.state),
         client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
     )
 
@@ -93,7 +103,7 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
             tensors[name] = _constant(value, "buffer")
         elif name not in tensors and name not in aliases and not is_stage_3:  # stage 3 has placeholders here
             tensors[name] = _constant(value, "frozen")
-    return tensors, aliases, optimizer
+    return _Rank(tensors, aliases, optimizer.counters, optimizer.groups, optimizer.state)
 
 
 def _constant(value: Tensor, kind: str) -> ForeignTensor:
@@ -147,7 +157,7 @@ def _read_stage_0(
             readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if is_vector(v)}
         tensors[name] = ForeignTensor(tuple(module[name].shape), "trained", readers)
     scalars = {k: float(v) for k, v in states[0].items() if not is_vector(v)} if is_certain else None
-    return tensors, aliases, OptimizerFiles({}, scalars, groups if is_certain else None, state)
+    return _Rank(tensors, aliases, scalars, groups if is_certain else None, state)
 
 
 def _shape_of(state: dict[str, Any]) -> Any:
