@@ -88,6 +88,13 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
             f"--tag {directory.name}."
         )
     reader = Reader(config.load, config.tag)
+    tokenizer = _tokenizer(config, reader)
+    model_config(reader).check_parallel(config.model_parallel_size)
+    return reader, tokenizer
+
+
+def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
+    """That of the training job, from the files that the flags give, or else from those that the job had."""
     client = client_state(reader)
     saved: dict[str, Any] = client.get("tokenizer", {})
     given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
@@ -103,8 +110,7 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
             f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
             f"found {tokenizer.sha256[:12]}...). Give the training job's --vocab-file and --merge-file, or --tokenizer-path."
         )
-    model_config(reader).check_parallel(config.model_parallel_size)
-    return reader, tokenizer
+    return tokenizer
 
 
 def model_config(reader: Reader) -> GPT2Config:
