@@ -10,7 +10,7 @@ from pathlib import Path
 from megazero.files import written_aside
 
 SCRIPT = "zero_to_fp32.py"
-_PARTS = ("ranges", "format", "tags", "tensor_file", "pieces", "reader", "zero_to_fp32")
+_PARTS = ("ranges", "format", "tags", "tensor_file", "pieces", "reader", "weight_files", "zero_to_fp32")
 _FUTURE = "from __future__ import annotations\n"
 _OWN_IMPORT = re.compile(
     rf"^from megazero\.checkpoint\.(?:{'|'.join(_PARTS)}) import (?:\([^)]*\)|[^\n(]*)\n", re.MULTILINE

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -235,29 +235,3 @@ class CheckedFile:
                 f"{what}). {REMEDY}"
             )
         return out
-
-
-def sharded(stem: str, suffix: str, tensors: Mapping[str, LazyTensor], limit: int) -> dict[str, dict[str, LazyTensor]]:
-    """By the names of files, as transformers has them, the tensors in each, in order.
-
-    Args:
-        limit: of the bytes in a file; a single larger tensor has one of its own.
-    """
-    shards: list[dict[str, LazyTensor]] = [{}]
-    held = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and held + tensor.nbytes > limit:
-            shards.append({})
-            held = 0
-        shards[-1][name] = tensor
-        held += tensor.nbytes
-    if len(shards) == 1:
-        return {stem + suffix: shards[0]}
-    return {f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}": shard for number, shard in enumerate(shards, 1)}
-
-
-def shard_index(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, dict[str, Any]]:
-    """What the .index.json beside several files holds: in which of them each tensor is, and the bytes of all."""
-    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
-    weight_map = {name: file for file, shard in shards.items() for name in shard}
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}

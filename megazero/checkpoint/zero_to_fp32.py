@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
+from megazero.checkpoint.weight_files import shard_index, sharded
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tensor_file import LazyTensor, shard_index, sharded, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
+from megazero.checkpoint.weight_files import shard_index, sharded
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.files import append_suffix, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
