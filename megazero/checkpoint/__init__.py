@@ -7,5 +7,5 @@ To read it, begin with docs/checkpoint_format.md; then
 - under both: `format` (the index), `tags` (names and places), `tensor_file` (one file), `ranges` and `pieces` (what lies where)
 - in a run: `config` (flags of the job), `training_state` (its parts that are saved), `plain` (the user's own state)
 - without a run: `zero_to_fp32` (beside every checkpoint, by `standalone`), `weight_files`, `commands` (of `__main__`),
-  `importers`
+  `importers`, and `offline`, by which both write checkpoints
 """

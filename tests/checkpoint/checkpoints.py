@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.format import TensorEntry
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.writer import Piece, write_checkpoint
+from megazero.checkpoint.writer import Piece
 from megazero.mpu.partition import Partition
 
 TAG = "global_step6"

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import CLIENT, SCHEDULE, TensorEntry
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.ranges import Cut
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import tag_at
-from megazero.checkpoint.writer import Piece, write_checkpoint
+from megazero.checkpoint.writer import Piece
 
 
 def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, data_parallel_size: int) -> Path:

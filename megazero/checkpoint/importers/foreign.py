@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import CONSTANT, SCHEDULE, TensorEntry
+from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.tags import tag_of
-from megazero.checkpoint.writer import Piece, write_checkpoint
+from megazero.checkpoint.writer import Piece
 from megazero.zero.bucket import MASTER
 
 Read = Callable[[], Tensor]
