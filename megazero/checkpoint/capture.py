@@ -75,12 +75,11 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[
     """Everything that is saved of the module, in its order."""
     found = {}
     for bucket in buckets:
+        kind = "trained" if bucket.is_trainable else "frozen"
         trained = dict.fromkeys((MASTER, *keys.get(bucket, ())), torch.float32)
         states = trained if bucket.is_trainable else {CONSTANT: bucket.weights.flat.dtype}
         for segment in bucket.layout.segments:
-            kind = "trained" if bucket.is_trainable else "frozen"
-            shape, cut = state.full_shape(segment.name, segment.shape), state.cut(segment.name, segment.shape)
-            found[segment.name] = TensorEntry(kind, shape, cut, states)
+            found[segment.name] = TensorEntry(kind, state.full_shape(segment), state.cut(segment), states)
     for name, value in state.buffers().items():
         found[name] = TensorEntry("buffer", tuple(value.shape), None, {CONSTANT: value.dtype})
     order = state.module.state_dict(keep_vars=True)

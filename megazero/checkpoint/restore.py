@@ -52,7 +52,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
                 for key in (key for key in kinds if key in entry.states):
                     parts = state.optimizer.parts_of(states, bucket, key, segment)
                     to_read += [(at.start, key, view) for view, at in parts]
-                cut = state.cut(segment.name, segment.shape)
+                cut = state.cut(segment)
                 to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once
                 for first, key, out in to_read:
                     reader.read_part(segment.name, key, out, cut=cut, rank=rank, size=size, start=first)
@@ -158,7 +158,7 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
 
 def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
     segments = [segment for bucket in state.buckets for segment in bucket.layout.segments]
-    wanted = {s.name: state.full_shape(s.name, s.shape) for s in segments}
+    wanted = {s.name: state.full_shape(s) for s in segments}
     wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
     saved = {name: entry.shape for name, entry in reader.tensors.items()}
     names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()

@@ -12,6 +12,7 @@ from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.mpu.random import RngState
 from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Segment
 from megazero.zero.optimizer import BucketOptimizer
 
 _TRACKED = "tracker/"  # what the names of the tracker's streams begin with
@@ -47,9 +48,9 @@ class TrainingState:
                 found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """How a parameter, of which this rank holds `shape`, is cut over the tensor-parallel ranks."""
-        return cut_of(self.partitions.get(name), shape, self.groups.model_parallel_size)
+    def cut(self, segment: Segment) -> Cut | None:
+        """How a parameter is cut over the tensor-parallel ranks."""
+        return cut_of(self.partitions.get(segment.name), segment.shape, self.groups.model_parallel_size)
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers -> the name under which they are saved."""
@@ -60,9 +61,10 @@ class TrainingState:
         first = {id_: next((n for n in same if n in saved), same[0]) for id_, same in names.items()}
         return {name: first[id_] for id_, same in names.items() for name in same if name != first[id_]}
 
-    def full_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a parameter, of which this rank holds `shape`, uncut and without padding."""
-        return self.partitions[name].full_shape(shape) if name in self.partitions else tuple(shape)
+    def full_shape(self, segment: Segment) -> tuple[int, ...]:
+        """The shape of a parameter, uncut and without padding."""
+        partition = self.partitions.get(segment.name)
+        return segment.shape if partition is None else partition.full_shape(segment.shape)
 
 
 def cut_of(partition: Partition | None, shard_shape: tuple[int, ...], size: int) -> Cut | None:
