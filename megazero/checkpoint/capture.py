@@ -83,7 +83,7 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[
     for name, value in state.buffers().items():
         found[name] = TensorEntry("buffer", tuple(value.shape), None, {CONSTANT: value.dtype})
     order = state.module.state_dict(keep_vars=True)
-    return {name: found[name] for name in [*(n for n in order if n in found), *(found.keys() - order.keys())]}
+    return {name: found[name] for name in [*(n for n in order if n in found), *found]}
 
 
 def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[Piece, States]:
