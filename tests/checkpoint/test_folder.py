@@ -1,0 +1,230 @@
+"""The directory that a job saves in: one job at a time, nothing whole is lost, and what is superfluous goes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megazero import mpu
+from megazero.checkpoint import folder
+from megazero.checkpoint.standalone import place_script
+from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
+from tests.checkpoint.engines import make_engine, train, write_one
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["saved at once", "saved in the background"])
+def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
+    world, tmp_path, monkeypatch, in_background
+):
+    engine, go_on, remove, deleted = make_engine(1), threading.Event(), folder._remove, []
+
+    def slow(path):
+        if path.exists():
+            assert go_on.wait(20)
+            deleted.append(path.name)
+        remove(path)
+
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+    monkeypatch.setattr(folder, "_remove", slow)
+    engine.save_checkpoint(str(tmp_path), client_state={"second": True}, keep_last=1, in_background=in_background)
+    if in_background:
+        engine._saver._thread.join()
+    assert latest_tag(tmp_path) == "global_step2" and list_tags(tmp_path) == ["global_step2"]
+    assert leftovers(tmp_path) == [".global_step1.partial", ".global_step2.replaced"]
+    go_on.set()
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), in_background=in_background)
+    assert sorted(deleted) == [".global_step1.partial", ".global_step2.replaced"]
+    engine.wait_for_checkpoint()
+    assert not leftovers(tmp_path) and list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_claims_next(world, tmp_path):
+    code = (
+        "import os, sys, time; from pathlib import Path; from megazero.checkpoint import folder\n"
+        "remove = folder._remove\n"
+        "folder._remove = lambda path: (time.sleep(0.3), os._exit(9) if sys.argv[2] == 'dies' else remove(path))\n"
+        "mine = folder.CheckpointFolder(sys.argv[1]); mine.prepare('global_step1'); "
+        "mine.publish('global_step1', {}, True, 0)"
+    )
+    engine = write_one(tmp_path)
+    engine._saver.close()  # lets the others save here
+    for end, status in (("dies", 9), ("ends", 0)):
+        assert subprocess.run([sys.executable, "-c", code, str(tmp_path), end]).returncode == status
+        assert leftovers(tmp_path) == ([".global_step1.replaced"] if end == "dies" else [])
+        assert latest_tag(tmp_path) == "global_step1"
+        engine.claim_checkpoints(str(tmp_path))
+        assert not leftovers(tmp_path)
+        engine._saver.close()
+
+
+def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
+    code = (
+        "import sys; from megazero.checkpoint.folder import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
+        "folder.claim(); print(flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    claimed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
+    assert claimed.stdout.readline()
+    engine = make_engine(1)
+    with pytest.raises(folder.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
+        engine.claim_checkpoints(str(tmp_path))
+    claimed.kill()
+    claimed.wait()
+    engine.save_checkpoint(str(tmp_path))
+
+
+def is_locked(directory) -> bool:
+    """Whether another process finds the directory's lock taken."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(directory / ".lock", "r+b") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os._exit(0)
+        except BlockingIOError:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_the_lock_is_held_until_the_last_engine_of_the_process_lets_go(tmp_path):
+    first, second, other = (folder.CheckpointFolder(tmp_path / name) for name in ("a", "a", "b"))
+    for each in (first, second, other):
+        each.claim()
+    first.release()
+    assert is_locked(tmp_path / "a")
+    second.release()
+    assert not is_locked(tmp_path / "a") and is_locked(tmp_path / "b")
+    first.claim()
+    assert is_locked(tmp_path / "a")
+    first.release(), other.release()
+
+
+def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folder.fcntl, "lockf", refused)
+    with pytest.raises(folder.DirectoryInUseError, match="another job"):
+        folder.CheckpointFolder(tmp_path).claim()
+
+
+def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
+    modes, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (modes.append(os.stat(old).st_mode & 0o777), replace(old, new)))
+    place_script(tmp_path)
+    assert modes == [0o755]
+
+
+@pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101])
+def test_tag_that_leads_elsewhere_is_refused(world, tmp_path, tag):
+    with pytest.raises(ValueError, match="becomes the name of its directory"):
+        make_engine(1).save_checkpoint(str(tmp_path / "save"), tag=tag)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
+    engine = make_engine(1)
+    for _ in range(3):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_users(world, tmp_path):
+    for step in (360, 450):
+        engine = write_one(tmp_path)
+        (tmp_path / "global_step1").rename(tmp_path / f"global_step{step}")
+        mpu.destroy_model_parallel()
+    shutil.copytree(tmp_path / "global_step450", tmp_path / "global_step450_best")
+    engine = make_engine(1)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert latest_tag(tmp_path) == "global_step1"
+    assert visible(tmp_path) == ["global_step1", "global_step450", "global_step450_best", "latest", "zero_to_fp32.py"]
+
+
+def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_may_change(world, tmp_path):
+    engine = make_engine(1)
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+    os.utime(tmp_path / "global_step2" / "index.json", ns=(1, 1))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=2)
+    assert list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
+    engine = write_one(tmp_path)
+    (tmp_path / "global_step1").rename(tmp_path / ".global_step1.replaced")  # died between its two renames
+    (tmp_path / ".global_step9.partial").mkdir()
+    engine.load_checkpoint(str(tmp_path))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    assert visible(tmp_path) == ["global_step1", "global_step2", "latest", "zero_to_fp32.py"]
+    assert not list(tmp_path.glob(".global*"))
+
+
+def test_saving_a_step_again_replaces_it(world, tmp_path):
+    engine = write_one(tmp_path)
+    engine.save_checkpoint(str(tmp_path), client_state={"second": True})
+    assert engine.load_checkpoint(str(tmp_path))[1] == {"second": True}
+    assert visible(tmp_path) == ["global_step1", "latest", "zero_to_fp32.py"]
+
+
+def test_a_directory_that_was_deleted_between_two_saves_is_made_again(world, tmp_path):
+    engine = write_one(tmp_path / "save")
+    shutil.rmtree(tmp_path / "save")
+    engine.save_checkpoint(str(tmp_path / "save"))
+    assert latest_tag(tmp_path / "save") == "global_step1" and (tmp_path / "save" / ".lock").exists()
+
+
+def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_only(world, tmp_path):
+    engine = write_one(tmp_path)
+    engine.save_checkpoint(str(tmp_path), tag="best", save_latest=False, keep_last=1)
+    assert list_tags(tmp_path) == ["global_step1", "best"]
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=1)
+    assert list_tags(tmp_path) == ["best", "global_step2"]
+
+
+def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by_time(tmp_path):
+    tags = ("global_step30", "best", "global_step5", "global_step20", "mine", "global_step100")
+    for time_ns, tag in enumerate(tags):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "index.json").touch()
+        os.utime(tmp_path / tag / "index.json", ns=(time_ns, time_ns))
+    went_back = ["global_step5", "global_step100", "global_step30", "mine", "best"]
+    assert tags_to_go_back_to(tmp_path, "global_step20") == went_back
+    by_steps = ["global_step100", "global_step30", "global_step20", "global_step5", "mine", "best"]
+    assert tags_to_go_back_to(tmp_path) == by_steps
+
+
+def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
+    engine = write_one(tmp_path / "save")
+    (tmp_path / "save" / "global_step1").rename(tmp_path / "elsewhere")
+    (tmp_path / "save" / "global_step1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "save" / ".a.partial").write_text("")
+    (tmp_path / "save" / ".b.partial").symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path / "save"), keep_last=1)
+    assert (tmp_path / "elsewhere" / "index.json").exists(), "what the user has put elsewhere is the user's"
+    assert latest_tag(tmp_path / "save") == "global_step3"
+
+
+def leftovers(directory) -> list[str]:
+    return sorted(p.name for p in directory.glob(".global*"))
+
+
+def visible(directory) -> list[str]:
+    return sorted(p.name for p in directory.iterdir() if not p.name.startswith("."))

@@ -1,0 +1,174 @@
+"""Saves by all ranks together, at once and in the background; a save that fails does so on all of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero import comm, mpu
+from megazero.checkpoint import saver, writer
+from megazero.checkpoint.tags import latest_tag, list_tags
+from tests.checkpoint.engines import make_engine, train, write_one
+from tests.ranks import run_ranks
+
+
+def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
+    engine = write_one(tmp_path)
+
+    def full_disk(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(writer, "write_tensors", full_disk)
+    train(engine, 1)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_checkpoint(str(tmp_path))
+    assert latest_tag(tmp_path) == "global_step1" and list_tags(tmp_path) == ["global_step1"]
+    assert not list(tmp_path.glob(".*.partial")), "a full disk needs the room"
+    engine.load_checkpoint(str(tmp_path))
+    monkeypatch.undo()
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    assert latest_tag(tmp_path) == "global_step2"
+
+
+def test_file_size_limit_in_the_middle_of_a_file_is_an_os_error_that_names_the_file(world, tmp_path):
+    engine = write_one(tmp_path)
+    train(engine, 1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not write .*rank_00000.safetensors: File too large"):
+            engine.save_checkpoint(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert latest_tag(tmp_path) == "global_step1"
+
+
+def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, tmp_path, monkeypatch):
+    engine = make_engine(1)
+    train(engine, 1)
+    go_on, write = threading.Event(), writer.write_tensors
+
+    def slow(path, tensors):
+        assert go_on.wait(20)
+        return write(path, tensors)
+
+    monkeypatch.setattr(writer, "write_tensors", slow)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    assert latest_tag(tmp_path) is None
+    want = train(engine, 2)
+    go_on.set()
+    engine.wait_for_checkpoint()
+    assert latest_tag(tmp_path) == "global_step1"
+    engine.load_checkpoint(str(tmp_path))
+    assert train(engine, 2) == want
+
+
+def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, monkeypatch):
+    engine = make_engine(1)
+    monkeypatch.setattr(writer, "write_tensors", _no_space)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    with pytest.raises(OSError, match=r"global_step0 was not saved: OSError: .*No space left"):
+        engine.save_checkpoint(str(tmp_path))
+    monkeypatch.undo()
+    engine.save_checkpoint(str(tmp_path))
+    assert latest_tag(tmp_path) == "global_step0"
+
+
+def test_what_one_rank_cannot_write_or_copy_raises_on_all(tmp_path):
+    run_ranks(2, _one_rank_fails, str(tmp_path))
+
+
+def _one_rank_fails(directory: str) -> None:
+    engine, is_second = make_engine(1), torch.distributed.get_rank() == 1
+    if is_second:
+        writer.write_tensors = _no_space
+    with pytest.raises((OSError, RuntimeError), match="No space left"):
+        engine.save_checkpoint(directory)
+    if is_second:
+        writer.Snapshot.staged = _no_memory
+    with pytest.raises(MemoryError if is_second else OSError, match="no host memory"):
+        engine.save_checkpoint(directory, in_background=True)
+    assert latest_tag(directory) is None
+
+
+def test_nodes_that_do_not_share_the_directory_are_told_so(tmp_path):
+    run_ranks(2, _apart, str(tmp_path))
+
+
+def _apart(parent: str) -> None:
+    rank, engine = torch.distributed.get_rank(), make_engine(1)
+    saver.SEEN_WITHIN_S = 0.3
+    mine = Path(parent) / f"node{rank}"
+    mine.mkdir()
+    host = re.escape(socket.gethostname())
+    with pytest.raises(
+        OSError,
+        match=rf"^rank 1 on {host} does not see in .*/node1 what rank 0 on {host} has just put into .*/node0\. ",
+    ):
+        engine.claim_checkpoints(str(mine))
+    assert os.listdir(mine) == [".lock"] * (rank == 0)
+    with pytest.raises(  # a caller that goes on all the same
+        OSError, match=r"rank 1 has written its part .*rank_00001\.json is not there: every node must see --save"
+    ):
+        engine.save_checkpoint(str(mine))
+    assert not list_tags(mine) and not (mine / "latest").exists()
+    engine.save_checkpoint(parent)  # and what they share takes it
+
+
+def test_a_directory_that_a_network_file_system_shows_late_is_waited_for(tmp_path):
+    run_ranks(2, _late, str(tmp_path / "new"))
+
+
+def _late(directory: str) -> None:
+    engine, exists, looks = make_engine(1), os.path.exists, []
+    if torch.distributed.get_rank() == 1:
+        os.path.exists = lambda path: (looks.append(path), len(looks) > 2 and exists(path))[1]
+    engine.claim_checkpoints(directory)
+    os.path.exists = exists
+    assert len(looks) == (3 if torch.distributed.get_rank() == 1 else 0)
+    comm.barrier()
+    assert os.listdir(directory) == [".lock"]
+
+
+def _no_memory(snapshot):
+    raise MemoryError("no host memory")
+
+
+def _no_space(path, tensors):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, monkeypatch):
+    first, second = make_engine(1), None
+    go_on, write = threading.Event(), writer.write_tensors
+    monkeypatch.setattr(writer, "write_tensors", lambda *a: (go_on.wait(20), write(*a))[1])
+    first.save_checkpoint(str(tmp_path), tag="A", in_background=True)
+    mpu.destroy_model_parallel()
+    second = make_engine(1)
+    go_on.set()
+    monkeypatch.setattr(writer, "write_tensors", write)
+    second.save_checkpoint(str(tmp_path), tag="B")
+    first.wait_for_checkpoint()
+    assert set(list_tags(tmp_path)) == {"A", "B"}
+
+
+def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = make_engine(1)
+    engine.save_checkpoint("relative", in_background=True)
+    monkeypatch.chdir("/")
+    engine.wait_for_checkpoint()
+    assert latest_tag(tmp_path / "relative") == "global_step0"
+    engine.destroy()
