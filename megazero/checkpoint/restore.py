@@ -39,17 +39,17 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     """
     _check_shapes(state, reader, strict)
     has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
-    kinds = _allocate_optimizer(state, reader) if has_optimizer else []
+    keys = _allocate_optimizer(state, reader) if has_optimizer else []
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for bucket in state.buckets:
-        with state.optimizer.state_at_hand(bucket, kinds, writes=True) as states:
+        with state.optimizer.state_at_hand(bucket, keys, writes=True) as states:
             for segment, part, start in bucket.weight_parts():
                 entry = reader.tensors.get(segment.name)
                 if entry is None:
                     continue
                 # A parameter may have been frozen when it was saved and be trained now, or the other way round.
                 to_read = [(start, entry.weight_state, part)]
-                for key in (key for key in kinds if key in entry.states):
+                for key in (key for key in keys if key in entry.states):
                     parts = state.optimizer.parts_of(states, bucket, key, segment)
                     to_read += [(at.start, key, view) for view, at in parts]
                 cut = state.cut(segment)
@@ -72,11 +72,11 @@ def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
             f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
             "or start it anew with --no-load-optim (load_optimizer_states=False)."
         )
-    kinds_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+    keys_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
     if wanted == Muon.__name__:
-        _check_matrices(state, reader, kinds_of)
-    state.optimizer.allocate_state(kinds_of, _saved_counters(reader))
-    return sorted({key for kinds in kinds_of.values() for key in kinds})
+        _check_matrices(state, reader, keys_of)
+    state.optimizer.allocate_state(keys_of, _saved_counters(reader))
+    return sorted({key for keys in keys_of.values() for key in keys})
 
 
 def continue_run(
@@ -174,12 +174,12 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
         )
 
 
-def _check_matrices(state: TrainingState, reader: Reader, kinds_of: dict[str, list[str]]) -> None:
+def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, list[str]]) -> None:
     """Raises where Muon updates other parameters than it did: what it keeps of them, AdamW does not, and the other way round."""
     groups = state.optimizer.param_groups
     for segment in [s for bucket in state.buckets for s in bucket.layout.segments if s.group != NO_GROUP]:
-        is_matrix, kinds = bool(groups[segment.group].get("use_muon")), kinds_of.get(segment.name)
-        if kinds and (MOMENTUM in kinds) != is_matrix:
+        is_matrix, keys = bool(groups[segment.group].get("use_muon")), keys_of.get(segment.name)
+        if keys and (MOMENTUM in keys) != is_matrix:
             now, then = ("Muon", "AdamW") if is_matrix else ("AdamW", "Muon")
             raise ValueError(
                 f"{segment.name} is {now}'s in this run, and the checkpoint {reader.path} has the state of {then}. Let the same "
