@@ -52,25 +52,16 @@ def load(job: Job) -> None:
     Raises:
         ValueError: it is damaged, of a model of another shape, or trained with another vocabulary.
     """
-    flags, directory = job.config.checkpoint, job.config.checkpoint.load
-    if not directory:
+    flags = job.config.checkpoint
+    if not flags.load:
         return
-    tags = comm.all_gathered_objects(comm.together(lambda: _newest_tag(directory, flags.load_fallback)))
-    if len(set(tags)) > 1:
-        raise ValueError(
-            f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
-            "Every node must see the same directory."
-        )
-    if tags[0] is None:
-        _refuse_wrong_directory(directory, may_hold_a_log=flags.is_saved_where_loaded)
-        if flags.finetune:
-            raise ValueError(f"--finetune: there is no checkpoint in --load {directory} to take the weights from.")
-        level = logging.INFO if flags.is_saved_where_loaded else logging.WARNING
-        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", directory, extra=ALIKE)
+    tag = _agreed_tag(flags.load, flags.load_fallback)
+    if tag is None:
+        _start_from_scratch(flags, Path(flags.load))
         return
     path, client = job.engine.load_checkpoint(
-        directory,
-        tags[0],
+        flags.load,
+        tag,
         load_optimizer_states=not flags.no_load_optim,
         load_rng=not flags.no_load_rng,
         load_module_only=flags.finetune,
@@ -124,23 +115,15 @@ def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
     job.corpora = corpora
 
 
-def _refuse_wrong_directory(directory: str, may_hold_a_log: bool) -> None:
-    """Nothing is found where --load points to: a new run, or a mistake that would cost hours."""
-    path = Path(directory)
-    if path.is_file():
-        raise ValueError(f"--load {directory} is a file: name the directory that a job saves in.")
-    if (path / "index.json").is_file():
-        raise ValueError(f"--load {directory} is one checkpoint: name the directory above it, {path.parent}.")
-    if tags := list_tags(path):
+def _agreed_tag(directory: str, fallback: bool) -> str | None:
+    """What every rank sees as the newest checkpoint; None where there is none. Collective."""
+    tags = comm.all_gathered_objects(comm.together(lambda: _newest_tag(directory, fallback)))
+    if len(set(tags)) > 1:
         raise ValueError(
-            f"--load {directory} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
-            "it, or take the newest by --load-fallback."
+            f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
+            "Every node must see the same directory."
         )
-    if not may_hold_a_log and path.is_dir() and any(path.iterdir()):
-        raise ValueError(
-            f"--load {directory} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
-            "`python -m megazero.checkpoint import` makes one of another system's checkpoint."
-        )
+    return tags[0]
 
 
 def _newest_tag(directory: str, fallback: bool) -> str | None:
@@ -151,8 +134,32 @@ def _newest_tag(directory: str, fallback: bool) -> str | None:
         if not fallback:
             raise
         tag = None
-    older = tags_to_go_back_to(directory) if fallback and tag is None else []
-    return tag or next(iter(older), None)
+    if tag is None and fallback:
+        return next(iter(tags_to_go_back_to(directory)), None)
+    return tag
+
+
+def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
+    """Says so where --load leads to no checkpoint; or refuses, where that looks like a mistake, which would cost hours."""
+    if path.is_file():
+        raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
+    if (path / "index.json").is_file():
+        raise ValueError(f"--load {flags.load} is one checkpoint: name the directory above it, {path.parent}.")
+    if tags := list_tags(path):
+        raise ValueError(
+            f"--load {flags.load} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
+            "it, or take the newest by --load-fallback."
+        )
+    # Where the job saves, its log may lie already.
+    if not flags.is_saved_where_loaded and path.is_dir() and any(path.iterdir()):
+        raise ValueError(
+            f"--load {flags.load} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
+            "`python -m megazero.checkpoint import` makes one of another system's checkpoint."
+        )
+    if flags.finetune:
+        raise ValueError(f"--finetune: there is no checkpoint in --load {flags.load} to take the weights from.")
+    level = logging.INFO if flags.is_saved_where_loaded else logging.WARNING
+    logger.log(level, "no checkpoint in --load %s yet: starting from scratch", flags.load, extra=ALIKE)
 
 
 def _prepare_to_continue(job: Job, reader: Reader) -> None:
