@@ -88,30 +88,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if output.suffix in _FILE_SUFFIXES and not output.is_dir():
         output.parent.mkdir(parents=True, exist_ok=True)
         _write_file(output, tensors, aliases)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    if not safe_serialization and any((output / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
-        raise ValueError(
-            f"{output} has a model.safetensors already, which is read before the pytorch_model.bin that would be written beside "
-            "it. Choose another directory, or --safe_serialization."
-        )
-    files = sharded(stem, suffix, tensors, _bytes(max_shard_size))
-    for file, shard in files.items():
-        _write_file(output / file, shard, aliases)
-    index, kept = output / f"{stem}{suffix}.index.json", set(files)
-    if len(files) > 1:
-        content = shard_index(files)
-        if not safe_serialization:
-            file_of = content["weight_map"]
-            file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
-        _replace(index, lambda path: path.write_text(json.dumps(content, indent=2)))
-        kept.add(index.name)
-    # Of an earlier conversion, which whoever reads the directory would take for this one.
-    digits = "[0-9]" * 5
-    for older in (index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
-        if older.name not in kept:
-            older.unlink(missing_ok=True)
+    else:
+        _write_directory(output, tensors, aliases, _bytes(max_shard_size), safe_serialization)
 
 
 def _open(directory: str | Path, tag: str | int | None) -> Reader:
@@ -165,6 +143,39 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _write_directory(
+    output: Path,
+    tensors: Mapping[str, LazyTensor],
+    aliases: Mapping[str, str],
+    max_bytes: int,
+    safe_serialization: bool,
+) -> None:
+    """Writes files of at most `max_bytes`, their index if they are several, and deletes what an earlier conversion has left."""
+    output.mkdir(parents=True, exist_ok=True)
+    stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    if not safe_serialization and any((output / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
+        raise ValueError(
+            f"{output} has a model.safetensors already, which is read before the pytorch_model.bin that would be written beside "
+            "it. Choose another directory, or --safe_serialization."
+        )
+    files = sharded(stem, suffix, tensors, max_bytes)
+    for file, shard in files.items():
+        _write_file(output / file, shard, aliases)
+    index, kept = output / f"{stem}{suffix}.index.json", set(files)
+    if len(files) > 1:
+        content = shard_index(files)
+        if not safe_serialization:
+            file_of = content["weight_map"]
+            file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
+        _replace(index, lambda path: path.write_text(json.dumps(content, indent=2)))
+        kept.add(index.name)
+    # Of an earlier conversion, which whoever reads the directory would take for this one.
+    digits = "[0-9]" * 5
+    for older in (index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
+        if older.name not in kept:
+            older.unlink(missing_ok=True)
 
 
 def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
