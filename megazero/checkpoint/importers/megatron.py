@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,20 @@ def read_megatron(
         return full.to(torch.float32, copy=name not in cuts)  # never a view of the file
 
     steps = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
-    return ForeignCheckpoint(
-        tensors={
-            name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in held[0][name]})
-            for name, shape in shapes.items()
-        },
-        global_steps=steps,
-        optimizer_type="AdamW" if optimizer else None,  # apex's FusedAdam, whose weight decay is decoupled
-        optimizer_counters={"step": optimizer.step} if optimizer else None,
-        optimizer_groups=optimizer.groups if optimizer else None,
-        lr_scheduler=_schedule(files[0].get("lr_scheduler"), steps) if optimizer else None,
-        loss_scaler=optimizer.loss_scaler if optimizer else None,
-        client_state={"model": asdict(config)},
+    tensors = {
+        name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in held[0][name]})
+        for name, shape in shapes.items()
+    }
+    weights = ForeignCheckpoint(tensors, global_steps=steps, client_state={"model": asdict(config)})
+    if optimizer is None:
+        return weights
+    return replace(
+        weights,
+        optimizer_type="AdamW",  # apex's FusedAdam, whose weight decay is decoupled
+        optimizer_counters={"step": optimizer.step},
+        optimizer_groups=optimizer.groups,
+        lr_scheduler=_schedule(files[0].get("lr_scheduler"), steps),
+        loss_scaler=optimizer.loss_scaler,
     )
 
 
