@@ -64,7 +64,7 @@ def replaced_path(directory: str | Path, tag: str) -> Path:
 
 def tag_at(path: Path) -> str:
     """The tag of the checkpoint at `path`, which may be a `replaced_path`."""
-    return path.name.removeprefix(".").removesuffix(".replaced")
+    return path.name[1:].removesuffix(".replaced") if path.name.startswith(".") else path.name
 
 
 def checkpoint_path(directory: str | Path, tag: str) -> Path:

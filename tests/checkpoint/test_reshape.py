@@ -44,6 +44,13 @@ def test_a_reshaped_checkpoint_holds_the_same(old, new, tmp_path):
     assert [len(each) for each in after.index["blobs"]] == [1] + [0] * (new[0] * new[1] - 1)
 
 
+def test_a_tag_stays_though_it_ends_as_names_of_what_is_being_replaced_do(tmp_path):
+    before = make(tmp_path / "a", tag="best.replaced")
+    assert reshape(before, tmp_path / "b", 1, 1).name == "best.replaced"
+    before.path.rename(tmp_path / "a" / ".best.replaced.replaced")  # died between its two renames
+    assert reshape(Reader(tmp_path / "a", "best.replaced"), tmp_path / "c", 1, 1).name == "best.replaced"
+
+
 def test_files_are_those_of_the_ranks(tmp_path):
     """What is cut lies in the files of the rank that holds it, what is not in those of the first; each has its equal share."""
     reshape(make(tmp_path / "a"), tmp_path / "b", 2, 3)
