@@ -125,7 +125,8 @@ class CheckpointFolder:
                 _remove(partial)
         for name in ("latest", SCRIPT):
             for aside in self.path.glob(f"{name}.tmp*"):
-                aside.unlink(missing_ok=True)
+                if not aside.is_dir():  # which is a checkpoint under that tag
+                    aside.unlink(missing_ok=True)
         for replaced in self.path.glob(".*.replaced"):
             final = self.path / tag_at(replaced)
             if final.exists():
