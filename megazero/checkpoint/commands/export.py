@@ -118,12 +118,12 @@ def write_huggingface(
         end_of_text = _GPT2_END_OF_TEXT
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     with _directory_aside(directory) as aside:
-        _write_weights(aside, tensors, config, dtype, max_shard_bytes)
         content = {**config_to_huggingface(config), **ends, "torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(aside / "config.json", content, indent=2)
         write_json(aside / "generation_config.json", {"_from_model_config": True, **ends}, indent=2)
         for source in tokenizer_files:
             _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
+        _write_weights(aside, tensors, config, dtype, max_shard_bytes)  # last: what can be wrong above takes no time
 
 
 @contextmanager

@@ -146,6 +146,14 @@ def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, 
     assert not (tmp_path / "other").exists()
 
 
+def test_a_wrong_tokenizer_file_is_told_before_any_weight_is_read(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for file, error in (("config.json", ValueError), ("missing", FileNotFoundError)):
+        with pytest.raises(error, match=file):
+            write_huggingface(tmp_path / "model", None, CONFIG, torch.float32, [tmp_path / file])
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full, written):
     def fails(name):
         raise OSError(errno.ENOSPC, "the disk is full")
