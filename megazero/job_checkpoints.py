@@ -129,13 +129,14 @@ def _agreed_tag(directory: str, fallback: bool) -> str | None:
 def _newest_tag(directory: str, fallback: bool) -> str | None:
     """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there."""
     try:
-        tag = latest_tag(directory)
-    except CheckpointError:
+        tag, problem = latest_tag(directory), f"--load {directory} has no file `latest`."
+    except CheckpointError as error:
         if not fallback:
             raise
-        tag = None
-    if tag is None and fallback:
-        return next(iter(tags_to_go_back_to(directory)), None)
+        tag, problem = None, str(error)
+    if tag is None and fallback and (older := tags_to_go_back_to(directory)):
+        logger.warning("%s Taking the newest checkpoint that is there, %s.", problem, older[0], extra=ALIKE)
+        return older[0]
     return tag
 
 

@@ -81,6 +81,7 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     (tmp_path / "latest").unlink()
     done = job(corpus, tmp_path, "--load-fallback")
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
+    assert done.stdout.count("has no file `latest`. Taking the newest checkpoint that is there, global_step12.") == 1
     assert files(tmp_path) == files(whole), "steps 9 to 12 again, bit for bit"
 
 
