@@ -20,9 +20,9 @@ from megazero.checkpoint.saver import Saver
 from megazero.checkpoint.tags import tag_of
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
-from megazero.mpu.mappings import sequence_channel
 from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import partitions
+from megazero.mpu.sequence_mappings import sequence_channel
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.optim.optimizers import OptimizerFactory

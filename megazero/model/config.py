@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from megazero.mpu.mappings import sequence_slice_length
+from megazero.mpu.sequence_mappings import sequence_slice_length
 from megazero.option import option
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]

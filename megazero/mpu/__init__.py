@@ -2,7 +2,7 @@
 
 Layers, losses and gradients of a model that is cut over the ranks of one group:
 
-    groups          which ranks share a model          mappings        how tensors enter and leave the parallel region
+    groups          which ranks share a model          mappings        how tensors enter and leave; slices: `sequence_mappings`
     partition       how a parameter is cut             layers          linear layers; embeddings in `embeddings`
     init            initial values                     cross_entropy   the loss of vocabulary-parallel logits
     random          random streams                     data, grads     broadcast of a batch; gradient norm
@@ -42,17 +42,19 @@ from megazero.mpu.groups import (
 )
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.mappings import (
-    copy_parameters_to_sequence_parallel_region,
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from megazero.mpu.partition import Partition, partitions
 from megazero.mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megazero.mpu.sequence_mappings import (
+    copy_parameters_to_sequence_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 
 if TYPE_CHECKING:
     from megazero.activation_checkpointing import checkpoint, partition_activations_in_checkpoint

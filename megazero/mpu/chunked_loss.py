@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from megazero.comm import ProcessGroup
 from megazero.mpu.cross_entropy import max_and_sum, over_ranks, write_gradient
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.mappings import copy_to_model_parallel_region, gather_from_sequence_parallel_region
+from megazero.mpu.mappings import copy_to_model_parallel_region
+from megazero.mpu.sequence_mappings import gather_from_sequence_parallel_region
 from megazero.mpu.utils import VocabUtility, as_autocast, check_token_ids
 
 

@@ -15,13 +15,10 @@ from torch.nn.init import xavier_normal_
 
 from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
-from megazero.mpu.mappings import (
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megazero.mpu.mappings import gather_from_model_parallel_region, reduce_from_model_parallel_region
 from megazero.mpu.parallel_module import ParallelModule, shard_size
 from megazero.mpu.partition import Partition
+from megazero.mpu.sequence_mappings import reduce_scatter_to_sequence_parallel_region
 from megazero.mpu.utils import VocabUtility, check_token_ids
 
 

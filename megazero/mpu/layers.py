@@ -21,16 +21,18 @@ from megazero.comm import ProcessGroup, has_streams
 from megazero.mpu.init import InitMethod
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.mappings import (
-    copy_parameters_to_sequence_parallel_region,
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
 from megazero.mpu.parallel_module import ParallelModule, shard_size
 from megazero.mpu.partition import Partition
+from megazero.mpu.sequence_mappings import (
+    copy_parameters_to_sequence_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megazero.mpu.utils import as_autocast
 
 

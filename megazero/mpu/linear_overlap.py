@@ -23,11 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megazero import comm
 from megazero.comm import ProcessGroup
-from megazero.mpu.mappings import (
-    copy_to_model_parallel_region,
-    start_sequence_gather,
-    start_sequence_reduce_scatter,
-)
+from megazero.mpu.mappings import copy_to_model_parallel_region
+from megazero.mpu.sequence_mappings import start_sequence_gather, start_sequence_reduce_scatter
 from megazero.mpu.utils import as_autocast, outside_graphs
 
 

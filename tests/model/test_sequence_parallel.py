@@ -15,8 +15,8 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.model.cache import KeyValueCache
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
-from megazero.mpu import mappings
-from megazero.mpu.mappings import sequence_channel
+from megazero.mpu import sequence_mappings
+from megazero.mpu.sequence_mappings import sequence_channel
 from tests.model.plain_gpt2 import random_tokens, randomize
 from tests.model.test_gpt2 import VOCAB, assert_same_gradients, same_model, small_config
 from tests.ranks import run_ranks
@@ -257,7 +257,7 @@ def connected_case():
         sgd = partial(torch.optim.SGD, lr=0.1)
         engine = Engine(model, groups, sgd, *weight_decay_groups(model, 0.0))
         with pytest.MonkeyPatch.context() as patch:
-            for module in (mappings, checkpointer):
+            for module in (sequence_mappings, checkpointer):
                 patch.delattr(module, "Channel")
             engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]).mean())
         engine.step()

@@ -227,7 +227,7 @@ def fake_world(
             with unset_fake_temporarily():  # ranks tell each other names
                 return channel(group, timeout_s=60.0, **sets)  # the fake backend has none
 
-        for module in (comm, mpu.mappings, checkpointing.checkpointer):
+        for module in (comm, mpu.sequence_mappings, checkpointing.checkpointer):
             patch.setattr(module, "Channel", open_channel)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
@@ -241,7 +241,7 @@ def fake_world(
         finally:
             mpu.destroy_model_parallel()
             dist.destroy_process_group()
-            mpu.mappings.sequence_channel.cache_clear()
+            mpu.sequence_mappings.sequence_channel.cache_clear()
             checkpointing.configure(None)
 
 
