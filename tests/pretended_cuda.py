@@ -175,7 +175,7 @@ class CheckedSwapFile(PretendedSwapFile):
         start = region.offset + offset
         place = start, start + buffer.nbytes
         transfer = Transfer(self._cuda, buffer, self._block, place, kind=kind, after=after, filled=filled)
-        self._used[region].add(transfer)
+        self._regions.hold(region, transfer)
         return transfer
 
 

@@ -13,17 +13,15 @@ import os
 import stat
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from megazero.nvme.pages import PAGE, padded
+from megazero.nvme.regions import Region, Regions
 from megazero.nvme.transfer import AioConfig, Kind, Requests, Transfer
 from megazero.nvme.transport import UNSUPPORTED, FileTransport
 
@@ -33,19 +31,6 @@ _ADVICE = (
     "Free space there, set nvme_path (--nvme-path) to a larger file system, use more data-parallel ranks, or leave a state in "
     "host memory (offload_optimizer.device or offload_param.device: cpu)"
 )
-
-
-@dataclass(frozen=True)
-class Region:
-    """A place in a swap file: `nbytes` (whole pages) at `offset`."""
-
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """The first byte behind it."""
-        return self.offset + self.nbytes
 
 
 def check_folder(folder: str | Path) -> None:
@@ -123,11 +108,8 @@ class SwapFile:
             self._file.close()
             raise
         self._lock = threading.Lock()
-        self._end = 0
+        self._regions = Regions()
         self._reserves = True
-        self._used: dict[Region, WeakSet[Transfer]] = {}  # and the transfers there: those under way exist
-        self._freed: deque[tuple[Region, WeakSet[Transfer]]] = deque()
-        self._holes: list[Region] = []  # by offset; no two of them touch
 
     def __enter__(self) -> SwapFile:
         """Itself; closed at the end of the block."""
@@ -144,7 +126,7 @@ class SwapFile:
     @property
     def nbytes(self) -> int:
         """Size of the file: regions in use and those freed."""
-        return self._end
+        return self._regions.end
 
     def allocate(self, nbytes: int) -> Region:
         """A region of `nbytes`, rounded up to whole pages; its space on the disk is reserved.
@@ -158,13 +140,10 @@ class SwapFile:
         if size == 0:
             return Region(0, 0)
         with self._lock:
-            self._collect_freed()
-            region = self._take_hole(size)
+            region = self._regions.reuse(size)
             if region is None:
                 self._grow(size)
-                region = Region(self._end, size)
-                self._end = region.end
-            self._used[region] = WeakSet()
+                region = self._regions.append(size)
             return region
 
     def free(self, region: Region) -> None:
@@ -175,8 +154,7 @@ class SwapFile:
         """
         if region.nbytes:
             self._check_in_use(region)
-            # No lock: a finalizer may run while this thread has it.
-            self._freed.append((region, self._used.pop(region)))
+            self._regions.free(region)
 
     def read(self, region: Region, buffer: Tensor, offset: int = 0, *, after: Transfer | None = None) -> Transfer:
         """Starts to fill `buffer` with the bytes of `region` from its byte `offset` on.
@@ -249,54 +227,29 @@ class SwapFile:
             )
         view = buffer.detach().view(-1).view(torch.uint8).numpy().data
         transfer = self._requests.start(kind, view, region.offset + offset, after, filled)
-        self._used.get(region, WeakSet()).add(transfer)
+        self._regions.hold(region, transfer)
         return transfer
 
     def _check_in_use(self, region: Region) -> None:
-        if region not in self._used:
+        if region not in self._regions:
             raise RuntimeError(f"{region} of {self.path} is not in use: it was freed, or belongs to another file.")
 
-    def _collect_freed(self) -> None:
-        for _ in range(len(self._freed)):
-            region, under_way = self._freed.popleft()
-            if all(transfer.done() for transfer in under_way):
-                self._holes.append(region)
-            else:
-                self._freed.append((region, under_way))
-        merged: list[Region] = []
-        for hole in sorted(self._holes, key=lambda region: region.offset):
-            if merged and merged[-1].end == hole.offset:
-                hole = Region(merged[-1].offset, merged.pop().nbytes + hole.nbytes)
-            merged.append(hole)
-        self._holes = merged
-
-    def _take_hole(self, size: int) -> Region | None:
-        for i, hole in enumerate(self._holes):
-            if hole.nbytes >= size:
-                rest = Region(hole.offset + size, hole.nbytes - size)
-                self._holes[i : i + 1] = [rest] if rest.nbytes else []
-                return Region(hole.offset, size)
-        return None
-
     def _grow(self, size: int) -> None:
-        descriptor = self._file.fileno()
+        descriptor, end = self._file.fileno(), self._regions.end
         try:
             if size > _free_bytes(self.path.parent):  # asked first: trying would fill the disk for everybody on the way
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._reserves and not _reserve(descriptor, self._end, size):
+            if self._reserves and not _reserve(descriptor, end, size):
                 self._reserves = False
                 logger.warning("%s: space cannot be reserved there; a full disk shows at a write only", self.path)
             if not self._reserves:
-                os.ftruncate(descriptor, self._end + size)
+                os.ftruncate(descriptor, end + size)
         except OSError as error:
-            os.ftruncate(descriptor, self._end)  # what was reserved of it
+            os.ftruncate(descriptor, end)  # what was reserved of it
             free = _free_bytes(self.path.parent)
-            text = f"rank {self.rank}: {size} bytes more than the {self._end} it has: {error.strerror}; {free} are free"
-            if error.errno == errno.EFBIG:
-                raise OSError(
-                    error.errno, f"{text}. Raise the limit of a file's size (ulimit -f)", str(self.path)
-                ) from error
-            raise OSError(error.errno, f"{text}. {_ADVICE}", str(self.path)) from error
+            text = f"rank {self.rank}: {size} bytes more than the {end} it has: {error.strerror}; {free} are free"
+            advice = "Raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else _ADVICE
+            raise OSError(error.errno, f"{text}. {advice}", str(self.path)) from error
 
 
 def _open_unnamed(folder: Path, who: str) -> BinaryIO:

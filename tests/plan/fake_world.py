@@ -159,7 +159,7 @@ class PretendedSwapFile(SwapFile):
     ) -> Transfer:
         assert after is None and 0 <= offset <= offset + buffer.nbytes <= region.nbytes
         transfer = SlowTransfer(filled)
-        self._used[region].add(transfer)
+        self._regions.hold(region, transfer)
         return transfer
 
 
