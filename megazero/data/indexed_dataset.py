@@ -75,17 +75,19 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._bin.close()
-            self._aside.unlink(missing_ok=True)
-            return
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-        sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
         index_aside = append_suffix(self.prefix, f".idx.tmp{os.getpid()}")
-        mmidx.write_index(index_aside, self.dtype, [(sizes, doc_idx)])
-        mmidx.publish(self.prefix, self._aside, index_aside)  # the .idx last: where it exists, the .bin is whole
+        try:
+            if kind is None:
+                self._bin.flush()
+                os.fsync(self._bin.fileno())
+                sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
+                mmidx.write_index(index_aside, self.dtype, [(sizes, doc_idx)])
+                # The .idx last: where it exists, the .bin is whole.
+                mmidx.publish(self.prefix, self._aside, index_aside)
+        finally:  # what has no name yet, where the block has failed, or the disk is full
+            self._aside.unlink(missing_ok=True)
+            index_aside.unlink(missing_ok=True)
+            self._bin.close()
 
 
 class IndexedDataset:

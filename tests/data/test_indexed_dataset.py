@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import struct
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.data import mmidx
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import token_dtype, write_index
 
@@ -95,6 +97,18 @@ def test_a_failed_writer_leaves_nothing_and_keeps_the_old(golden):
             writer.add_document([5])
             raise KeyboardInterrupt
     assert sorted(p.name for p in golden.parent.iterdir()) == ["g.bin", "g.idx"] and len(IndexedDataset(golden)) == 3
+
+
+@pytest.mark.parametrize("last", ["write_index", "publish"])
+def test_a_writer_that_finds_a_full_disk_at_the_end_leaves_nothing(tmp_path, monkeypatch, last):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mmidx, last, full)
+    with pytest.raises(OSError, match="No space left"):
+        with IndexedDatasetWriter(tmp_path / "w", np.uint16) as writer:
+            writer.add_document([5])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tokens", [[65536], [-1], np.array([1.5]), np.array([70000])])
