@@ -28,7 +28,7 @@ from megazero.mpu.cross_entropy import max_and_sum, over_ranks, write_gradient
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.mappings import copy_to_model_parallel_region
 from megazero.mpu.sequence_mappings import gather_from_sequence_parallel_region
-from megazero.mpu.utils import VocabUtility, as_autocast, check_token_ids
+from megazero.mpu.utils import as_autocast, check_token_ids
 
 
 def chunked_vocab_parallel_loss(
@@ -110,8 +110,8 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_size: int,
         token_chunk: int,
     ) -> Tensor:
-        first, last = VocabUtility.vocab_range_from_per_partition_vocab_size(weight.size(0), group.rank(), group.size())
-        ctx.columns = max(min(last, vocab_size) - first, 0)  # without padding
+        first = group.rank() * weight.size(0)  # id of this rank's first row
+        ctx.columns = min(max(vocab_size - first, 0), weight.size(0))  # without padding
         ctx.chunk_size, ctx.token_chunk = chunk_size, token_chunk
         rows = x.reshape(-1, x.size(-1))  # [tokens, h]
         ids = targets.reshape(-1) - first  # [tokens] column of the target; outside of [0, columns) on another rank

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megazero import comm
 from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.utils import VocabUtility, check_token_ids
+from megazero.mpu.utils import check_token_ids
 
 CHUNK_NUMEL_CPU = 1 << 18  # fp32 elements of a chunk: 1 MB, which a core's second-level cache holds
 CHUNK_NUMEL_DEVICE = 1 << 26  # 256 MB: few launches, and still small beside the logits of a large batch
@@ -73,10 +73,8 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
-        first, last = VocabUtility.vocab_range_from_per_partition_vocab_size(
-            logits.size(-1), group.rank(), group.size()
-        )
-        columns = max(min(last, vocab_size) - first, 0)  # of this rank, without padding
+        first = group.rank() * logits.size(-1)  # id of this rank's first column
+        columns = min(max(vocab_size - first, 0), logits.size(-1))  # without padding
         rows = logits.reshape(-1, logits.size(-1))  # [tokens, v/t]
         ids = targets.reshape(-1, 1)  # [tokens, 1]
         is_own = (ids >= first) & (ids < first + columns)
