@@ -105,23 +105,21 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
     Raises:
         ValueError: nothing fits.
     """
-    others = num_blocks - 1
-    best: tuple[float, int, list[str]] | None = None
-    for full in range(others + 1):
-        for selective in range(others + 1 - full):
-            modes = ["full"] * full + ["selective"] * selective + ["none"] * (num_blocks - full - selective)
-            candidate = (sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs), modes)
-            if candidate[1] <= budget_bytes and (best is None or candidate[:2] < best[:2]):
-                best = candidate
-    if best is None:
-        least = min(peak_bytes([mode] * others + ["none"], costs) for mode in BLOCK_MODES)
+    plans = (
+        ["full"] * full + ["selective"] * selective + ["none"] * (num_blocks - full - selective)
+        for full in range(num_blocks)
+        for selective in range(num_blocks - full)
+    )
+    fitting = [modes for modes in plans if peak_bytes(modes, costs) <= budget_bytes]
+    if not fitting:
+        least = min(peak_bytes([mode] * (num_blocks - 1) + ["none"], costs) for mode in BLOCK_MODES)
         raise ValueError(
             f"--recompute-budget-gb {budget_bytes / 1e9:g} is {budget_bytes:,} bytes, and {num_blocks} blocks need {least:,} "
             f"even if all but the last are recomputed: one block alone has {costs['none'].nbytes:,} bytes of activations in its "
             "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
             "--model-parallel-size."
         )
-    return best[2]
+    return min(fitting, key=lambda modes: (sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs)))
 
 
 def measure_block(
@@ -185,10 +183,6 @@ class SavedTensors:
         if place not in {other.untyped_storage().data_ptr() for other in self._ignore}:
             self._storages[x.device, place] = storage
         return x
-
-    def clear(self) -> None:
-        """Lets go of everything."""
-        self._storages.clear()
 
 
 @contextmanager
