@@ -78,7 +78,8 @@ def generate(
         ValueError: an empty prompt, a prompt that with `max_new_tokens` does not fit the model's positions, or a sampling option
             outside its range.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p)
+    _check_lengths(prompts, max_new_tokens, model.config.max_position_embeddings)
     if not prompts or max_new_tokens == 0:
         return [[] for _ in prompts]
     device = model.word_embeddings.weight.device
@@ -140,18 +141,9 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
             raise ValueError(f"{name} is {value}; it must be {valid}.")
 
 
-def _check(
-    model: GPT2Model,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> None:
+def _check_lengths(prompts: Sequence[Sequence[int]], max_new_tokens: int, available: int) -> None:
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0.")
-    check_sampling(temperature, top_k, top_p)
-    available = model.config.max_position_embeddings
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(

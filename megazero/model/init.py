@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from megazero.mpu.init import InitMethod
 
 
 def normal_init(std: float) -> InitMethod:
     """An initialiser that draws from N(0, std^2)."""
-
-    def fill(weight: Tensor) -> Tensor:
-        return nn.init.normal_(weight, mean=0.0, std=std)
-
-    return fill
+    return partial(nn.init.normal_, std=std)
 
 
 def scaled_normal_init(std: float, num_layers: int) -> InitMethod:

@@ -21,7 +21,7 @@ from megazero.model.mlp import ParallelMLP
 from megazero.mpu.init import InitMethod
 
 
-def _gpt2_config(hidden_size: int, num_attention_heads: int = 1, **options: Any) -> GPT2Config:
+def _gpt2_config(hidden_size: int, num_attention_heads: int, **options: Any) -> GPT2Config:
     config = GPT2Config(hidden_size=hidden_size, num_attention_heads=num_attention_heads, **options)
     config.check_parallel(mpu.get_model_parallel_world_size())
     return config

@@ -41,11 +41,13 @@ class FusedAdam(torch.optim.Adam):
             raise ValueError(
                 "FusedAdam is torch's fused Adam, which always corrects the bias, got bias_correction=False. Use HybridAdam."
             )
-        numbers: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(params, **numbers, fused=True, decoupled_weight_decay=adam_w_mode)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=True,
+            decoupled_weight_decay=adam_w_mode,
+        )
