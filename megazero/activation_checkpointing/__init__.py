@@ -144,9 +144,3 @@ def partition_activations_in_checkpoint(partition_activations: bool) -> None:
 def set_num_layers(nlayers: int) -> None:
     """For how many calls contiguous storage has room, from the next call on: `configure`'s num_checkpoints."""
     default.settings = replace(default.settings, num_checkpoints=nlayers)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "settings":
-        return default.settings
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -61,9 +61,9 @@ def test_each_call_starts_from_the_defaults_then_the_file_then_the_arguments(tmp
 def test_later_settings():
     configured(partition_activations=True)
     checkpointing.set_num_layers(5)
-    assert checkpointing.settings == CheckpointSettings(partition_activations=True, num_checkpoints=5)
+    assert checkpointing.default.settings == CheckpointSettings(partition_activations=True, num_checkpoints=5)
     checkpointing.partition_activations_in_checkpoint(False)
-    assert not checkpointing.settings.partition_activations
+    assert not checkpointing.default.settings.partition_activations
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_tutorials_calls(one_rank, tmp_path, how):
             profile=False,
         )
         want = CheckpointSettings(True, True, 3, True)
-    assert deepspeed.checkpointing.is_configured() and deepspeed.checkpointing.settings == want
+    assert deepspeed.checkpointing.is_configured() and deepspeed.checkpointing.default.settings == want
     deepspeed.checkpointing.model_parallel_cuda_manual_seed(1)
     x = torch.ones(4, requires_grad=True)
 

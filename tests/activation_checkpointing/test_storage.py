@@ -295,6 +295,6 @@ def test_on_a_device_every_mode_is_bit_equal_and_cpu_is_pinned(one_rank, mode):
 
 def test_the_default_checkpointer_is_told_by_megatrons_function(one_rank):
     activation_checkpointing.partition_activations_in_checkpoint(True)
-    assert activation_checkpointing.settings.partition_activations is True
+    assert activation_checkpointing.default.settings.partition_activations is True
     activation_checkpointing.partition_activations_in_checkpoint(False)
-    assert activation_checkpointing.settings.partition_activations is False
+    assert activation_checkpointing.default.settings.partition_activations is False
