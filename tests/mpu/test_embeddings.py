@@ -7,13 +7,10 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import comm, mpu
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
 
 V, H = 13, 12
-
-
-def shared(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def embedding_case():

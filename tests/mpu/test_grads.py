@@ -10,11 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from megazero import comm, mpu
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
-
-
-def shared(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def build():

@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import comm, mpu
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
 
 S, B, IN, OUT = 5, 2, 12, 24  # IN and OUT are multiples of 1 to 4 ranks, OUT of 3 x 1, 2 and 4 ranks too
-
-
-def shared(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def load(layer, weight, bias):

@@ -7,12 +7,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import mpu
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
-
-
-def shared(*shape, seed=0):
-    """The same random numbers on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mapping_case():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import mpu
-from tests.mpu.test_mappings import shared
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
 
 
