@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.documents import Document, document_blocks, list_inputs
+from data_tools.documents import Document, document_blocks
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import Dropped
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shards import contents_of, run_documents

@@ -26,8 +26,9 @@ from data_tools.dedup_index import CHUNK, Search, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
-from data_tools.documents import ID_KEYS, list_inputs
+from data_tools.documents import ID_KEYS
 from data_tools.done_marker import read_marker, write_marker
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards

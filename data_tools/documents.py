@@ -1,4 +1,4 @@
-"""Files of documents: which there are, their text in blocks of JSON lines, one document on a line, and lines back into files.
+"""Documents in files: their text in blocks of JSON lines, one document on a line, and lines back into files.
 
 Everything is a stream of JSON lines: a .parquet or .wet file is turned into them when read, a .parquet file is made from them
 when a shard is finished. So there is one way to name a place (file, byte of the text), to count and to resume.
@@ -9,131 +9,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from data_tools.done_marker import MARKER
 from data_tools.optional import require
-from megazero.files import append_suffix
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
-from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
 
-OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
-URL_FORMATS = ("txt", "txt.gz", "txt.zst")
-_DOCUMENT_SUFFIXES = (".jsonl", ".json", ".parquet", ".wet", ".warc")
 ID_KEYS = ("id", "url")
 """The entries that name a document."""
 _PIECE_BYTES = 1 << 20
-_SIDECAR_ENDS = (DROPPED_SUFFIX, MARKER, "manifest.json", JOURNAL)
-
-
-def list_inputs(
-    values: Sequence[str | Path],
-    formats: Sequence[str] = OUTPUT_FORMATS,
-    flag: str = "--input",
-    output: str | Path | None = None,
-) -> list[Path]:
-    """The files that a flag names: files as they are, folders as the files of documents in them, sorted by path.
-
-    Args:
-        formats: `OUTPUT_FORMATS` for documents, `URL_FORMATS` for lists of URLs.
-        flag: where they come from, for messages.
-        output: what --output names, which may not lie in a folder of them.
-
-    Raises:
-        FileNotFoundError: a file or folder is missing. PermissionError: a folder cannot be read.
-        ValueError: a folder holds no such files, or not yet all of them, or the output; or a file is of another kind or named
-            twice.
-    """
-    suffixes = _DOCUMENT_SUFFIXES if formats == OUTPUT_FORMATS else (f".{formats[0]}",)
-    kinds = f"{', '.join(suffixes)} (also with .gz, .xz or .zst)"
-    paths: list[Path] = []
-    for value in map(Path, values):
-        if value.is_dir():
-            if output is not None and Path(output).resolve().is_relative_to(value.resolve()):
-                raise ValueError(
-                    f"--output {output} lies in the folder {flag} {value}: the next run would read it as an input. Choose an "
-                    f"--output outside of that folder, or name the files for {flag}."
-                )
-            files = _files_in(value)
-            _check_finished(value, files, suffixes, flag)
-            found = [path for path in files if _is_known(path, suffixes)]
-            if not found:
-                raise ValueError(f"{flag} {value}: the folder holds no files of the kinds {kinds}")
-            paths += found
-        elif not value.is_file():
-            raise FileNotFoundError(f"{flag} {value}: there is no such file or folder")
-        elif not _is_known(value, suffixes):
-            raise ValueError(f"{flag} {value}: unknown kind of file, known are {kinds}")
-        else:
-            paths.append(value)
-    check_named_once(paths, flag)
-    return paths
-
-
-def check_named_once(paths: Sequence[Path], flag: str = "--input") -> None:
-    """Raises a ValueError where two of the paths are the same, however they are written."""
-    seen: set[Path] = set()
-    for path in paths:
-        if path.resolve() in seen:
-            raise ValueError(f"{flag} {path} is named twice: its documents would be, too")
-        seen.add(path.resolve())
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Sorted; also behind links to folders, and an OSError where a subfolder cannot be read: no document is lost silently."""
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    paths: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = [name for name in folders if not _leads_back(Path(parent, name), folder)]
-        paths += (Path(parent, name) for name in names)
-    # A broken link is for its reader to report.
-    return sorted(path for path in paths if path.is_file() or path.is_symlink())
-
-
-def _leads_back(path: Path, folder: Path) -> bool:
-    """Whether it is a link to what is found in the folder anyway (`latest -> part7`), or around it, perhaps for ever."""
-    target = path.resolve()
-    return path.is_symlink() and (target.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(target))
-
-
-def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:
-    for path in files:
-        record = path.with_name(path.name.removesuffix(JOURNAL))
-        if record != path and _is_known(record, suffixes):
-            raise ValueError(
-                f"{flag} {folder}: the step that makes {record} has not finished. Start it again, which goes on where it "
-                f"stopped; or delete {record}.* to do without."
-            )
-
-
-def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
-    has_kind = uncompressed_name(path).suffix in suffixes
-    is_document = has_kind and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
-    return is_document and not _is_token_record(path)
-
-
-def _is_token_record(path: Path) -> bool:
-    prefix = path.with_suffix("")
-    if path.suffix != ".json" or not any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL)):
-        return False
-    from megazero.data.sidecar import read_sidecar  # which needs numpy
-
-    return read_sidecar(prefix) is not None
-
-
-def output_format(path: Path) -> str | None:
-    """Which of `OUTPUT_FORMATS` and `URL_FORMATS` the name of a file asks for; None if none of them (a folder's name)."""
-    return next((name for name in (*OUTPUT_FORMATS, *URL_FORMATS) if path.name.endswith(f".{name}")), None)
 
 
 def document_blocks(

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_tools.blacklists import DOMAINS, EXTENSIONS
-from data_tools.documents import URL_FORMATS, list_inputs
+from data_tools.inputs import URL_FORMATS, list_inputs
 from data_tools.line_functions import Dropped, Kept
 from data_tools.optional import require
 from data_tools.options import add_input_output, add_run_options, run_options

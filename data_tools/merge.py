@@ -12,7 +12,8 @@ import argparse
 from functools import partial
 from typing import Any
 
-from data_tools.documents import compress, list_inputs
+from data_tools.documents import compress
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Kept, apply_to_block, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import check_named_once
 from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.inputs import check_named_once
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import publish_corpus

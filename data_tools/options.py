@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.documents import OUTPUT_FORMATS
+from data_tools.inputs import OUTPUT_FORMATS
 from megazero.cgroups import available_cores
 from megazero.lines.resumable import WorkOptions
 

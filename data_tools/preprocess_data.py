@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import document_blocks, list_inputs
+from data_tools.documents import document_blocks
+from data_tools.inputs import list_inputs
 from data_tools.options import RunOptions, add_run_options
 from megazero.data.build import build_tokenizer_from
 from megazero.data.encoding import SURROGATES

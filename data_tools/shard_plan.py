@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_tools.documents import OUTPUT_FORMATS, output_format
+from data_tools.inputs import OUTPUT_FORMATS, output_format
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import Shard
 

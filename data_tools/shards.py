@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import document_blocks, list_inputs, output_format
+from data_tools.documents import document_blocks
 from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.inputs import list_inputs, output_format
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
 from data_tools.shard_plan import plan_shards

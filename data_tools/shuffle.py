@@ -22,7 +22,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import compress, list_inputs
+from data_tools.documents import compress
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file

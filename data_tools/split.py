@@ -20,7 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import document_id, list_inputs
+from data_tools.documents import document_id
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file

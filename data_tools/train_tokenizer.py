@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import list_inputs
 from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece

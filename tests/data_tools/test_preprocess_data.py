@@ -16,7 +16,7 @@ import zstandard
 
 from data_tools import preprocess_data
 from data_tools.__main__ import main
-from data_tools.documents import list_inputs
+from data_tools.inputs import list_inputs
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import build_tokenizer
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data, write_jsonl

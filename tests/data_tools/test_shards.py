@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from data_tools.__main__ import main
-from data_tools.documents import dump, list_inputs
+from data_tools.documents import dump
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.shard_plan import plan_shards
