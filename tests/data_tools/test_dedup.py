@@ -10,8 +10,8 @@ import shutil
 import pytest
 
 from data_tools import dedup, dedup_signing
-from data_tools.registry import step_parser
 from tests.data_tools.planted import planted_documents, score
+from tests.data_tools.steps import read_documents, run_step
 from tests.data_tools.test_dedup_minhash import jaccard
 
 COUNT = 1200
@@ -22,18 +22,12 @@ def write_lines(path, lines):
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def read_lines(path):
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [json.loads(line) for line in content.splitlines()]
-
-
 def dropped(*paths):
-    return [line for path in paths for line in read_lines(path.with_name(f"{path.name}.dropped.jsonl"))]
+    return [line for path in paths for line in read_documents(path.with_name(f"{path.name}.dropped.jsonl"))]
 
 
 def deduplicate(inputs, output, *flags):
-    flags = ("--input", *map(str, inputs), "--output", str(output), "--workers", "1", *flags)
-    return dedup.run(step_parser("dedup").parse_args(flags))
+    return run_step("dedup", "--input", *inputs, "--output", output, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +47,7 @@ def test_planted_copies_go_and_look_alikes_stay(planted):
     records = dropped(*(out / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl")))
     recall, precision = score(documents, {record["id"] for record in records})
     assert recall >= 0.98 and precision >= 0.99, (recall, precision)
-    kept = [line for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl") for line in read_lines(out / name)]
+    kept = [line for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl") for line in read_documents(out / name)]
     gone = {record["id"] for record in records}
     assert kept == [document.line for document in documents if document.id not in gone], "in order, unchanged"
     assert statistics["documents"] == COUNT == statistics["kept"] + sum(statistics["dropped"].values())
@@ -75,7 +69,7 @@ def test_sidecar_says_of_which_document_and_how_similar(planted):
     documents, paths, out, _ = planted
     by_id = {document.id: document for document in documents}
     order = {document.id: number for number, document in enumerate(documents)}
-    lines = {str(path): read_lines(path) for path in paths}
+    lines = {str(path): read_documents(path) for path in paths}
     records = dropped(*(out / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl")))
     gone = {record["id"] for record in records}
     errors = []
@@ -97,7 +91,7 @@ def test_output_does_not_depend_on_workers_blocks_or_memory(planted, tmp_path, f
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl"):
         if name == "a.jsonl" or "--block-kb" not in flags:
             assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()
-        assert read_lines(tmp_path / "out" / name) == read_lines(out / name)
+        assert read_documents(tmp_path / "out" / name) == read_documents(out / name)
         sidecar = f"{name}.dropped.jsonl"
         assert (tmp_path / "out" / sidecar).read_bytes() == (out / sidecar).read_bytes()
 

@@ -22,9 +22,9 @@ from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
-from megazero.lines.compressed import open_bytes
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
+from tests.data_tools.steps import read_documents
 from tests.vocabularies import make_texts
 
 OPTIONS = RunOptions(block_bytes=2000, max_line_bytes=50_000, commit_interval_s=0.0)
@@ -80,8 +80,7 @@ def documents_of(path):
         import pyarrow.parquet
 
         return pyarrow.parquet.read_table(path).to_pylist()
-    with open_bytes(path) as file:
-        return [json.loads(line) for line in file]
+    return read_documents(path)
 
 
 @pytest.mark.parametrize("format, workers", [("jsonl", 2), ("jsonl.gz", 2), ("jsonl.zst", 3), ("parquet", 2)])
