@@ -10,11 +10,10 @@ from pathlib import Path
 
 from data_tools.documents import document_blocks, document_id
 from megazero.data.tokenizer import valid_unicode
-from megazero.lines.jsonl import LineError, expected_text_bytes, read_object
+from megazero.lines.jsonl import MAX_LINE_BYTES, LineError, expected_text_bytes, read_object
 from megazero.lines.progress import Progress
 from megazero.lines.results import NO_TEXT, BlockResult, Counts, filled_lines, report
 
-MAX_LINE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
 _MOST_SAMPLED = 1.5  # times --sample-mb; more comes only of files that hold more than was guessed
 
