@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any, NoReturn
 
 
@@ -27,6 +27,15 @@ def option(
     """
     metadata = {"help": help, "choices": choices, "flag": flag, "aliases": tuple(aliases)}
     return field(default=default, metadata=metadata)
+
+
+def check_choices(config: Any) -> None:
+    """Raises a ValueError for a field of a configuration dataclass whose value is none of its option's choices."""
+    for each in fields(config):
+        choices, value = each.metadata.get("choices"), getattr(config, each.name)
+        if choices and value not in (each.default, *choices):
+            name = each.metadata["flag"] or "--" + each.name.replace("_", "-")
+            raise ValueError(f"{name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.mpu.sequence_mappings import sequence_slice_length
-from megazero.option import option
+from megazero.option import check_choices, option
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
@@ -108,9 +108,8 @@ class GPT2Config:
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
+        check_choices(self)
         self._check_recompute()
-        if self.layernorm not in ("torch", "apex"):
-            raise ValueError(f"--layernorm is {self.layernorm!r}; choose torch or apex.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
@@ -119,8 +118,6 @@ class GPT2Config:
         self._check_tiles()
 
     def _check_recompute(self) -> None:
-        if self.recompute not in (None, *RECOMPUTE):
-            raise ValueError(f"--recompute is {self.recompute!r}; choose none, selective, full or auto.")
         if self.checkpoint_activations and self.recompute not in (None, "full"):
             raise ValueError(
                 f"--checkpoint-activations is --recompute full, and --recompute {self.recompute} was given too. Give one of them."

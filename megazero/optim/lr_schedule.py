@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megazero.option import option
+from megazero.option import check_choices, option
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LRScheduleConfig:
     min_lr: float = option(0.0, "the decay never goes below this")
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.lr < 0:
             raise ValueError(f"--lr must be 0 or more, got {self.lr}.")
         if not 0 <= self.warmup <= 1:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero.optim.muon import Muon
-from megazero.option import check_known, did_you_mean, option
+from megazero.option import check_choices, check_known, did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -55,6 +55,7 @@ class OptimizerConfig:
     muon_momentum: float = option(0.95, "momentum of the matrices of --optimizer muon")
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.weight_decay < 0 or self.clip_grad < 0:
             raise ValueError(
                 f"--weight-decay and --clip-grad must be 0 or more, got {self.weight_decay} and {self.clip_grad}."

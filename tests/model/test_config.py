@@ -98,7 +98,8 @@ def test_an_mlp_that_does_not_split_is_refused():
         ({"num_layers": 0}, "--num-layers is 0"),
         ({"attention_dropout": 1.0}, "--attention-dropout is 1.0"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout is -0.1"),
-        ({"layernorm": "fused"}, "--layernorm is 'fused'"),
+        ({"layernorm": "fused"}, "--layernorm is 'fused'; choose torch or apex"),
+        ({"recompute": "half"}, "--recompute is 'half'; choose none, selective, full or auto"),
     ],
 )
 def test_impossible_values_are_refused(options, flag):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.optim.optimizers import optimizer_by_name
+from megazero.optim.lr_schedule import LRScheduleConfig
+from megazero.optim.optimizers import OptimizerConfig, optimizer_by_name
 
 
 def make(type: str, **params) -> torch.optim.Optimizer:
@@ -79,3 +80,17 @@ def test_the_groups_own_settings_win():
 def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, message):
     with pytest.raises(ValueError, match=message):
         make(name, **params)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        (OptimizerConfig, "optimizer", "--optimizer is 'lion'; choose adamw, muon or apex-adamw"),
+        (LRScheduleConfig, "lr_decay_style", "--lr-decay-style is 'lion'; choose constant, linear, cosine or WSD"),
+        (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style is 'lion'; choose .* or minus_sqrt"),
+    ],
+)
+def test_configurations_refuse_what_is_none_of_their_choices(config, field, message):
+    """Also in a script of one's own: it would train with another optimizer, or at a constant rate."""
+    with pytest.raises(ValueError, match=message):
+        config(**{field: "lion"})
