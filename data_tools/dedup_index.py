@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +60,7 @@ class Search:
     log_interval_s: float = 30.0
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """What a search has found.
 
     Attributes:
@@ -70,8 +70,8 @@ class Found:
     """
 
     first: Documents
-    compared: int = 0
-    uncompared: int = 0
+    compared: int
+    uncompared: int
 
 
 def find_copies(files: SignatureFiles, search: Search) -> Found:
@@ -82,7 +82,7 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
         RuntimeError: a worker process died.
     """
     groups = Groups(len(files))
-    found = Found(np.empty(0, dtype=np.int64))
+    compared = uncompared = 0
     passes: list[tuple[Keys, int, Agree]] = [
         (_content_keys(files, search.log_interval_s), 1, same_content),
         (_band_keys(files, search, groups), search.bands, partial(_are_similar, search.similarity)),
@@ -90,12 +90,11 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
     for keys, keys_per_document, agree in passes:
         count = _file_count(search, len(files), keys_per_document)
         with _written_keys(search.folder, keys, count) as paths:
-            for pairs, compared, uncompared in _pairs(files, agree, paths, search):
+            for pairs, tried, left_out in _pairs(files, agree, paths, search):
                 groups.join(pairs)
-                found.compared += compared
-                found.uncompared += uncompared
-    found.first = groups.finish()
-    return found
+                compared += tried
+                uncompared += left_out
+    return Found(groups.finish(), compared, uncompared)
 
 
 def _content_keys(files: SignatureFiles, log_interval_s: float) -> Keys:
