@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from megazero.optim.schedule_base import Schedule
 from megazero.option import check_choices, option
 
 
@@ -73,16 +74,7 @@ class LRScheduleConfig:
             )
 
 
-class HasParamGroups(Protocol):
-    """A torch optimizer, or anything else that shows its parameter groups."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups whose "lr" is set."""
-        ...
-
-
-class AnnealingLR:
+class AnnealingLR(Schedule):
     """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay, or WSD.
 
     With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):
@@ -101,13 +93,11 @@ class AnnealingLR:
     been decided yet.
     """
 
-    def __init__(self, optimizer: HasParamGroups, config: LRScheduleConfig, train_iters: int) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any, config: LRScheduleConfig, train_iters: int) -> None:
         self.config = config
         self.warmup_iters = config.warmup_iters(train_iters)
         self.decay_iters = config.lr_decay_iters or train_iters
-        self.num_steps = 0
-        self._apply()
+        super().__init__(optimizer)
 
     def lr_at(self, num_steps: int) -> float:
         """The learning rate after `num_steps` steps."""
@@ -135,24 +125,14 @@ class AnnealingLR:
         }
         return least + (lr - least) * parts[self.config.lr_wsd_decay_style]
 
-    def step(self) -> None:
-        """Advances by one optimizer step."""
-        self.num_steps += 1
-        self._apply()
-
     def get_lr(self) -> list[float]:
         """The current learning rate of every parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return [self.lr_at(self.last_batch_iteration + 1)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, int]:
         """What `load_state_dict` needs to continue: the number of steps taken."""
-        return {"num_steps": self.num_steps}
+        return {"num_steps": self.last_batch_iteration + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues after the steps in `state`, under this object's own configuration."""
-        self.num_steps = state["num_steps"]
-        self._apply()
-
-    def _apply(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_at(self.num_steps)
+        super().load_state_dict({"last_batch_iteration": state["num_steps"] - 1})
