@@ -87,7 +87,7 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
                 f"{path}: step {number} needs an entry `step`, one of {', '.join(s for s in STEPS if s != 'run')}"
             )
     defaults = content.get("defaults") or {}
-    flags = {flag for step in content["steps"] for flag in _flags(step["step"])}
+    flags = {flag for step in content["steps"] for flag in step_parser(step["step"]).takes_value}
     if unused := [name for name in defaults if f"--{name}" not in flags]:
         raise ValueError(f"{path}: defaults: none of the steps has a flag --{unused[0]}")
     folder = Path(_filled(str(content.get("folder", ".")), variables, path))
@@ -103,14 +103,9 @@ def _filled(value: str, variables: dict[str, str], path: Path) -> str:
         ) from error
 
 
-def _flags(step: str) -> dict[str, bool]:
-    """Flag -> whether it takes a value."""
-    return {flag: action.nargs != 0 for action in step_parser(step)._actions for flag in action.option_strings}
-
-
 def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) -> list[str]:
     """The flags of a step; its output is added to those of the steps so far, by their names, the newest last."""
-    known = _flags(step["step"])
+    known = step_parser(step["step"]).takes_value
     flags = {name: value for name, value in pipeline.defaults.items() if f"--{name}" in known}
     flags |= {name: value for name, value in step.items() if name not in ("step", "name")}
     if "input" not in flags and "--input" in known and outputs:

@@ -66,7 +66,7 @@ class Parser(option.Parser):
         Raises:
             ValueError: one is unknown, missing, or has a bad value.
         """
-        known = self._option_string_actions
+        known = self.takes_value
         for flag in (word.partition("=")[0] for word in args or () if word.startswith("--")):
             if flag not in known:
                 close = difflib.get_close_matches(flag, known, 1)

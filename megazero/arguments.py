@@ -89,7 +89,7 @@ def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:
     return lambda text: next((choice for choice in choices if choice.lower() == text.lower()), text)
 
 
-def make_parser(components: Sequence[type], description: str) -> argparse.ArgumentParser:
+def make_parser(components: Sequence[type], description: str) -> Parser:
     """A parser with the flags of every component, strict about their names."""
     parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [flags]")
     for component in components:
@@ -106,14 +106,14 @@ def make_parser(components: Sequence[type], description: str) -> argparse.Argume
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by field name; absent flags are absent.
 
     Raises:
         ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
     """
-    known = [name for action in parser._actions for name in action.option_strings]
-    settings = [name for a in parser._actions if a.help != argparse.SUPPRESS for name in a.option_strings]
+    known, foreign = parser.takes_value, {*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS}
+    settings = [flag for flag in known if flag not in foreign]
     values = {}
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, has_value, value = argument.partition("=")

@@ -45,6 +45,11 @@ class Parser(argparse.ArgumentParser):
         """Raises a ValueError."""
         raise ValueError(f"{message} (see {self.prog} --help)")
 
+    @property
+    def takes_value(self) -> dict[str, bool]:
+        """Of every flag whether it takes a value."""
+        return {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
+
 
 def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises a ValueError for a name that is not known: `what`, as in "Adam has no parameter", the name, and the nearest one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -75,7 +74,7 @@ def load(argv: Sequence[str]) -> tuple[Config, Machine]:
         ValueError: flags are unknown, wrong, or contradict each other.
     """
     parts = list(typing.get_type_hints(Config).values())
-    parser: argparse.ArgumentParser = make_parser([*parts, Machine], "Plan a GPT-2 job: does it fit, and what fits?")
+    parser = make_parser([*parts, Machine], "Plan a GPT-2 job: does it fit, and what fits?")
     parser.prog = "python -m megazero.plan"
     given = parse(parser, argv)
     (machine,) = build([Machine], given)

@@ -30,8 +30,8 @@ LAUNCHERS = ("pdsh", "ssh", "slurm", "torchrun", "local")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
-def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
-    """The parser of the launcher's own options, and for the name of each one whether it takes a value."""
+def make_parser() -> Parser:
+    """The parser of the launcher's own options."""
     parser = Parser(
         prog="megazero",
         usage="megazero [options] script.py [the script's arguments]",
@@ -68,7 +68,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
     log_level = "what the launcher itself says; debug shows its commands"
     add("--log_level", default="info", choices=LOG_LEVELS, help=log_level)
     add("-q", "--quiet", dest="log_level", action="store_const", const="error", help="--log_level error")
-    return parser, {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    return parser
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
@@ -77,8 +77,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
     Raises:
         ValueError: an option that is unknown, refused or contradicts another, no script, or one that does not exist.
     """
-    parser, takes_value = make_parser()
-    own, rest = split(argv, takes_value)
+    parser = make_parser()
+    own, rest = split(argv, parser.takes_value)
     options = parser.parse_args(own)
     _check(options)
     if not rest:

@@ -129,7 +129,7 @@ def prepare(step: str, folder: Path, lines: list[bytes] | None = None) -> Case:
 def run(step: str, argv: list[str]) -> dict:
     """The statistics of a step that runs in this process, with one worker unless `argv` says otherwise."""
     parser = step_parser(step)
-    if "--workers" in parser._option_string_actions and "--workers" not in argv:
+    if "--workers" in parser.takes_value and "--workers" not in argv:
         argv = [*argv, "--workers", "1"]
     args = parser.parse_args(argv)
     return args.run(args)
