@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,24 +19,23 @@ class StepProfiler:
     """Records what this rank's CPU and GPU do from the beginning of one step to the end of another.
 
     Args:
-        steps: first and last, counted as in the log.
+        steps: first and last, counted as in the log; None: no step is recorded.
         folder: gets `rank0_steps_FIRST-LAST.pt.trace.json`, which is whole or absent.
     """
 
-    def __init__(self, steps: tuple[int, int], folder: Path) -> None:
-        self.first, self.last = steps
+    def __init__(self, steps: tuple[int, int] | None, folder: Path) -> None:
+        self.first, self.last = steps or (0, 0)
         self.folder = folder
         self._profile: profile | None = None
 
-    def before(self, step: int) -> None:
-        """To be called before each step."""
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """To be entered for each step."""
         if step == self.first:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profile = profile(activities=kinds, record_shapes=True)
             self._profile.start()
-
-    def after(self, step: int) -> None:
-        """To be called after each step."""
+        yield
         if step == self.last:
             self.finish(step)
 

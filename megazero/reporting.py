@@ -45,19 +45,17 @@ def metrics_writer(job: Job) -> MetricsWriter:
     return MetricsWriter(save, None if flags.no_tensorboard else board, job.iteration)
 
 
-def step_profiler(job: Job) -> StepProfiler | None:
-    """What traces the steps of --profile-steps, on rank 0 where there are such to come."""
-    steps, folder = job.config.training.profiled_steps, job.config.profile_dir
-    if steps is None or folder is None or torch.distributed.get_rank() != 0:
-        return None
-    if steps[0] <= job.iteration:
+def step_profiler(job: Job) -> StepProfiler:
+    """What traces the steps of --profile-steps on rank 0, as far as these are to come."""
+    steps = job.config.training.profiled_steps if torch.distributed.get_rank() == 0 else None
+    if steps is not None and steps[0] <= job.iteration:
         logger.warning(
             "--profile-steps %s: iteration %d is over, and nothing is traced",
             job.config.training.profile_steps,
             steps[0],
         )
-        return None
-    return StepProfiler(steps, Path(folder))
+        steps = None
+    return StepProfiler(steps, Path(job.config.profile_dir or ""))
 
 
 def describe_start(job: Job) -> str:

@@ -154,11 +154,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
     watch: MemoryWatch | None = MemoryWatch(job.engine)
     profiler = step_profiler(job)
     while job.iteration < flags.train_iters and not job.stopped:
-        if profiler is not None:
-            profiler.before(job.iteration + 1)
-        loss, stop = train_step(job, iterator)
-        if profiler is not None:
-            profiler.after(job.iteration)
+        with profiler.step(job.iteration + 1):
+            loss, stop = train_step(job, iterator)
         interval.append(loss)
         bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
@@ -181,8 +178,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
         if stop:
             job.stopped = True
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
-    if profiler is not None:
-        profiler.finish(job.iteration)
+    profiler.finish(job.iteration)
     if config.checkpoint.save and saved_at != job.iteration:
         save(job)
     job.engine.wait_for_checkpoint()

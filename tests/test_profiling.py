@@ -19,10 +19,8 @@ def names(file: Path) -> set[str]:
 
 def run(profiler: StepProfiler, steps: int) -> None:
     for step in range(1, steps + 1):
-        profiler.before(step)
-        with torch.profiler.record_function(f"step {step}"):
+        with profiler.step(step), torch.profiler.record_function(f"step {step}"):
             torch.ones(2) + step
-        profiler.after(step)
     profiler.finish(steps)
 
 
