@@ -22,17 +22,12 @@ from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.evaluation import (
-    last_word_accuracy,
-    load_texts,
-    sliding_window_perplexity,
-    wikitext_detokenize,
-    word_count,
-)
-from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint, read_text
+from megazero.evaluation import last_word_accuracy, sliding_window_perplexity
+from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.logging import table
 from megazero.model.config import GPT2Config
 from megazero.option import option
+from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
 
 logger = logging.getLogger("megazero.evaluate")
 

@@ -16,9 +16,10 @@ from megazero.arguments import load_components
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint, read_text
+from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.model.generation import check_sampling, generate
 from megazero.option import option
+from megazero.texts import read_text
 
 logger = logging.getLogger("megazero.generate")
 

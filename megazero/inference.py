@@ -60,18 +60,6 @@ class InferenceConfig:
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
-def read_text(path: str, flag: str) -> str:
-    """The text of the file that `flag` names.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{flag} {path} is not UTF-8 text, at byte {error.start}: unpack or convert it.") from error
-
-
 def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
     """The checkpoint and its tokenizer; communicates nothing.
 

@@ -12,19 +12,13 @@ from hypothesis import strategies as st
 from evaluate_gpt2 import EvaluationConfig
 from generate_samples import SampleConfig
 from megazero import mpu
-from megazero.evaluation import (
-    last_word_accuracy,
-    load_texts,
-    sliding_window_perplexity,
-    sliding_windows,
-    wikitext_detokenize,
-    word_count,
-)
-from megazero.inference import InferenceConfig, open_checkpoint, read_text
+from megazero.evaluation import last_word_accuracy, sliding_window_perplexity, sliding_windows
+from megazero.inference import InferenceConfig, open_checkpoint
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import slice_full
+from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
 from tests.model.plain_gpt2 import PlainGPT2, randomize
 from tests.ranks import run_ranks
 

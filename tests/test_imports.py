@@ -21,6 +21,7 @@ LEVELS = [
         "launch",
         "logging",
         "nvme",
+        "texts",
         "timers",
         "throughput",
     },

@@ -1,0 +1,79 @@
+"""Texts that a trained model is asked about: read from files, and WikiText's as a writer would have typed it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+
+def read_text(path: str, flag: str) -> str:
+    """The text of the file that `flag` names.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8 text, at byte {error.start}: unpack or convert it.") from error
+
+
+def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
+    """The texts of a file of JSON lines, such as LAMBADA's.
+
+    Raises:
+        ValueError: a line is not a JSON object with a string under `text_key`; names file and line. Or there is none.
+    """
+    texts = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # not UTF-8 either
+                raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
+            text = record.get(text_key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(
+                    f'{path}:{number}: expected an object like {{"{text_key}": "..."}}, found {line[:60]!r}.'
+                )
+            texts.append(text)
+    if not texts:
+        raise ValueError(f'{path} is empty: expected lines like {{"{text_key}": "..."}}.')
+    return texts
+
+
+# WikiText separates punctuation by spaces. The order matters and is that of Megatron-LM's evaluation, so that results compare.
+_WIKITEXT_REPAIRS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"s '", "s'"),
+        *((rf" @{re.escape(separator)}@ ", separator) for separator in "-,."),  # 1 @,@ 000 -> 1,000
+        *((rf" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+        (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
+        (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+        (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
+        (r'"\s*([^"]*?)\s*"', r'"\1"'),
+        (r"'\s*([^']*?)\s*'", r"'\1'"),
+        *((" ".join("=" * depth), "=" * depth) for depth in (4, 3, 2)),  # headings
+        (r" ° ", "°"),
+        (r" \n", "\n"),
+        (r"\n ", "\n"),
+        (r" N ", " 1 "),
+        (r" 's", "'s"),
+    )
+)
+
+
+def wikitext_detokenize(text: str) -> str:
+    """WikiText's spaced-out text as a writer would have typed it, which is what GPT-2's tokenizer knows."""
+    for pattern, replacement in _WIKITEXT_REPAIRS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def word_count(text: str) -> int:
+    """Words of WikiText's original text: pieces between single spaces. An end of line stands between spaces and counts as one."""
+    return len(text.strip().split(" "))
