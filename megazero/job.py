@@ -1,26 +1,18 @@
-"""A training run in progress: how it is set up, and where its batches come from."""
+"""A training run in progress, and how it is set up."""
 
 from __future__ import annotations
 
 import logging
-import math
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from multiprocessing import parent_process
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.config import Config
-from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine
 from megazero.model.block import Transformer
@@ -31,6 +23,7 @@ from megazero.mpu.groups import ParallelGroups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
 from megazero.optim.schedules import scheduler_by_name
+from megazero.stop_signal import StopSignal
 from megazero.throughput import peak_tflops
 from megazero.timers import Timers
 from megazero.zero import Init
@@ -42,43 +35,6 @@ logger = logging.getLogger(__name__)
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 CountTokens = Callable[["Job", dict[str, Tensor]], int]
-
-
-class StopSignal:
-    """Why this rank wants to end: SIGTERM, SIGINT or the time, so that the loop finishes its step and saves before it does.
-
-    It knows whether torchrun lives, too. As the handler of both signals it tells `megazero.entry` which one has come.
-    """
-
-    def __init__(self) -> None:
-        self.received: str | None = None  # the signal
-        self._end, self._limit = math.inf, ""  # of time.monotonic()
-        self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self)
-
-    def __call__(self, number: int, _: Any) -> None:
-        """Takes note of the signal."""
-        self.received = signal.Signals(number).name
-
-    def end_at(self, moment: float, limit: str) -> None:
-        """Wants to end from `moment` of `time.monotonic()` on, because of `limit`."""
-        self._end, self._limit = moment, limit
-
-    @property
-    def reason(self) -> str | None:
-        """Why this rank wants to end now; None if it does not."""
-        return self.received or (self._limit if time.monotonic() >= self._end else None)
-
-    def check_launcher(self) -> None:
-        """Raises OtherRankError where the torchrun that started this rank has ended, as only SIGKILL makes it do.
-
-        It holds the store where ranks meet for a save, so all steps from here on would be lost.
-        """
-        if self._launcher is not None and os.getppid() != self._launcher:
-            raise comm.OtherRankError(
-                f"torchrun (process {self._launcher}) was killed, and without it no rank can save. The last checkpoint is good."
-            )
 
 
 @dataclass
@@ -264,67 +220,3 @@ def seed_dropout(job: Job) -> None:
     """Seeds the random streams of training: differently on each data-parallel rank, and at each iteration to start from."""
     seed = job.config.training.seed + 100_003 * job.groups.data_parallel_rank + 1_000_003 * job.iteration
     mpu.model_parallel_cuda_manual_seed(seed)
-
-
-def batches(
-    job: Job,
-    dataset: Any,
-    name: str,
-    batch_size: int,
-    consumed: int = 0,
-    batches_per_step: int | Callable[[int], int] = 1,
-) -> Iterator | None:
-    """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
-    if job.groups.model_parallel_rank != 0:
-        return None
-    sampler = DataParallelBatchSampler(
-        total_samples=len(dataset),
-        consumed_samples=consumed,
-        micro_batch_size=batch_size,
-        data_parallel_rank=job.groups.data_parallel_rank,
-        data_parallel_size=job.groups.data_parallel_size,
-        micro_batches_per_step=batches_per_step,
-    )
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=job.config.data.num_workers,
-        pin_memory=job.device.type == "cuda",
-        generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
-        worker_init_fn=_outlive_sigterm,
-    )
-    return until_exhausted(loader, name)
-
-
-def _outlive_sigterm(_: int) -> None:
-    """Has a data loader's worker end on SIGTERM of its rank alone.
-
-    Batch systems, `timeout` and `pkill -f` send it to every process of a job. The rank then finishes its step and saves, and a
-    worker that had ended would make an error of that. This is for workers that are forked, as on Linux up to Python 3.13; others
-    end with the process that has started them.
-    """
-    rank = parent_process()
-    if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
-        return
-    # A forked worker begins with this thread alone, which those that it starts follow.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def wait() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
-            pass
-        os._exit(0)  # as torch's own handler does
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def take_counted(job: Job, iterator: Iterator | None, count: int) -> tuple[Iterator | None, list[int]]:
-    """The next `count` micro-batches of `iterator`, and how many tokens of each count; without an iterator None, and zeros."""
-    if iterator is None:
-        return None, [0] * count
-    assert job.count_tokens is not None
-    taken = []
-    with job.timers("data loader"):
-        for _ in range(count):
-            # What a worker has shared keeps a file open, and a step may have more micro-batches than a process may have files.
-            taken.append({name: x.clone() if x.is_shared() else x for name, x in next(iterator).items()})
-    return iter(taken), [job.count_tokens(job, batch) for batch in taken]

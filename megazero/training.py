@@ -21,18 +21,8 @@ from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
 from megazero.data.build import build_datasets
 from megazero.data.tokenizer import Tokenizer
-from megazero.job import (
-    CountTokens,
-    ForwardStep,
-    Job,
-    ModelProvider,
-    StopSignal,
-    batches,
-    build_job,
-    setup_distributed,
-    take_counted,
-    with_vocabulary,
-)
+from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
+from megazero.job_batches import batches, take_counted, token_weights
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.plan import refuse_what_cannot_fit, ways_to_less_memory
@@ -47,6 +37,7 @@ from megazero.reporting import (
     step_profiler,
     summary,
 )
+from megazero.stop_signal import StopSignal
 from megazero.throughput import keep_freed_memory, peak_memory_bytes
 from megazero.timers import Timers
 
@@ -205,7 +196,7 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     if job.count_tokens is not None:
         with timers("forward"):
             iterator, counts = take_counted(job, iterator, steps)
-            weights = _token_weights(job, counts)
+            weights = token_weights(job, counts)
     total = torch.zeros((), device=job.device)
     for _ in range(steps):
         with timers("forward"):
@@ -228,30 +219,6 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     loss_value = mean / torch.distributed.get_world_size()
     job.first_loss = loss_value if job.first_loss is None else job.first_loss
     return loss_value, (job.stop.reason or "another rank was signalled") if stops else None
-
-
-def _token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
-    """What to multiply the mean loss of each micro-batch by, so that all counted tokens of the global batch weigh alike.
-
-    n M / N, with n such tokens in the micro-batch and N in all M micro-batches of all ranks: the engine divides by M. The counts
-    of the ranks are on their way while the first forward runs, and the host does not wait for the device to know them. A step in
-    which no token counts has a loss and a gradient of 0.
-
-    Args:
-        counts: of this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
-    """
-    rank = job.groups.data_parallel_rank
-    table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)
-    for place, count in zip(table[rank], counts, strict=True):
-        place.fill_(count)
-    coming = comm.start_all_reduce(table, comm.world())
-
-    def weights() -> Iterator[Tensor]:
-        if coming is not None:
-            coming.wait()
-        yield from table[rank] * table.numel() / table.sum().clamp(min=1)
-
-    return weights()
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:

@@ -25,7 +25,7 @@ LEVELS = [
         "timers",
         "throughput",
     },
-    {"mpu", "optim", "metrics", "profiling", "lines", "entry", "runner"},
+    {"mpu", "optim", "metrics", "profiling", "lines", "entry", "runner", "stop_signal"},
     {"ops", "zero", "data"},
     {"json_config"},
     {"activation_checkpointing"},
@@ -33,7 +33,7 @@ LEVELS = [
     {"checkpoint"},
     {"utils", "config", "engine", "evaluation"},
     {"arguments", "backends", "job", "deepspeed"},
-    {"job_checkpoints", "reporting", "plan", "inference"},
+    {"job_batches", "job_checkpoints", "reporting", "plan", "inference"},
     {"training"},
     {"compat"},
 ]

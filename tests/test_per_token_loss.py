@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.arguments import load_config
-from megazero.job import Job, batches, build_job, setup_distributed, take_counted
+from megazero.job import Job, build_job, setup_distributed
+from megazero.job_batches import batches, take_counted
 from megazero.model.state_dict import merge_full
 from megazero.training import evaluate, train_step
 from pretrain_gpt2 import count_tokens, forward_step, make_model

@@ -13,7 +13,8 @@ from torch import nn
 from megazero import comm, mpu
 from megazero.arguments import load_config
 from megazero.data.build import build_datasets, build_tokenizer_from
-from megazero.job import Job, batches, build_job, setup_distributed, with_vocabulary
+from megazero.job import Job, build_job, setup_distributed, with_vocabulary
+from megazero.job_batches import batches
 from megazero.job_checkpoints import load, save
 from megazero.reporting import describe_start
 from megazero.training import train_step

@@ -1,0 +1,106 @@
+"""Where a job's batches come from, and how much each of them weighs under --calculate-per-token-loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import parent_process
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megazero import comm
+from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
+from megazero.job import Job
+
+
+def batches(
+    job: Job,
+    dataset: Any,
+    name: str,
+    batch_size: int,
+    consumed: int = 0,
+    batches_per_step: int | Callable[[int], int] = 1,
+) -> Iterator | None:
+    """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
+    if job.groups.model_parallel_rank != 0:
+        return None
+    sampler = DataParallelBatchSampler(
+        total_samples=len(dataset),
+        consumed_samples=consumed,
+        micro_batch_size=batch_size,
+        data_parallel_rank=job.groups.data_parallel_rank,
+        data_parallel_size=job.groups.data_parallel_size,
+        micro_batches_per_step=batches_per_step,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=job.config.data.num_workers,
+        pin_memory=job.device.type == "cuda",
+        generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
+        worker_init_fn=_outlive_sigterm,
+    )
+    return until_exhausted(loader, name)
+
+
+def _outlive_sigterm(_: int) -> None:
+    """Has a data loader's worker end on SIGTERM of its rank alone.
+
+    Batch systems, `timeout` and `pkill -f` send it to every process of a job. The rank then finishes its step and saves, and a
+    worker that had ended would make an error of that. This is for workers that are forked, as on Linux up to Python 3.13; others
+    end with the process that has started them.
+    """
+    rank = parent_process()
+    if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
+    # A forked worker begins with this thread alone, which those that it starts follow.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+            pass
+        os._exit(0)  # as torch's own handler does
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def take_counted(job: Job, iterator: Iterator | None, count: int) -> tuple[Iterator | None, list[int]]:
+    """The next `count` micro-batches of `iterator`, and how many tokens of each count; without an iterator None, and zeros."""
+    if iterator is None:
+        return None, [0] * count
+    assert job.count_tokens is not None
+    taken = []
+    with job.timers("data loader"):
+        for _ in range(count):
+            # What a worker has shared keeps a file open, and a step may have more micro-batches than a process may have files.
+            taken.append({name: x.clone() if x.is_shared() else x for name, x in next(iterator).items()})
+    return iter(taken), [job.count_tokens(job, batch) for batch in taken]
+
+
+def token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
+    """What to multiply the mean loss of each micro-batch by, so that all counted tokens of the global batch weigh alike.
+
+    n M / N, with n such tokens in the micro-batch and N in all M micro-batches of all ranks: the engine divides by M. The counts
+    of the ranks are on their way while the first forward runs, and the host does not wait for the device to know them. A step in
+    which no token counts has a loss and a gradient of 0.
+
+    Args:
+        counts: of this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
+    """
+    rank = job.groups.data_parallel_rank
+    table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)
+    for place, count in zip(table[rank], counts, strict=True):
+        place.fill_(count)
+    coming = comm.start_all_reduce(table, comm.world())
+
+    def weights() -> Iterator[Tensor]:
+        if coming is not None:
+            coming.wait()
+        yield from table[rank] * table.numel() / table.sum().clamp(min=1)
+
+    return weights()
