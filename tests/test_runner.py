@@ -19,7 +19,8 @@ from megazero.runner import main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
-from megazero.runner.hosts import is_this_machine, parse_environment, parse_hostfile, select, visible_devices
+from megazero.runner.environment import parse_environment, visible_devices
+from megazero.runner.hosts import is_this_machine, parse_hostfile, select
 from megazero.runner.processes import run_nodes
 from tests.ranks import free_port
 

@@ -1,7 +1,7 @@
 """The command `megazero [options] script.py [the script's arguments]`: DeepSpeed's launcher command line, translated to torchrun.
 
 `main` is the command; the translation itself is pure functions: hosts.py says which slots of which hosts, commands.py what is
-run on them. This package imports torch only to count GPUs, so that errors come at once.
+run on them, environment.py with which variables. This package imports torch only to count GPUs, so that errors come at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.logging import counted
+from megazero.runner import environment
 from megazero.runner.arguments import HOSTFILE, parse
 from megazero.runner.commands import (
     Program,
@@ -29,22 +30,13 @@ from megazero.runner.commands import (
     static,
     torchrun_command,
 )
-from megazero.runner.hosts import (
-    Nodes,
-    is_this_machine,
-    parse_environment,
-    parse_hostfile,
-    select,
-    slurm_hosts,
-    visible_devices,
-)
+from megazero.runner.hosts import Nodes, is_this_machine, parse_hostfile, select, slurm_hosts
 from megazero.runner.processes import Node, run_nodes
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29500
 CPU_RANKS = 2  # of a machine without a GPU, unless --num_gpus says otherwise; megazero.entry has the same
-EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")  # to other nodes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +77,7 @@ def _hosts(options: argparse.Namespace) -> tuple[dict[str, int], bool]:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     gpus = _count_gpus()
-    slots = gpus or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
+    slots = _slots(gpus, options)
     if not gpus:
         logger.info("no GPU on this machine, so on its cores (--num_gpus sets the number of ranks, %d)", slots)
     if options.no_ssh and options.num_nodes > 0:
@@ -97,6 +89,11 @@ def _count_gpus() -> int:
     import torch  # takes a second or two, and not every command line gets this far
 
     return torch.cuda.device_count()
+
+
+def _slots(gpus: int, options: argparse.Namespace) -> int:
+    """How many ranks a node with so many GPUs has."""
+    return gpus or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
 
 
 def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
@@ -122,7 +119,7 @@ def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes
 
 def _run_torchrun(program: Program, host: str, slots: list[int], where: Sequence[str], has_gpus: bool) -> int:
     """torchrun on this node. It inherits the terminal's input, so that an interactive script works."""
-    variables = _variables(slots, local=True, has_gpus=has_gpus)
+    variables = environment.of_slots(slots, local=True, has_gpus=has_gpus)
     command = node_command(torchrun_command(program, len(slots), where), variables)
     _say({host: command}, {host: slots})
     return Node(command).wait()
@@ -141,11 +138,11 @@ def _run_many(options: argparse.Namespace, program: Program, nodes: Nodes, here:
             f"the other nodes cannot reach {first!r}: give --master_addr, or write this host's name in the hostfile."
         )
     address, port = options.master_addr or first, options.master_port or DEFAULT_PORT
-    exported = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | _environment_file()
+    shared = environment.exported()
     commands = {}
     for rank, (host, slots) in enumerate(nodes.items()):
         where = static(len(nodes), rank, address, port)
-        variables = exported | _variables(slots, local=host in here, has_gpus=has_gpus)
+        variables = shared | environment.of_slots(slots, local=host in here, has_gpus=has_gpus)
         if host in here:
             agent = agent_command(torchrun_command(program, len(slots), where), obeys_stdin=True)
             commands[host] = node_command(agent, variables)
@@ -193,8 +190,7 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
             "--launcher slurm needs an allocation (SLURM_JOB_ID is not set): start it inside sbatch or salloc."
         )
     on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    count = int(on_node) if on_node.isdigit() else _count_gpus()
-    count = count or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
+    count = _slots(int(on_node) if on_node.isdigit() else _count_gpus(), options)
     hosts = dict.fromkeys(slurm_hosts(os.environ.get("SLURM_JOB_NODELIST", "")), count)
     nodes = select(hosts, options.include, options.exclude, options.num_nodes, options.num_gpus)
     first = next(iter(nodes))
@@ -208,29 +204,12 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
         torchrun_command(program, len(slots), c10d(len(nodes), endpoint, os.environ["SLURM_JOB_ID"])), obeys_stdin=False
     )
     narrowed = len(slots) < count  # else the devices are those that Slurm gives the job
-    variables = _environment_file() | _variables(slots, local=False, has_gpus=narrowed)
+    variables = environment.from_files() | environment.of_slots(slots, local=False, has_gpus=narrowed)
     command = srun_command(list(nodes), node_command(agent, variables), shlex.split(options.launcher_args))
     _say({", ".join(nodes): command}, nodes)
     if shutil.which("srun") is None:
         raise ValueError("there is no `srun` on this machine.")
     os.execvp("srun", command)
-
-
-def _variables(slots: Sequence[int], *, local: bool, has_gpus: bool) -> dict[str, str]:
-    """What the ranks of a node find in their environment beside torchrun's variables."""
-    inherited = os.environ.get("CUDA_VISIBLE_DEVICES") if local else None
-    devices = {"CUDA_VISIBLE_DEVICES": visible_devices(slots, inherited)} if has_gpus else {}
-    return {"LOCAL_SIZE": str(len(slots)), **devices}
-
-
-def _environment_file() -> dict[str, str]:
-    """The variables of ~/.deepspeed_env, and over them those of ./.deepspeed_env."""
-    found: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):
-        path = folder / ".deepspeed_env"
-        if path.is_file():
-            found |= parse_environment(path.read_text(), str(path))
-    return found
 
 
 def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megazero.logging import some
 
@@ -104,41 +104,6 @@ def _parse_filter(text: str, hosts: Mapping[str, int], option: str) -> Nodes:
 
 def _listed(hosts: Mapping[str, int]) -> str:
     return some([f"{host} (slots={count})" for host, count in hosts.items()], 8)
-
-
-def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """The variables of a file of KEY=VALUE lines; blank lines and `#` lines are skipped, values taken as they are.
-
-    Raises:
-        ValueError: a line that is not of that form.
-    """
-    found = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        key, equals, value = line.partition("=")
-        if not equals or re.fullmatch(r"[A-Za-z_]\w*", key.strip(), re.ASCII) is None:
-            raise ValueError(f"{name} line {number}: {line!r} is not of the form KEY=VALUE.")
-        found[key.strip()] = value
-    return found
-
-
-def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a node of this machine: slots count within the value that is set already, if one is.
-
-    Raises:
-        ValueError: the value lists fewer devices than a slot needs.
-    """
-    if inherited is None:
-        return ",".join(map(str, slots))
-    devices = [device for device in inherited.split(",") if device.strip()]
-    if not devices or devices[0].strip() == "-1":
-        return inherited  # GPUs are switched off
-    if max(slots) >= len(devices):
-        raise ValueError(
-            f"slot {max(slots)} does not exist: CUDA_VISIBLE_DEVICES={inherited} leaves {len(devices)} devices."
-        )
-    return ",".join(devices[slot] for slot in slots)
 
 
 def is_this_machine(host: str) -> bool:

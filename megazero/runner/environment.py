@@ -1,0 +1,67 @@
+"""What the ranks of a node find in their environment: their GPUs, and variables of this process and of files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")  # to other nodes
+
+
+def exported() -> dict[str, str]:
+    """What nodes get that do not share this process's environment: those of its variables that matter, and the files'."""
+    return {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | from_files()
+
+
+def from_files() -> dict[str, str]:
+    """The variables of ~/.deepspeed_env, and over them those of ./.deepspeed_env."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()):
+        path = folder / ".deepspeed_env"
+        if path.is_file():
+            found |= parse_environment(path.read_text(), str(path))
+    return found
+
+
+def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
+    """The variables of a file of KEY=VALUE lines; blank lines and `#` lines are skipped, values taken as they are.
+
+    Raises:
+        ValueError: a line that is not of that form.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, equals, value = line.partition("=")
+        if not equals or re.fullmatch(r"[A-Za-z_]\w*", key.strip(), re.ASCII) is None:
+            raise ValueError(f"{name} line {number}: {line!r} is not of the form KEY=VALUE.")
+        found[key.strip()] = value
+    return found
+
+
+def of_slots(slots: Sequence[int], *, local: bool, has_gpus: bool) -> dict[str, str]:
+    """What the ranks on these slots of a node find beside torchrun's variables; `local`: it is the node of this process."""
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES") if local else None
+    devices = {"CUDA_VISIBLE_DEVICES": visible_devices(slots, inherited)} if has_gpus else {}
+    return {"LOCAL_SIZE": str(len(slots)), **devices}
+
+
+def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a node of this machine: slots count within the value that is set already, if one is.
+
+    Raises:
+        ValueError: the value lists fewer devices than a slot needs.
+    """
+    if inherited is None:
+        return ",".join(map(str, slots))
+    devices = [device for device in inherited.split(",") if device.strip()]
+    if not devices or devices[0].strip() == "-1":
+        return inherited  # GPUs are switched off
+    if max(slots) >= len(devices):
+        raise ValueError(
+            f"slot {max(slots)} does not exist: CUDA_VISIBLE_DEVICES={inherited} leaves {len(devices)} devices."
+        )
+    return ",".join(devices[slot] for slot in slots)
