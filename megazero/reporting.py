@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megazero.metrics import MetricsWriter, StepReport, plot_losses
 from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.zero.config import ZeroConfig
-from megazero.zero.memory import memory_rows, plan_memory, size
+from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.units import find_units
 
@@ -110,27 +110,6 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
         matrices=matrices_of(*groups),
     )
     return table(title, memory_rows(plan, measured))
-
-
-def describe_out_of_memory(error: Exception, job: Job | None, ways: Sequence[str]) -> str:
-    """What a rank says that found no memory for a tensor: when, what it holds, and what takes less.
-
-    Args:
-        job: None where it was still being made.
-        ways: flags that lower what a device holds.
-    """
-    when = "while the job was being made" if job is None else f"in iteration {job.iteration + 1}"
-    lines = [f"rank {torch.distributed.get_rank()} ran out of memory {when}: {error}"]
-    if job is not None:
-        lines.append(describe_memory(job, "memory, planned and held when it failed", job.engine.memory()))
-    if torch.cuda.is_available():
-        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        lines.append(
-            f"PyTorch has {size(allocated)} in tensors and {size(reserved)} reserved on the device, {size(reserved - allocated)} "
-            "of it in pieces between them; where that is much, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps."
-        )
-    less = f"Each of these takes less: {'; '.join(ways)}." if ways else "More ranks, or a smaller model, take less."
-    return "\n".join([*lines, f"{less} `python -m megazero.plan` with the job's flags says how much."])
 
 
 class MemoryWatch:

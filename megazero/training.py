@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,11 +24,11 @@ from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job
 from megazero.job_batches import batches, take_counted, token_weights
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
 from megazero.metrics import MetricsWriter, perplexity
-from megazero.plan import refuse_what_cannot_fit, ways_to_less_memory
+from megazero.out_of_memory import tells_out_of_memory
+from megazero.plan import refuse_what_cannot_fit
 from megazero.reporting import (
     MemoryWatch,
     describe_memory,
-    describe_out_of_memory,
     describe_start,
     log_step,
     metrics_writer,
@@ -45,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds that ranks wait for the first one to tokenize and index, which takes hours for a large corpus.
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
-# How a lack of memory is told that is no torch.OutOfMemoryError: by PyTorch, by NCCL, by cuBLAS and cuDNN.
-NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory'", "STATUS_ALLOC_FAILED")
 
 
 def pretrain(
@@ -78,14 +75,14 @@ def pretrain(
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
-    with _tells_out_of_memory(config):
+    with tells_out_of_memory(config):
         job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens)
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
         minutes = flags.exit_duration_in_mins
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
-    with _tells_out_of_memory(config, job):
+    with tells_out_of_memory(config, job):
         load(job)
     eval_samples = flags.eval_iters * config.eval_batch_size * groups.data_parallel_size
     train, valid, test = build_datasets(
@@ -104,7 +101,7 @@ def pretrain(
     if train is not None:
         warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:
-        with progress_bar(job) as bar, _tells_out_of_memory(config, job):
+        with progress_bar(job) as bar, tells_out_of_memory(config, job):
             _train(job, metrics, train, valid, bar)
     else:
         logger.info(
@@ -113,27 +110,11 @@ def pretrain(
             flags.train_iters,
         )
     if not job.stopped and job.iteration >= flags.train_iters:
-        with _tells_out_of_memory(config, job):
+        with tells_out_of_memory(config, job):
             for section, dataset in (("valid", valid), ("test", test)):
                 evaluate_and_log(job, metrics, dataset, section, "the end of training")
     _finish(job, metrics)
     return job
-
-
-@contextmanager
-def _tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None]:
-    """Replaces the error of a device or host without memory by one that says what is held, and which flags take less.
-
-    Raises:
-        MemoryError: there was none for a tensor.
-    """
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_MEMORY):
-            raise
-        ways = ways_to_less_memory(config, torch.distributed.get_world_size(), comm.local_device())
-        raise MemoryError(describe_out_of_memory(error, job, ways)) from error
 
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) -> None:

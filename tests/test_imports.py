@@ -34,6 +34,7 @@ LEVELS = [
     {"utils", "config", "engine", "evaluation"},
     {"arguments", "backends", "job", "deepspeed"},
     {"job_batches", "job_checkpoints", "reporting", "plan", "inference"},
+    {"out_of_memory"},
     {"training"},
     {"compat"},
 ]

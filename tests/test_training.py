@@ -23,12 +23,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_gpt2
-from megazero import training
 from megazero.arguments import load_config
 from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
+from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import summary
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
@@ -321,9 +321,9 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
 )
 def test_a_library_of_cuda_without_memory_is_known(one_rank, text):
     with pytest.raises(MemoryError, match=f"rank 0 ran out of memory .*: {re.escape(text)}"):
-        with training._tells_out_of_memory(load_config([])):
+        with tells_out_of_memory(load_config([])):
             raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="Cuda failure 1"), training._tells_out_of_memory(load_config([])):
+    with pytest.raises(RuntimeError, match="Cuda failure 1"), tells_out_of_memory(load_config([])):
         raise RuntimeError("Last error: Cuda failure 1 'invalid argument'")
 
 

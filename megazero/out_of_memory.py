@@ -1,0 +1,55 @@
+"""A device or host that has no memory for a tensor: told by what a rank holds, and by the flags that take less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megazero import comm
+from megazero.config import Config
+from megazero.job import Job
+from megazero.plan import ways_to_less_memory
+from megazero.reporting import describe_memory
+from megazero.zero.memory import size
+
+# How it is told where that is no torch.OutOfMemoryError: by PyTorch, by NCCL, by cuBLAS and cuDNN.
+NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory'", "STATUS_ALLOC_FAILED")
+
+
+@contextmanager
+def tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None]:
+    """Replaces the error of a device or host without memory by one that says what is held, and which flags take less.
+
+    Raises:
+        MemoryError: there was none for a tensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_MEMORY):
+            raise
+        ways = ways_to_less_memory(config, torch.distributed.get_world_size(), comm.local_device())
+        raise MemoryError(_describe(error, job, ways)) from error
+
+
+def _describe(error: Exception, job: Job | None, ways: list[str]) -> str:
+    """What a rank says that found no memory for a tensor: when, what it holds, and what takes less.
+
+    Args:
+        job: None where it was still being made.
+        ways: flags that lower what a device holds.
+    """
+    when = "while the job was being made" if job is None else f"in iteration {job.iteration + 1}"
+    lines = [f"rank {torch.distributed.get_rank()} ran out of memory {when}: {error}"]
+    if job is not None:
+        lines.append(describe_memory(job, "memory, planned and held when it failed", job.engine.memory()))
+    if torch.cuda.is_available():
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        lines.append(
+            f"PyTorch has {size(allocated)} in tensors and {size(reserved)} reserved on the device, {size(reserved - allocated)} "
+            "of it in pieces between them; where that is much, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps."
+        )
+    less = f"Each of these takes less: {'; '.join(ways)}." if ways else "More ranks, or a smaller model, take less."
+    return "\n".join([*lines, f"{less} `python -m megazero.plan` with the job's flags says how much."])
