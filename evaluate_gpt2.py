@@ -26,7 +26,7 @@ from megazero.evaluation import last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.logging import table
 from megazero.model.config import GPT2Config
-from megazero.option import option
+from megazero.option import check_at_least, option
 from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
 
 logger = logging.getLogger("megazero.evaluate")
@@ -60,9 +60,7 @@ class EvaluationConfig:
             raise ValueError("--valid-data is missing: name the file to evaluate on.")
         if not Path(self.valid_data).is_file():
             raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
-        for flag, value in (("--batch-size", self.batch_size), ("--seq-length", self.seq_length)):
-            if value is not None and value < 1:
-                raise ValueError(f"{flag} must be at least 1, got {value}.")
+        check_at_least(1, self, "batch_size", "seq_length")
 
     def window(self, client: Mapping[str, Any], model: GPT2Config) -> int:
         """Tokens per window. An imported checkpoint does not say its training job's, and gets all positions."""

@@ -15,7 +15,7 @@ from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.option import option
+from megazero.option import check_at_least, option
 from megazero.zero.config import ZeroConfig
 
 logger = get_logger(__name__)
@@ -100,7 +100,9 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in (
+        check_at_least(
+            1,
+            self,
             "batch_size",
             "global_batch_size",
             "train_iters",
@@ -108,10 +110,7 @@ class TrainingConfig:
             "eval_batch_size",
             "log_interval",
             "exit_interval",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        )
         if (ramp := self.rampup_batch_size) is not None and (len(ramp) != 3 or min(ramp) < 1):
             raise ValueError(
                 f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, the first global batch size, "

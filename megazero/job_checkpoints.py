@@ -18,6 +18,7 @@ from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
+from megazero.option import flag_of
 
 logger = get_logger(__name__)
 
@@ -86,7 +87,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             extra=ALIKE,
         )
     saved, now = client["config"], asdict(job.config)
-    others = [f"--{name.replace('_', '-')}" for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
+    others = [flag_of(name) for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
     if others:
         logger.warning(
             "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
@@ -95,7 +96,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             extra=ALIKE,
         )
     before, after = {**asdict(TrainingConfig()), **saved["training"]}, now["training"]
-    others = [f"--{name.replace('_', '-')}" for name in LOSS if before[name] != after[name]]
+    others = [flag_of(name) for name in LOSS if before[name] != after[name]]
     if others:
         logger.warning(
             "%s: not as in the run that saved the checkpoint; losses from here on do not compare with those before",
@@ -205,7 +206,7 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     for name in UNSEEN_IN_SHAPES:
         was, now = saved.get(name), getattr(job.config.model, name)
         if was is not None and was != now:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             raise ValueError(
                 f"The checkpoint {path} was trained with {flag} {was}, now {now}: its weights would be another model, which no "
                 f"shape shows. Give {flag} {was}."

@@ -29,12 +29,25 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def flag_of(field: str) -> str:
+    """The flag that sets a field, where `option` names no other."""
+    return "--" + field.replace("_", "-")
+
+
+def check_at_least(least: int, config: Any, *names: str) -> None:
+    """Raises a ValueError for a field of `config` that is given and below `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"{flag_of(name)} must be at least {least}, got {value}.")
+
+
 def check_choices(config: Any) -> None:
     """Raises a ValueError for a field of a configuration dataclass whose value is none of its option's choices."""
     for each in fields(config):
         choices, value = each.metadata.get("choices"), getattr(config, each.name)
         if choices and value not in (each.default, *choices):
-            name = each.metadata["flag"] or "--" + each.name.replace("_", "-")
+            name = each.metadata["flag"] or flag_of(each.name)
             raise ValueError(f"{name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
 
 

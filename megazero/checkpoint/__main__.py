@@ -22,7 +22,7 @@ from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
 from megazero.logging import counted
 from megazero.optim.loss_scaler import DTYPES
-from megazero.option import Parser
+from megazero.option import Parser, flag_of
 from megazero.zero.memory import size
 
 _PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"
@@ -139,7 +139,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     megatron_only = {"vocab_size": arguments.vocab_size, "num_attention_heads": arguments.num_attention_heads}
-    given = [f"--{name.replace('_', '-')}" for name, value in megatron_only.items() if value is not None]
+    given = [flag_of(name) for name, value in megatron_only.items() if value is not None]
     if given and arguments.source != "megatron":
         raise ValueError(f"{' and '.join(given)}: for --from megatron only. Drop it.")
     if arguments.source == "deepspeed":

@@ -18,7 +18,7 @@ from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megazero.logging import counted
-from megazero.option import option
+from megazero.option import check_at_least, option
 
 Dataset = GPT2Dataset | BlendedDataset
 _PARTS = ("train", "valid", "test")
@@ -54,8 +54,7 @@ class DataConfig:
     num_workers: int = option(2, "processes that read samples ahead, on each rank; 0 reads in the training process")
 
     def __post_init__(self) -> None:
-        if self.seq_length < 1:
-            raise ValueError(f"--seq-length must be at least 1, got {self.seq_length}.")
+        check_at_least(1, self, "seq_length")
         if self.num_workers < 0:
             raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}.")
         parse_split(self.split)

@@ -11,6 +11,7 @@ from megazero.json_config.config import ZERO
 from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.schedules import SCHEDULES
+from megazero.option import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Flags:
 
     def text(self, field: str) -> str:
         """The flag as it was given."""
-        value, name = self.given[field], self._fields[field].metadata["flag"] or "--" + field.replace("_", "-")
+        value, name = self.given[field], self._fields[field].metadata["flag"] or flag_of(field)
         if (field, value) == ("offload_optimizer", "cpu") and "cpu_optimizer" in self.given:
             return self.given["cpu_optimizer"]
         if isinstance(value, bool):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.mpu.sequence_mappings import sequence_slice_length
-from megazero.option import check_choices, option
+from megazero.option import check_choices, flag_of, option
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
@@ -92,22 +92,22 @@ class GPT2Config:
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{_flag(name)} is {value}, and a size must be at least 1.")
+                raise ValueError(f"{flag_of(name)} is {value}, and a size must be at least 1.")
         for name, what, example in (
             ("vocab_chunk_size", "vocabulary ids", 4096),
             ("sequence_chunk_size", "positions of the sequence", 128),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(
-                    f"{_flag(name)} is {getattr(self, name)}: it is how many {what} the loss works off at a time, e.g. "
+                    f"{flag_of(name)} is {getattr(self, name)}: it is how many {what} the loss works off at a time, e.g. "
                     f"{example}, or 0 for all at once."
                 )
         for name in ("layernorm_epsilon", "init_method_std"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} must be 0 or more, got {getattr(self, name)}.")
+                raise ValueError(f"{flag_of(name)} must be 0 or more, got {getattr(self, name)}.")
         for name in ("attention_dropout", "hidden_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
+                raise ValueError(f"{flag_of(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
         check_choices(self)
         self._check_recompute()
         if self.hidden_size % self.num_attention_heads:
@@ -220,8 +220,8 @@ class GPT2Config:
         ):
             if value % model_parallel_size:
                 raise ValueError(
-                    f"{_flag(name)} {value} is not divisible by --model-parallel-size {model_parallel_size}: every rank holds "
-                    f"an equal share. Change {_flag(name)}, or use a --model-parallel-size of "
+                    f"{flag_of(name)} {value} is not divisible by --model-parallel-size {model_parallel_size}: every rank holds "
+                    f"an equal share. Change {flag_of(name)}, or use a --model-parallel-size of "
                     f"{', '.join(map(str, self.parallel_sizes))}."
                 )
         tiles = 4 * self.tile_factor if self.memory_centric_tiled_linear else 1
@@ -301,7 +301,3 @@ class GPT2Config:
         h, f = self.hidden_size, self.mlp_size
         weights = self.num_layers * (4 * h * h + 2 * h * f) + self.require_vocab_size() * h
         return 6 * weights + 12 * self.num_layers * seq_length * h
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")

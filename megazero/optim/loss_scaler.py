@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megazero.logging import ALIKE, counted, get_logger
-from megazero.option import option
+from megazero.option import flag_of, option
 
 logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class PrecisionConfig:
             raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
         for name in ("initial_loss_scale", "loss_scale_window", "min_scale", "hysteresis"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
+                raise ValueError(f"{flag_of(name)} must be positive, got {getattr(self, name)}.")
 
     @property
     def dtype(self) -> torch.dtype:

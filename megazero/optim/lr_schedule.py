@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.optim.schedule_base import Schedule
-from megazero.option import check_choices, option
+from megazero.option import check_at_least, check_choices, option
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,8 @@ class LRScheduleConfig:
             raise ValueError(f"--lr-warmup-iters must be 0 or more, got {self.lr_warmup_iters}.")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
-        if self.lr_decay_iters is not None and self.lr_decay_iters < 1:
-            raise ValueError(f"--lr-decay-iters must be at least 1, got {self.lr_decay_iters}.")
+        check_at_least(1, self, "lr_decay_iters", "lr_wsd_decay_iters")
         iters = self.lr_wsd_decay_iters
-        if iters is not None and iters < 1:
-            raise ValueError(f"--lr-wsd-decay-iters must be at least 1, got {iters}.")
         if (self.lr_decay_style == "WSD") != (iters is not None):
             raise ValueError(
                 f"--lr-decay-style is {self.lr_decay_style} and --lr-wsd-decay-iters is {iters or 'not given'}: WSD decays over "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megazero.arguments import build, config_of, make_parser, parse
 from megazero.config import Config
-from megazero.option import option
+from megazero.option import check_at_least, option
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.plan.plot import write_plot
@@ -50,10 +50,7 @@ class Machine:
     plot: str | None = option(None, "file for a bar plot of all stages, such as plan.png")
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+        check_at_least(1, self, "gpus", "ranks_per_node")
 
     @property
     def limits(self) -> Limits:

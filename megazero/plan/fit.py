@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megazero.option import flag_of
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
@@ -162,7 +163,7 @@ def _of_zero(setup: Setup, **flags: Any) -> Change:
     """The change that these flags make, by their names with underscores."""
     if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
         flags["nvme_path"] = "DIR"  # any name will do for a plan
-    values = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    values = {flag_of(name): value for name, value in flags.items()}
     return Change(values, setup.with_zero(**{name.removeprefix("zero_"): value for name, value in flags.items()}))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megazero.logging import counted
 from megazero.nvme import AioConfig
-from megazero.option import option
+from megazero.option import flag_of, option
 from megazero.zero.residency import GatherLimits
 
 STAGES = (0, 1, 2, 3)
@@ -166,7 +166,7 @@ class ZeroConfig:
 
     def _check_homes(self) -> None:
         for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
-            home, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            home, flag = getattr(self, name), flag_of(name)
             if home not in HOMES:
                 raise ValueError(f"{flag} (zero.{name}) must be one of {', '.join(HOMES)}, got {home!r}.")
             if home != "none" and self.stage < least:
