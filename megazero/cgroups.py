@@ -1,4 +1,4 @@
-"""What control groups leave a process, as containers and batch systems set them: their folders, and cores."""
+"""What a machine leaves a process under its control groups, as containers and batch systems set them: cores and host memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,68 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+UNLIMITED = 1 << 60  # bytes; cgroup v1 writes "no limit" as about 2^63
 
-def cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+
+def available_cores(root: Path | str = "/") -> int:
+    """Cores that this process may use: those that it may run on, and no more than its cgroups' share of time, rounded up.
+
+    Under `docker run --cpus 2`, or a limit of Kubernetes, a process may run on every core of the host: as many threads as these
+    use up the time of two early in each period of a tenth of a second, and all of them wait for the next one.
+
+    Args:
+        root: where /proc and /sys lie; a test has its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, is_version_2 in _folders(Path(root), "cpu"):
+        names = ("cpu.max",) if is_version_2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota = [word for path in map(folder.joinpath, names) if path.exists() for word in path.read_text().split()]
+        if len(quota) == 2 and quota[0].isdigit():  # without a limit: "max", or -1
+            cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
+    return cores
+
+
+def available_host_memory(root: Path) -> int | None:
+    """What processes here can still allocate: the kernel's estimate, and no more than the cgroup's limit leaves.
+
+    Page cache counts as free, because the kernel gives it up. None where there is no /proc.
+    """
+    values = []
+    meminfo = root / "proc/meminfo"
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        kilobytes = fields.get("MemAvailable", fields.get("MemFree", "")).split()
+        values += [int(kilobytes[0]) * 1024] if kilobytes else []
+    values += [max(0, limit - used) for limit, used in _memory_limits(root)]
+    return min(values, default=None)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use) of every memory cgroup that this process is in, with all that enclose it."""
+    for folder, is_version_2 in _folders(root, "memory"):
+        names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+        if is_version_2:
+            names, cache = ("memory.max", "memory.current"), "inactive_file"
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and limit < UNLIMITED:
+            yield limit, max(0, (used or 0) - _cached(folder / "memory.stat", cache))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is none ("max")."""
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _cached(path: Path, key: str) -> int:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """The folder of every cgroup that this process is in and that can limit what `controller` ("memory", "cpu") counts.
 
     Args:
@@ -30,21 +90,3 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             if folder == mount.parent:
                 break
             yield folder, is_version_2
-
-
-def available_cores(root: Path | str = "/") -> int:
-    """Cores that this process may use: those that it may run on, and no more than its cgroups' share of time, rounded up.
-
-    Under `docker run --cpus 2`, or a limit of Kubernetes, a process may run on every core of the host: as many threads as these
-    use up the time of two early in each period of a tenth of a second, and all of them wait for the next one.
-
-    Args:
-        root: where /proc and /sys lie; a test has its own.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder, is_version_2 in cgroup_folders(Path(root), "cpu"):
-        names = ("cpu.max",) if is_version_2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        quota = [word for path in map(folder.joinpath, names) if path.exists() for word in path.read_text().split()]
-        if len(quota) == 2 and quota[0].isdigit():  # without a limit: "max", or -1
-            cores = min(cores, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
-    return cores

@@ -1,4 +1,4 @@
-"""What the control groups of a process leave it, read from files that a test has written. Memory: tests/plan/test_limits.py."""
+"""What a machine and its control groups leave a process, read from files that a test has written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cgroups import available_cores
+from megazero.cgroups import available_cores, available_host_memory
 from megazero.launch import share_cores
 
-CORES = 12
+CORES, GIB = 12, 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -19,15 +19,12 @@ def host(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CORES)), raising=False)
 
 
-def machine(root: Path, listing: str, files: dict[str, str]) -> Path:
-    """A folder with /proc/self/cgroup and with files of /sys/fs/cgroup."""
-    named = {
-        root / "proc/self/cgroup": listing,
-        **{root / "sys/fs/cgroup" / name: text for name, text in files.items()},
-    }
-    for path, text in named.items():
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A folder with the files of /proc and /sys."""
+    for name, text in files.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+        path.write_text(text)
     return root
 
 
@@ -46,7 +43,8 @@ def machine(root: Path, listing: str, files: dict[str, str]) -> Path:
     ],
 )
 def test_cores_are_those_to_run_on_and_no_more_than_the_smallest_quota_rounded_up(tmp_path, listing, files, cores):
-    assert available_cores(machine(tmp_path, listing, files)) == cores
+    groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert available_cores(machine(tmp_path, {"proc/self/cgroup": listing, **groups})) == cores
 
 
 def test_without_proc_it_is_the_cores_to_run_on(tmp_path):
@@ -58,3 +56,58 @@ def test_ranks_share_the_cores_that_a_quota_leaves(monkeypatch):
     monkeypatch.setattr("megazero.launch.available_cores", lambda: 5)
     share_cores(2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+MEMINFO = f"MemTotal:       {64 * GIB // 1024} kB\nMemFree:  1000 kB\nMemAvailable:   {40 * GIB // 1024} kB\n"
+
+
+def test_without_a_cgroup_the_kernels_estimate_counts(tmp_path):
+    assert available_host_memory(machine(tmp_path, {"proc/meminfo": MEMINFO})) == 40 * GIB
+
+
+def test_without_proc_nothing_is_known(tmp_path):
+    assert available_host_memory(tmp_path) is None
+
+
+def test_a_cgroup_of_version_2_and_those_around_it_limit_what_is_left_and_cache_counts_as_free(tmp_path):
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": str(GIB),
+        "sys/fs/cgroup/job/memory.max": str(8 * GIB),
+        "sys/fs/cgroup/job/memory.current": str(3 * GIB),
+        "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+    }
+    assert available_host_memory(machine(tmp_path, files)) == 6 * GIB
+
+
+def test_in_a_container_the_mount_is_the_containers_own_group(tmp_path):
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": str(5 * GIB),
+        "sys/fs/cgroup/memory.current": str(2 * GIB),
+    }
+    assert available_host_memory(machine(tmp_path, files)) == 3 * GIB
+    files["proc/self/cgroup"] = "0::/docker/of/the/host\n"  # is not there inside
+    assert available_host_memory(machine(tmp_path, files)) == 3 * GIB
+
+
+def test_a_cgroup_of_version_1(tmp_path):
+    files = {
+        "proc/self/cgroup": "9:cpu:/x\n5:memory:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(4 * GIB),
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(GIB),
+        "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    assert available_host_memory(machine(tmp_path, files)) == 3.5 * GIB
+
+
+def test_more_than_the_limit_in_use_leaves_nothing(tmp_path):
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "1000",
+        "sys/fs/cgroup/memory.current": "2000",
+    }
+    assert available_host_memory(machine(tmp_path, files)) == 0

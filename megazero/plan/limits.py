@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megazero.cgroups import cgroup_folders
+from megazero.cgroups import UNLIMITED, available_host_memory
 from megazero.nvme import PAGE, aligned_empty
-
-UNLIMITED = 1 << 60  # bytes; cgroup v1 writes "no limit" as about 2^63
 
 
 @dataclass(frozen=True)
@@ -76,46 +74,6 @@ def _lock_a_page(device: torch.device) -> None:
         with suppress(RuntimeError):  # CUDA tells its last error to whoever looks next: let that be this kernel
             torch.zeros(1, device=device)
         raise
-
-
-def available_host_memory(root: Path) -> int | None:
-    """What processes here can still allocate: the kernel's estimate, and no more than the cgroup's limit leaves.
-
-    Page cache counts as free, because the kernel gives it up. None where there is no /proc.
-    """
-    values = []
-    meminfo = root / "proc/meminfo"
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        kilobytes = fields.get("MemAvailable", fields.get("MemFree", "")).split()
-        values += [int(kilobytes[0]) * 1024] if kilobytes else []
-    values += [max(0, limit - used) for limit, used in _cgroup_limits(root)]
-    return min(values, default=None)
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of every memory cgroup that this process is in, with all that enclose it."""
-    for folder, is_version_2 in cgroup_folders(root, "memory"):
-        names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
-        if is_version_2:
-            names, cache = ("memory.max", "memory.current"), "inactive_file"
-        limit, used = (_number(folder / name) for name in names)
-        if limit is not None and limit < UNLIMITED:
-            yield limit, max(0, (used or 0) - _cached(folder / "memory.stat", cache))
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none ("max")."""
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None
-
-
-def _cached(path: Path, key: str) -> int:
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
 
 
 def free_disk(path: str) -> int:
