@@ -297,10 +297,17 @@ class Config:
         return [folder for folder in (states, self.activations.checkpoint_nvme_path) if folder]
 
     @property
+    def tensorboard_dir(self) -> str | None:
+        """Where TensorBoard's scalars go, if anywhere."""
+        return None if self.training.no_tensorboard else self.training.tensorboard_dir or self._in_save("tensorboard")
+
+    @property
     def profile_dir(self) -> str | None:
         """Where a trace goes, if anywhere."""
-        save = self.checkpoint.save
-        return self.training.profile_dir or (os.path.join(save, "profile") if save else None)
+        return self.training.profile_dir or self._in_save("profile")
+
+    def _in_save(self, name: str) -> str | None:
+        return os.path.join(self.checkpoint.save, name) if self.checkpoint.save else None
 
     def describe(self) -> str:
         """The effective configuration, a line per component."""

@@ -40,9 +40,7 @@ def metrics_writer(job: Job) -> MetricsWriter:
     """Where this rank records its numbers: also in files, on rank 0."""
     if torch.distributed.get_rank() != 0:
         return MetricsWriter(None, None, job.iteration)
-    save, flags = job.config.checkpoint.save, job.config.training
-    board = flags.tensorboard_dir or (str(Path(save) / "tensorboard") if save else None)
-    return MetricsWriter(save, None if flags.no_tensorboard else board, job.iteration)
+    return MetricsWriter(job.config.checkpoint.save, job.config.tensorboard_dir, job.iteration)
 
 
 def step_profiler(job: Job) -> StepProfiler:
@@ -206,10 +204,10 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
     Args:
         peaks: peak memory of every rank, bytes.
     """
-    lines, flags = metrics.lines, job.config
+    lines, config = metrics.lines, job.config
     train = [line for line in lines if line["section"] == "train"]
     valid = [line for line in lines if line["section"] == "valid"]
-    rows = [("iterations", f"{job.iteration} of {flags.training.train_iters}")]
+    rows = [("iterations", f"{job.iteration} of {config.training.train_iters}")]
     if job.first_loss is not None and train:
         rows.append(
             ("training loss", f"{job.first_loss:.4f} at the first step -> {train[-1]['loss']:.4f} at the last log line")
@@ -225,10 +223,10 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         share = f"{100 * median['mfu']:.1f}% of the device's peak, " if "mfu" in median else ""
         rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}in the same line)"))
     rows.append(("peak memory per rank (MB)", ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)))
-    save = flags.checkpoint.save
+    save = config.checkpoint.save
     if save:
-        if not flags.training.no_tensorboard:
-            rows.append(("TensorBoard log", flags.training.tensorboard_dir or os.path.join(save, "tensorboard")))
+        if config.tensorboard_dir:
+            rows.append(("TensorBoard log", config.tensorboard_dir))
         plot = Path(save) / "loss.png"
         if plot_losses(lines, plot):
             rows.append(("loss plot", str(plot)))
