@@ -8,7 +8,8 @@ much and which setting to change.
 """
 
 from megazero.plan.activations import Shape, block_bytes, plan_activations
-from megazero.plan.fit import changes, check_fits, largest_batch, largest_model, what_to_change
+from megazero.plan.change import changes
+from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
 from megazero.plan.job_plan import JobPlan, Setup, activation_modes, plan_job
 from megazero.plan.limits import Limits, measure_limits
 from megazero.plan.refuse import refuse_what_cannot_fit, ways_to_less_memory

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from megazero.option import flag_of
+from megazero.plan.change import Change, changes, last_resorts
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
 MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # that are tried: a plan of so many layers takes seconds
-SMALL_TILE = 1 << 24  # elements; of a piece that comes from a disk in some tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -101,72 +99,6 @@ def _for_host(setup: Setup) -> str:
     return f"Use {', '.join([*flags, 'fewer ranks per node'])}, or more nodes."
 
 
-# ---- what to change
-
-
-@dataclass(frozen=True)
-class Change:
-    """One step towards less memory per device, with the flags that make it."""
-
-    values: Mapping[str, object]  # by flag; "" where a flag takes none
-    setup: Setup
-    is_of_states: bool = True  # else it lowers activations only
-
-    @property
-    def flags(self) -> str:
-        """As on a command line."""
-        return " ".join(f"{flag} {value}".rstrip() for flag, value in self.values.items())
-
-
-def changes(setup: Setup) -> Iterator[Change]:
-    """Each single change that lowers what a device holds, the cheapest in time first."""
-    states, model, is_cuda = setup.states, setup.model, setup.states.device_type == "cuda"
-    if setup.data_parallel_size > 1:
-        for stage in range(states.zero.stage + 1, 4):
-            yield _of_zero(setup, zero_stage=stage)
-    if states.num_shards < setup.data_parallel_size:
-        yield _of_zero(setup, zero_shard_size=0)
-    if model.recompute_mode != "full":
-        all_of_it = replace(model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)
-        values = {"--checkpoint-activations": ""} if model.recompute is None else {"--recompute": "full"}
-        yield Change(values, replace(setup, model=all_of_it), False)
-    if states.optimizer_home == "accelerator" and is_cuda:
-        if states.zero.stage:
-            yield _of_zero(setup, offload_optimizer="cpu")
-        elif setup.data_parallel_size == 1:  # where a stage by itself saves nothing
-            yield _of_zero(setup, zero_stage=2, offload_optimizer="cpu")
-    if states.zero.offload_optimizer_ratio < 1:
-        yield _of_zero(setup, offload_optimizer_ratio=1)
-    if states.zero.stage == 3 and states.param_home == "accelerator" and is_cuda:
-        yield _of_zero(setup, offload_param="cpu")
-    if setup.shape.batch_size > 1:
-        half = replace(setup.shape, batch_size=setup.shape.batch_size // 2)
-        yield Change({"--batch-size": half.batch_size}, replace(setup, shape=half), False)
-
-
-def _last_resorts(setup: Setup) -> Iterator[Change]:
-    """What more a job can do where none of `changes` is enough: all states elsewhere even of one rank, nvme, smaller pieces."""
-    states = setup.states
-    if states.zero.stage < 3 and setup.data_parallel_size == 1:
-        home = "cpu" if states.device_type == "cuda" else "nvme"
-        optimizer = states.optimizer_home if states.optimizer_home != "accelerator" else home
-        yield _of_zero(setup, zero_stage=3, offload_optimizer=optimizer, offload_param=home)
-    if states.zero.stage and states.optimizer_home != "nvme":
-        yield _of_zero(setup, offload_optimizer="nvme")
-    if states.zero.stage == 3 and states.param_home != "nvme":
-        yield _of_zero(setup, offload_param="nvme")
-    if states.optimizer_home == "nvme" and not 0 < states.zero.sub_group_size <= SMALL_TILE:
-        yield _of_zero(setup, sub_group_size=SMALL_TILE)
-
-
-def _of_zero(setup: Setup, **flags: Any) -> Change:
-    """The change that these flags make, by their names with underscores."""
-    if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
-        flags["nvme_path"] = "DIR"  # any name will do for a plan
-    values = {flag_of(name): value for name, value in flags.items()}
-    return Change(values, setup.with_zero(**{name.removeprefix("zero_"): value for name, value in flags.items()}))
-
-
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
     """Ways to make the job fit: every single change that does; where none does, changes on top of each other until it fits.
 
@@ -174,12 +106,12 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
     """
     if _fits(setup, limits):
         return []
-    for single in (changes(setup), _last_resorts(setup)):
+    for single in (changes(setup), last_resorts(setup)):
         if ways := [change for change in single if _fits(change.setup, limits)]:
             return ways
     values: dict[str, object] = {}
     while True:
-        steps = (*changes(setup), *_last_resorts(setup))
+        steps = (*changes(setup), *last_resorts(setup))
         best = min(steps, key=lambda change: _excess(change.setup, limits), default=None)
         if best is None or _excess(best.setup, limits) >= _excess(setup, limits):
             return []
@@ -196,9 +128,6 @@ def _excess(setup: Setup, limits: Limits) -> int:
 
 def _fits(setup: Setup, limits: Limits) -> bool:
     return _excess(setup, limits) == 0
-
-
-# ---- how far it goes
 
 
 def largest_batch(setup: Setup, limits: Limits) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megazero.logging import counted
-from megazero.plan.fit import changes
+from megazero.plan.change import changes
 from megazero.plan.job_plan import JobPlan, plan_job
 from megazero.plan.limits import Limits
 

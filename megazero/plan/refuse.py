@@ -8,7 +8,8 @@ import os
 import torch
 
 from megazero.config import Config
-from megazero.plan.fit import changes, check_fits, what_to_change
+from megazero.plan.change import changes
+from megazero.plan.fit import check_fits, what_to_change
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits, measure_limits
 
