@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.json_config.schema import Reader
+from megazero.json_config.reader import Reader
 from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, ActivationCheckpointingSection
 from megazero.json_source import DeepSpeedConfigError, read_source
 from megazero.option import option

@@ -8,7 +8,8 @@ from typing import Any
 
 from megazero.json_config.config import JsonConfig
 from megazero.json_config.old_forms import modernised, without_disabled
-from megazero.json_config.schema import AUTO, Reader, check_types
+from megazero.json_config.reader import Reader, check_types
+from megazero.json_config.schema import AUTO
 from megazero.json_source import DeepSpeedConfigError, read_source
 from megazero.logging import ALIKE, get_logger
 

@@ -1,0 +1,189 @@
+"""How a section of the JSON is read from a dict: names, types and bounds checked, "auto" decided, old names taken."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, is_dataclass
+from typing import Any, TypeVar
+
+from megazero.json_config.schema import ALWAYS, AUTO, REFUSED, default_of, join, keys, show
+from megazero.json_source import DeepSpeedConfigError
+from megazero.option import did_you_mean
+
+Section = TypeVar("Section")
+
+
+class Reader:
+    """Reads sections, and collects what is to be said about them.
+
+    Attributes:
+        warnings: one sentence each.
+        given: the paths of the keys that were given, under their present names.
+        undecided: the paths of those that are "auto", and nothing says what that means; they are left out.
+    """
+
+    def __init__(self, auto: Mapping[str, Any]) -> None:
+        self.auto = auto
+        self.warnings: list[str] = []
+        self.given: set[str] = set()
+        self.undecided: list[str] = []
+
+    def section(self, section: type[Section], given: Any, path: str) -> Section:
+        """The section at `path`, checked.
+
+        Raises:
+            DeepSpeedConfigError: a key is unknown, missing, given under two names, or has a bad value.
+        """
+        values = self.values(section, given, path)
+        for name, f in keys(section):
+            if default_of(f) is MISSING and f.name not in values:
+                raise DeepSpeedConfigError(f"{join(path, name)} is missing.")
+        return section(**values)
+
+    def values(self, section: type, given: Any, path: str) -> dict[str, Any]:
+        """The values that were given in a section, converted, by field name."""
+        if not isinstance(given, Mapping):
+            raise _wrong(path, "an object", given)
+        described, hints = _spellings(section), typing.get_type_hints(section)
+        values: dict[str, Any] = {}
+        spelled: dict[str, str] = {}
+        for name, value in given.items():
+            if name not in described:
+                known = [known for known, _ in keys(section)]
+                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {did_you_mean(name, known)}")
+            current, f = described[name]
+            if current in spelled:
+                raise DeepSpeedConfigError(
+                    f"{join(path, spelled[current])} and {join(path, name)} are two names of one key. Keep {current}."
+                )
+            spelled[current] = name
+            if name in f.metadata["old"]:
+                self.warnings.append(f"{join(path, name)} is an old or misspelled name, read as {current}.")
+            full = join(path, current)
+            if value == AUTO and AUTO not in f.metadata["choices"]:
+                if full not in self.auto:
+                    if not path:  # in a section it is as if it were absent
+                        self.undecided.append(full)
+                    continue
+                value = self.auto[full]
+            values[f.name] = self._convert(hints[f.name], value, full, f)
+            self._check_effect(values[f.name], full, f)
+            self.given.add(full)
+        return values
+
+    def refuse_undecided(self) -> None:
+        """Raises where "auto" was read that nothing decides, and names all such keys.
+
+        Raises:
+            DeepSpeedConfigError: there are some.
+        """
+        if self.undecided:
+            decided = f" (only for {', '.join(sorted(self.auto))})" if self.auto else ""
+            raise DeepSpeedConfigError(
+                f'Nothing here decides what "auto" is for {", ".join(self.undecided)}{decided}. Give values, or drop these keys.'
+            )
+
+    def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            if value is None:
+                return None
+            hint = next(a for a in typing.get_args(hint) if a is not type(None))
+        if is_dataclass(hint):
+            return self.section(typing.cast(type, hint), value, path)
+        if typing.get_origin(hint) is dict:
+            if not isinstance(value, Mapping):
+                raise _wrong(path, "an object", value)
+            decided = {}
+            for name, item in value.items():
+                full = join(path, name)
+                if item == AUTO and full not in self.auto:
+                    self.undecided.append(full)
+                else:
+                    decided[name] = self.auto[full] if item == AUTO else item
+            return decided
+        value = _scalar(hint, value, path, f.metadata["choices"])
+        _check_bounds(value, path, **{bound: f.metadata[bound] for bound in ("at_least", "above", "at_most")})
+        return value
+
+    def _check_effect(self, value: Any, path: str, f: Field) -> None:
+        effect, note, default = f.metadata["effect"], f.metadata["note"], default_of(f)
+        if effect == REFUSED and value != default:
+            raise DeepSpeedConfigError(
+                f"{path} {show(value)} is not possible here: {note}. Drop it, or set it to {show(default)}."
+            )
+        if effect == ALWAYS and value is False and default is True:
+            self.warnings.append(f"{path} false changes nothing: {note}.")
+
+
+class _TypesOnly(Reader):
+    """Makes no sections, whose own checks are of several keys together."""
+
+    def section(self, section: type, given: Any, path: str) -> Any:
+        return self.values(section, given, path)
+
+
+def check_types(section: type, given: Mapping[str, Any]) -> None:
+    """Checks the names, types and bounds of all that is given, each key for itself; "auto" passes.
+
+    Raises:
+        DeepSpeedConfigError: a key is unknown, given under two names, or has a bad value.
+    """
+    _TypesOnly({}).values(section, _without_auto(given), "")
+
+
+def _without_auto(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
+
+
+def _spellings(section: type) -> dict[str, tuple[str, Field]]:
+    """Every accepted spelling: the present name, and the field."""
+    return {spelling: (name, f) for name, f in keys(section) for spelling in (f.name, *f.metadata["old"], name)}
+
+
+def _scalar(hint: type, value: Any, path: str, choices: Sequence[str]) -> Any:
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise _wrong(path, "true or false", value)
+        return value
+    if hint is str:
+        if not isinstance(value, str):
+            raise _wrong(path, "a string", value)
+        if not choices:
+            return value
+        for choice in choices:
+            if value.lower() == choice.lower():
+                return choice
+        raise DeepSpeedConfigError(f"{path} must be one of {', '.join(choices)}, got {show(value)}.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        if not is_number or value != int(value):
+            raise _wrong(path, "an integer", value)
+        return int(value)
+    if not is_number:
+        raise _wrong(path, "a finite number", value)
+    return float(value)
+
+
+def _check_bounds(value: Any, path: str, at_least: float | None, above: float | None, at_most: int | None) -> None:
+    is_low = (at_least is not None and value < at_least) or (above is not None and value <= above)
+    if not is_low and (at_most is None or value <= at_most):
+        return
+    if at_most is not None:
+        *others, last = range(int(at_least or 0), at_most + 1)
+        wanted = f"{', '.join(map(str, others))} or {last}"
+    else:
+        wanted = f"at least {at_least}" if at_least is not None else f"greater than {above}"
+    raise DeepSpeedConfigError(f"{path} must be {wanted}, got {value}.")
+
+
+def _wrong(path: str, wanted: str, value: Any) -> DeepSpeedConfigError:
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    kind = kinds.get(type(value))
+    found = show(value) if not isinstance(value, (dict, list)) else kind
+    hint = f" ({kind})" if isinstance(value, str) else ""
+    return DeepSpeedConfigError(f"{path or 'The configuration'} must be {wanted}, got {found}{hint}.")
