@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from megazero import comm
 from megazero.deepspeed.checkpoints import CheckpointingEngine
-from megazero.deepspeed.optimizer import client_scheduler
+from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler

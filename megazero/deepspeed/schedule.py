@@ -1,0 +1,60 @@
+"""What `initialize` makes of a caller's learning-rate schedule, or the configuration's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megazero.json_config import DeepSpeedConfigError, JsonConfig
+from megazero.logging import ALIKE, get_logger
+from megazero.optim.schedules import scheduler_by_name
+from megazero.zero.optimizer import BucketOptimizer
+
+logger = get_logger(__name__)
+
+# What torch's schedules write into parameter groups when they are built.
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
+def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer) -> Any:
+    """The schedule that is given, driving the engine's optimizer from now on; else the configuration's; None for none.
+
+    Raises:
+        DeepSpeedConfigError: it drives an optimizer with other parameter groups.
+    """
+    if given is None:
+        if config.scheduler is None:
+            return None
+        return scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
+    if config.scheduler is not None:
+        logger.warning(
+            "the lr_scheduler given to initialize is used, not the configuration's %s",
+            config.scheduler.type,
+            extra=ALIKE,
+        )
+    # Of updates that are made of tiles torch's schedules see nothing, and would warn that they are stepped before the optimizer.
+    vars(optimizer.torch_optimizer).update(_opt_called=True)
+    if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
+        return given(optimizer.torch_optimizer)
+    if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:
+        if len(given.optimizer.param_groups) != len(optimizer.param_groups):
+            raise DeepSpeedConfigError(
+                f"The lr_scheduler drives an optimizer with {len(given.optimizer.param_groups)} parameter groups, the engine's "
+                f"has {len(optimizer.param_groups)}. Build it on the optimizer that is given to initialize, or pass a callable."
+            )
+        logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
+        # torch warns of a schedule over an optimizer that no schedule was built on: this one changes nothing.
+        torch.optim.lr_scheduler.ConstantLR(optimizer.torch_optimizer, 1.0)
+        for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
+            cycled = ("momentum", "betas") if "max_momentum" in theirs else ()
+            mine.update({key: theirs[key] for key in (*_SCHEDULED, *cycled) if key in theirs})
+        _rebind(given, optimizer.torch_optimizer)
+    return given
+
+
+def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Lets a schedule, and those that it is made of (torch's SequentialLR, ChainedScheduler), drive another optimizer."""
+    schedule.optimizer = optimizer
+    for part in getattr(schedule, "_schedulers", ()):
+        _rebind(part, optimizer)
