@@ -131,13 +131,7 @@ def check_types(section: type, given: Mapping[str, Any]) -> None:
     Raises:
         DeepSpeedConfigError: a key is unknown, given under two names, or has a bad value.
     """
-    _TypesOnly({}).values(section, _without_auto(given), "")
-
-
-def _without_auto(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _without_auto(inner) for key, inner in value.items() if inner != AUTO}
+    _TypesOnly({}).values(section, given, "")
 
 
 def _spellings(section: type) -> dict[str, tuple[str, Field]]:
