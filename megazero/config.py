@@ -132,8 +132,8 @@ class TrainingConfig:
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """The first and the last iteration of --profile-steps; None where it names none."""
-        first, _, last = (self.profile_steps or "").partition("-")
-        last = last or first
+        first, dash, last = (self.profile_steps or "").partition("-")
+        last = last if dash else first
         is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
         return (int(first), int(last)) if is_right else None
 

@@ -58,7 +58,7 @@ def test_flags():
     config = load_config("--profile-steps 5 --save x".split())
     assert config.training.profiled_steps == (5, 5) and config.profile_dir == "x/profile"
     assert load_config("--profile-steps 5-7 --save x --profile-dir y".split()).profile_dir == "y"
-    for wrong in ("5-4", "0-3", "a-b", "-", "5:7"):
+    for wrong in ("5-4", "0-3", "5-", "a-b", "-", "5:7"):
         with pytest.raises(ValueError, match="give the first and the last iteration to trace"):
             load_config([f"--profile-steps={wrong}", "--save", "x"])
     with pytest.raises(ValueError, match="--profile-steps 50-60 begins behind --train-iters 10"):
