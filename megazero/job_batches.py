@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import parent_process
 from typing import Any
 
@@ -14,8 +15,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megazero import comm
+from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.job import Job
+
+# Seconds that ranks wait for the first one to tokenize and index, which takes hours for a large corpus.
+MOST_TO_BUILD_S = 7 * 24 * 3600.0
+
+
+def datasets(job: Job) -> tuple[Any, Any, Any]:
+    """Training, validation and test data, with as many samples as the job may read; None for what there is none of."""
+    flags, groups = job.config.training, job.groups
+    eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
+    return build_datasets(
+        job.config.data,
+        job.tokenizer,
+        (job.train_samples, eval_samples, eval_samples),
+        flags.seed,
+        rank=torch.distributed.get_rank(),
+        barrier=partial(comm.meet_world, "build_datasets", timeout_s=MOST_TO_BUILD_S),
+    )
 
 
 def batches(

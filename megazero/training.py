@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from megazero import comm
 from megazero.backends import say_what_is_idle, set_up_backends
 from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
-from megazero.data.build import build_datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
-from megazero.job_batches import batches, take_counted, token_weights
+from megazero.job_batches import batches, datasets, take_counted, token_weights
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.out_of_memory import tells_out_of_memory
@@ -41,9 +39,6 @@ from megazero.throughput import keep_freed_memory, peak_memory_bytes
 from megazero.timers import Timers
 
 logger = logging.getLogger(__name__)
-
-# Seconds that ranks wait for the first one to tokenize and index, which takes hours for a large corpus.
-MOST_TO_BUILD_S = 7 * 24 * 3600.0
 
 
 def pretrain(
@@ -84,15 +79,7 @@ def pretrain(
         _claim(job, config.checkpoint.save)
     with tells_out_of_memory(config, job):
         load(job)
-    eval_samples = flags.eval_iters * config.eval_batch_size * groups.data_parallel_size
-    train, valid, test = build_datasets(
-        config.data,
-        tokenizer,
-        (job.train_samples, eval_samples, eval_samples),
-        flags.seed,
-        rank=torch.distributed.get_rank(),
-        barrier=partial(comm.meet_world, "build_datasets", timeout_s=MOST_TO_BUILD_S),
-    )
+    train, valid, test = datasets(job)
     metrics = metrics_writer(job)
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
