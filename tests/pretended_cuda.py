@@ -502,6 +502,8 @@ class PretendedCuda(Held):
             }
             for name, value in cuda.items():
                 patch.setattr(torch.cuda, name, value)
+            # torch's optimizers ask whether a step is captured into a graph, which a CUDA build without a driver cannot say.
+            patch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
             patch.setattr(torch.UntypedStorage, "resize_", resized)
             patch.setattr(Tensor, "record_stream", record)
             patch.setattr(Crossing, "wait", waited)
