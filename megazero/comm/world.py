@@ -71,12 +71,13 @@ def broadcast_object(value: Any) -> Any:
 
 
 def even_out_groups(group: ProcessGroup) -> None:
-    """Makes new groups of ranks of `group` possible: brings all to as many groups as the one has that is in most. Collective.
+    """Makes new groups of ranks of `group` possible: brings all to as many groups as the one has that counts most. Collective.
 
-    torch names a group that its own ranks make after how many each of them is in. A script may have made some for a part of the
-    ranks, and then these would wait for each other under different names.
+    torch names a group that its own ranks make after how many each of them is in; from 2.14 on, has made or heard of. A script
+    may have made some for a part of the ranks, and then these would wait for each other under different names.
     """
-    count = len(dist.distributed_c10d._world.pg_names)
+    world = dist.distributed_c10d._world
+    count = world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
     for _ in range(max(all_gathered_objects(count, group)) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 

@@ -381,16 +381,18 @@ def test_sets_of_ranks_gather_within_and_sum_over_all(size, way):
     run_ranks(size, sets_case, way, 2)
 
 
-def other_groups_case(way):
-    """Some ranks are in groups of the script's own: torch names a new one after how many a process is in."""
-    for ranks in ([0], [0, 1], [3]):
-        dist.new_group(ranks)
+def other_groups_case(way, by_members):
+    """Some ranks are in groups of the script's own: torch names a new one after how many a process is in, or has heard of."""
+    for ranks in ([0], [3], [3]) if by_members else ([0], [0, 1], [3]):
+        if not by_members or dist.get_rank() in ranks:
+            dist.new_group(ranks, use_local_synchronization=by_members)
     sets_case(way, 2)
 
 
+@pytest.mark.parametrize("by_members", [False, True])
 @pytest.mark.parametrize("way", ["point to point", "native"])
-def test_ranks_that_are_in_different_numbers_of_groups_open_a_channel(way):
-    run_ranks(4, other_groups_case, way, timeout_s=30.0)
+def test_ranks_that_are_in_different_numbers_of_groups_open_a_channel(way, by_members):
+    run_ranks(4, other_groups_case, way, by_members, timeout_s=30.0)
 
 
 def uneven_case():
