@@ -110,8 +110,13 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
         for full in range(num_blocks)
         for selective in range(num_blocks - full)
     )
-    fitting = [modes for modes in plans if peak_bytes(modes, costs) <= budget_bytes]
-    if not fitting:
+
+    def seconds_and_bytes(modes: list[str]) -> tuple[float, int]:
+        return sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs)
+
+    fitting = (modes for modes in plans if peak_bytes(modes, costs) <= budget_bytes)
+    best = min(fitting, key=seconds_and_bytes, default=None)
+    if best is None:
         least = min(peak_bytes([mode] * (num_blocks - 1) + ["none"], costs) for mode in BLOCK_MODES)
         raise ValueError(
             f"--recompute-budget-gb {budget_bytes / 1e9:g} is {budget_bytes:,} bytes, and {num_blocks} blocks need {least:,} "
@@ -119,7 +124,7 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
             "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
             "--model-parallel-size."
         )
-    return min(fitting, key=lambda modes: (sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs)))
+    return best
 
 
 def measure_block(
