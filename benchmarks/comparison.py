@@ -15,7 +15,7 @@ MEASURED = {
     "ratio": "of the medians, to the first side in the same rounds; by_rounds: quartiles of the ratios within each round",
     "held_mib": "what malloc has given out between steps, touched or not, less that before the side was built, of the rank that "
     "needs most",
-    "peak_mib": "the most of the same during one more, untimed step",
+    "peak_mib": "the most of the same during one more, untimed step, looked at every half millisecond",
     "shared_mib": "the memory that the ranks share to send through; where a side has none, the kernel's socket buffers do that",
     "resident_mib": "resident size of the whole process between steps after malloc_trim; what the ranks share counts in parts",
     "resident_peak_mib": "VmHWM of the timed rounds, with what the ranks share; with --malloc keep freed memory counts",
