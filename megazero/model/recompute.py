@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -110,12 +111,8 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
         for full in range(num_blocks)
         for selective in range(num_blocks - full)
     )
-
-    def seconds_and_bytes(modes: list[str]) -> tuple[float, int]:
-        return sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs)
-
-    fitting = (modes for modes in plans if peak_bytes(modes, costs) <= budget_bytes)
-    best = min(fitting, key=seconds_and_bytes, default=None)
+    rated = ((sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs), modes) for modes in plans)
+    best = min((plan for plan in rated if plan[1] <= budget_bytes), key=itemgetter(0, 1), default=None)
     if best is None:
         least = min(peak_bytes([mode] * (num_blocks - 1) + ["none"], costs) for mode in BLOCK_MODES)
         raise ValueError(
@@ -124,7 +121,7 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
             "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
             "--model-parallel-size."
         )
-    return best
+    return best[2]
 
 
 def measure_block(
