@@ -17,7 +17,7 @@ from typing import Any
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.json_config.job import values_of_file
-from megazero.option import Parser, flag_of
+from megazero.option import Parser, own_flag
 from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
     hints = typing.get_type_hints(component)
     for field in fields(component):
         if "help" in field.metadata:
-            names = [field.metadata["flag"] or flag_of(field.name), *field.metadata["aliases"]]
+            names = [own_flag(field), *field.metadata["aliases"]]
             kind = _argparse_kind(field, hints[field.name])
             if hints[field.name] is bool:  # what a script gives can be taken back behind it: the last one counts
                 kind["action"] = "store_true" if names[0].startswith("--no-") else argparse.BooleanOptionalAction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from typing import Any, NoReturn
 
 
@@ -34,6 +34,11 @@ def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def own_flag(described: Field) -> str:
+    """The flag that sets a field which `option` describes."""
+    return described.metadata["flag"] or flag_of(described.name)
+
+
 def check_at_least(least: int, config: Any, *names: str) -> None:
     """Raises a ValueError for a field of `config` that is given and below `least`."""
     for name in names:
@@ -47,8 +52,7 @@ def check_choices(config: Any) -> None:
     for each in fields(config):
         choices, value = each.metadata.get("choices"), getattr(config, each.name)
         if choices and value not in (each.default, *choices):
-            name = each.metadata["flag"] or flag_of(each.name)
-            raise ValueError(f"{name} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+            raise ValueError(f"{own_flag(each)} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
 
 
 class Parser(argparse.ArgumentParser):

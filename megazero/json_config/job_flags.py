@@ -11,7 +11,7 @@ from megazero.json_config.config import ZERO
 from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.schedules import SCHEDULES
-from megazero.option import flag_of
+from megazero.option import own_flag
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Flags:
 
     def text(self, field: str) -> str:
         """The flag as it was given."""
-        value, name = self.given[field], self._fields[field].metadata["flag"] or flag_of(field)
+        value, name = self.given[field], own_flag(self._fields[field])
         if (field, value) == ("offload_optimizer", "cpu") and "cpu_optimizer" in self.given:
             return self.given["cpu_optimizer"]
         if isinstance(value, bool):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megazero.model.config import GPT2Config
+from megazero.option import flag_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ def _vocab_size(vocab_size: int | None, rows: int, folder: Path) -> int:
 
 def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
     if refused := [name for name in _REFUSED if args.get(name)]:
-        flag = "--" + refused[0].replace("_", "-")
-        raise ValueError(f"{folder} was trained with {flag}, which this model does not compute.")
+        raise ValueError(f"{folder} was trained with {flag_of(refused[0])}, which this model does not compute.")
     if args and not args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
         found = "the exact GELU (neither --bias-gelu-fusion nor --openai-gelu)"
         logger.warning(
