@@ -76,8 +76,8 @@ def even_out_groups(group: ProcessGroup) -> None:
     torch names a group that its own ranks make after how many each of them is in; from 2.14 on, has made or heard of. A script
     may have made some for a part of the ranks, and then these would wait for each other under different names.
     """
-    world = dist.distributed_c10d._world
-    count = world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
+    known = dist.distributed_c10d._world
+    count = known.group_count if torch.__version__ >= "2.14" else len(known.pg_names)
     for _ in range(max(all_gathered_objects(count, group)) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
