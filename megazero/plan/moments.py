@@ -1,14 +1,15 @@
 """What a rank's accelerator holds at the moments of a step that can be its peak: states, buffers and activations together.
 
 In forward activations pile up; the loss adds the logits and their gradient. In backward they go, block by block, while gradients
-come: that of the head's weight first, which is tied to the embedding and so stays until the end; then each block's, whole until
-it is reduced, which goes on during the next block's backward. The update finds nothing but states.
+come: that of the head's weight first, which is tied to the embedding and so waits in autograd until the end, where the root's is
+made of it; then each block's, whole until it is reduced, which goes on during the next block's backward. The update finds nothing
+but states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.plan.activations import Activations
 from megazero.zero.bucket_bytes import FIRST, BucketBytes, StateSettings, adding_bytes
@@ -25,9 +26,12 @@ class _Block:
 
     gathered: int = 0  # of the largest unit's parameters, whole
     gradient: int = 0  # of its gradient, whole
+    early: int = 0  # of the root's gradient, what is there in the blocks' backward
     wire: int = 0  # of what travels, where that is not the gradient itself
     reduced: int = 0  # what stays of the block's gradients on the accelerator: this rank's part, or the whole
-    leaving: int = 0  # of this part, where it goes over the link to another home
+    leaving: tuple[
+        int, ...
+    ] = ()  # of this part, by bucket, where it goes over the link to another home; the last one first
     coming: int = 0  # of this rank's part of the parameters, where it comes over the link ahead of its gather
 
     @classmethod
@@ -38,9 +42,10 @@ class _Block:
         return cls(
             max(sum(need.whole_parameters for need in unit) for unit in units),
             max(sum(need.whole_gradient for need in unit) for unit in (units if is_sharded else [needs])),
+            sum(need.early_gradient for need in needs if need.plan.unit == ROOT),
             max(need.wire for need in needs),
             sum(need.gradients for need in needs),
-            sum(need.leaving for need in needs) if is_sharded else 0,
+            tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
             sum(need.coming for need in needs),
         )
 
@@ -80,9 +85,10 @@ def step_moments(
         kept = work.kept * (last + 1) // num_layers + work.recomputed + work.block_working + work.head_gradient
         backward = max(backward, (between + here if is_default else between) + gradients + kept)
     embedding = _gradients(blocks, root, -1, settings, has_earlier, adding)
-    embedding += max(2 * work.head_gradient, root.wire)
+    made = 0 if has_earlier and not settings.sharding.gradients else root.gradient - root.early
+    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + root.wire)
     embedding += blocks[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
-    last_to_go = sum(block.leaving for block in [root, *blocks][:MOST_TO_HOST])
+    last_to_go = _last_to_go([root, *blocks])
     return {
         "loss": between + last_block + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
         "blocks' backward": backward,
@@ -105,7 +111,7 @@ def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: i
 def _gradients(
     blocks: list[_Block], root: _Block, index: int, settings: StateSettings, has_earlier: bool, adding: int
 ) -> int:
-    """What is there of gradients in the backward of a block, -1 being the embedding, beyond those of earlier micro-batches.
+    """What is there of gradients in the backward of a block, beyond those of earlier micro-batches.
 
     Args:
         has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.
@@ -113,12 +119,20 @@ def _gradients(
     """
     under_way = blocks[index + 1 : index + 1 + settings.reductions_under_way]
     done = blocks[index + 1 + len(under_way) :]
-    here = [root, *blocks[index : index + 1]] if index >= 0 else [root]
-    whole = sum(block.gradient for block in here)
+    whole = root.early + (blocks[index].gradient if index >= 0 else 0)
     if not settings.sharding.gradients:
         stay = 0 if has_earlier else whole + sum(block.reduced for block in blocks[index + 1 :])
         return stay + sum(block.wire for block in under_way)
-    sent = [block for block in ([*done, root, *blocks] if has_earlier else done) if block.leaving]
-    leaving = sent[: MOST_TO_HOST + (root.wire > 0)]  # one more than that while it is cast
-    parts = sum(block.wire or block.gradient for block in under_way) + sum(block.leaving for block in leaving)
+    # What joins a sum in a file is waited for, and so is what went there before it.
+    behind = [root, *blocks] if has_earlier and settings.optimizer_home == "cpu" else []
+    sent = [replace(block, leaving=block.leaving[1:]) for block in under_way]  # all but the bucket that is reduced now
+    leaving = _last_to_go(
+        [*sent, *done, *behind], MOST_TO_HOST + (root.wire > 0)
+    )  # one more than that while it is cast
+    parts = sum(block.wire or block.gradient for block in under_way) + leaving
     return whole + parts + (adding if done else 0) + (0 if has_earlier else sum(block.reduced for block in done))
+
+
+def _last_to_go(blocks: Sequence[_Block], count: int = MOST_TO_HOST) -> int:
+    """Of reduced gradients, what has not arrived in another home: the last few buckets, of `blocks` from the last one on."""
+    return sum([nbytes for block in blocks for nbytes in block.leaving][:count])

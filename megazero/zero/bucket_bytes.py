@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megazero.zero.config import Sharding, ZeroConfig
+from megazero.zero.gradient import EARLY
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
@@ -168,8 +169,7 @@ class BucketBytes:
         """Of all these."""
         layout = self.plan.layout
         held = self.parameters + self.gradients + self.reduced + self.master + self.moments
-        used = sum(segment.numel for segment in layout.segments)
-        return held * (layout.numel - used) / layout.numel if layout.numel else 0.0
+        return held * (layout.numel - layout.param_numel) / layout.numel if layout.numel else 0.0
 
     # ---- on the accelerator for a while
 
@@ -190,6 +190,12 @@ class BucketBytes:
         return self.plan.layout.numel * self._grad_bytes
 
     @property
+    def early_gradient(self) -> int:
+        """Of the root's, what is there in the units' backward: all of it, but where little comes before and waits as it is."""
+        first = self.plan.first_numel * self.plan.dtype.itemsize
+        return first if first * EARLY <= self.plan.layout.param_numel * self._grad_bytes else self.whole_gradient
+
+    @property
     def wire(self) -> int:
         """The gradient in another dtype to travel in, where reduce_dtype asks for one."""
         plan = self.plan
@@ -202,8 +208,13 @@ class BucketBytes:
         return self.owned_gradient if self.settings.has_link(self.settings.optimizer_home) else 0
 
     @property
+    def directions(self) -> int:
+        """During the update: Muon's of the whole bucket, in bf16."""
+        return self.plan.layout.numel * torch.bfloat16.itemsize if self.plan.has_matrices else 0
+
+    @property
     def updating(self) -> int:
-        """During the update: its fp32 copy."""
+        """During the update: the gradient's fp32 copy."""
         return self.owned * FP32_BYTES if self.settings.casts_gradient(self.plan.grad_dtype) else 0
 
     # ---- what they are made of
@@ -303,23 +314,32 @@ def gathers_of_units(
     return {ROOT: 1, **{unit: gathers_of(unit) for unit in units}}
 
 
-def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """The root's whole gradient, complete at the end only; that of the unit in backward; and reductions under way.
+def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[int, int]:
+    """Whole gradients and reductions under way, in the units' backward and behind it, where the root's gradient gets whole.
 
     A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Whole gradients that are
     not sharded are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
     """
     on_their_way = settings.reductions_under_way
-    has_wire = any(need.wire for need in needs)
-    wires = _largest((need.wire for need in needs), max(1, on_their_way))
     if not settings.sharding.gradients:
-        return wires
-    root = sum(need.whole_gradient for need in needs if need.plan.unit == ROOT)
+        wires = _largest((need.wire for need in needs), max(1, on_their_way))
+        return wires, wires
+    root = [need for need in needs if need.plan.unit == ROOT]
     units = [need for need in needs if need.plan.unit != ROOT and need.whole_gradient]
+    has_wire = any(need.wire for need in needs)
     per_unit = max(Counter(need.plan.unit for need in units).values(), default=0)
-    whole = _largest((need.whole_gradient for need in units), per_unit + (0 if has_wire else on_their_way))
-    leaving = _largest((need.leaving for need in needs), MOST_TO_HOST + has_wire)
-    return root + whole + wires + leaving + adding_bytes(needs, settings)
+    in_units = sum(need.early_gradient for need in root)
+    in_units += _largest((need.whole_gradient for need in units), per_unit + (0 if has_wire else on_their_way))
+    in_units += _largest((need.wire for need in units), max(1, on_their_way))
+    last_unit = _largest((need.wire or need.whole_gradient for need in units), on_their_way)
+    behind = sum(need.whole_gradient for need in root) + max([last_unit, *(need.wire for need in root)])
+    leaving = _largest((need.leaving for need in needs), MOST_TO_HOST + has_wire) + adding_bytes(needs, settings)
+    return in_units + leaving, behind + leaving
+
+
+def updating_bytes(needs: Sequence[BucketBytes]) -> int:
+    """During the update: one bucket's gradient in fp32; Muon's directions of three, as they come, are worked on and leave."""
+    return max(_largest((need.updating for need in needs), 1), _largest((need.directions for need in needs), 3))
 
 
 def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:

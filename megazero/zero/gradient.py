@@ -13,6 +13,7 @@ from megazero.zero.layout import BucketLayout, Segment, Span
 from megazero.zero.storage import is_same_memory, view_of
 
 NORM_ROW = 256  # elements that one fp32 sum of the gradient norm runs over
+EARLY = 16  # G gets its memory when more than one part in so many of it has come
 
 
 class Gradient:
@@ -21,6 +22,9 @@ class Gradient:
     `whole` lives from the first gradient to the update, and the owned part is a part of it; reduction happens in place, once per
     step. Where G is sharded, `whole` lives to the reduction only, and the owned part from the first reduction to the update, in
     the optimizer's home. While the first micro-batch's forward piles up activations, nothing of G is there.
+
+    The first few gradients wait as they are: a final norm's come at the beginning of backward, those of the embedding that shares
+    its bucket at the end, and memory for all of them is not to stand empty meanwhile.
 
     Args:
         name: of the bucket, which ranks compare before they exchange anything.
@@ -54,7 +58,8 @@ class Gradient:
         self._owned: Vector | None = None
         self._squares: list[tuple[Span, Tensor]] | None = None  # of what is not in memory, before it went
         self.is_reduced = False
-        self._filled: set[str] = set()  # segments that hold a gradient since the last reduction
+        self._filled: set[str] = set()  # segments that have a gradient since the last reduction
+        self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`
         self._work: Work | None = None
         self._wire: Tensor | None = None  # what is being reduced
         self._reduced_before: Tensor | None = None  # sum of what was reduced before a late gradient arrived
@@ -88,7 +93,8 @@ class Gradient:
     @property
     def buffers(self) -> list[Tensor]:
         """What is held beyond G for a while."""
-        return [tensor for tensor in (self.whole, self._wire, self._reduced_before) if tensor is not None]
+        early = (grad for _, grad in self._early)
+        return [tensor for tensor in (self.whole, self._wire, self._reduced_before, *early) if tensor is not None]
 
     @property
     def to_mean(self) -> float:
@@ -110,12 +116,15 @@ class Gradient:
         self.wait()  # a late gradient must not write into what is on its way
         if self.is_reduced and not self.is_sharded:
             self._set_reduced_aside()
-        target = view_of(self._allocated(), segment)
         if segment.name in self._filled:
-            target.add_(grad)
+            view_of(self._allocated(), segment).add_(grad)
+            return
+        self._filled.add(segment.name)
+        early = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
+        if self.whole is None and early * EARLY <= self.layout.param_numel * self.dtype.itemsize:
+            self._early.append((segment, grad))
         else:  # the first since the last reduction overwrites, which saves clearing G and reading it back
-            target.copy_(grad)
-            self._filled.add(segment.name)
+            view_of(self._allocated(), segment).copy_(grad)
 
     def reduce(self) -> None:
         """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
@@ -188,6 +197,7 @@ class Gradient:
         self.wait()  # else the reduction that is under way would write into the next step's gradients
         self._reduced_before = None
         self._filled.clear()
+        self._early.clear()
         self.is_reduced = False
         if self._owned is not None:
             self._owned.free()
@@ -209,6 +219,9 @@ class Gradient:
                 self.whole[start:stop].zero_()
             if not self.is_sharded:
                 self._owned = MemoryVector(self.whole[self.owned_range])
+        while self._early:
+            segment, grad = self._early.pop()
+            view_of(self.whole, segment).copy_(grad)
         return self.whole
 
     def _set_reduced_aside(self) -> None:

@@ -77,6 +77,11 @@ class BucketLayout:
         """Elements of one rank's shard."""
         return self.numel // self.num_shards
 
+    @cached_property
+    def param_numel(self) -> int:
+        """Elements without padding."""
+        return sum(segment.numel for segment in self.segments)
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """[start, stop) of rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

@@ -13,9 +13,17 @@ import torch
 from torch import nn
 
 from megazero import comm
-from megazero.zero.bucket_bytes import BucketBytes, StateSettings, gathered_bytes, reducing_bytes, staging_bytes
+from megazero.zero.bucket_bytes import (
+    FIRST,
+    BucketBytes,
+    StateSettings,
+    gathered_bytes,
+    reducing_bytes,
+    staging_bytes,
+    updating_bytes,
+)
 from megazero.zero.config import ZeroConfig
-from megazero.zero.units import BucketPlan, plan_buckets, select_units
+from megazero.zero.units import ROOT, BucketPlan, plan_buckets, select_units
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,12 @@ class MemoryPlan:
     padding: int  # of all these, what holds no parameter; the mean over the ranks
     gathered: int  # whole parameters at the same time, where P is sharded: the root and, with overlap, two units
     reducing: int  # whole gradients and reduction buffers at the same time, beyond G
-    updating: int  # in the update: the fp32 copy of one bucket's gradient, where G is not fp32
+    together: (
+        int  # both of these at the same time: when the root's gradient gets whole, the units' parameters have gone
+    )
+    updating: (
+        int  # in the update: the fp32 copy of one bucket's gradient, where G is not fp32, or three of Muon's directions
+    )
     param_home: str = "accelerator"
     optimizer_home: str = "accelerator"
     reduced: int = 0  # G beside O, away from the accelerator
@@ -86,7 +99,7 @@ class MemoryPlan:
     @property
     def transient(self) -> int:
         """The most that comes on top during a step. What is gathered is released before the update."""
-        return max(self.gathered + self.reducing, self.updating)
+        return max(self.together, self.updating)
 
     @property
     def peak(self) -> int:
@@ -153,18 +166,22 @@ def plan_memory(
 def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> MemoryPlan:
     """As `plan_memory`, of buckets that have been laid out already, for `settings.data_parallel_size` ranks."""
     needs = BucketBytes.of_all(plans, settings)
+    gathered, (in_units, behind) = gathered_bytes(needs, settings), reducing_bytes(needs, settings)
+    # The first unit stays for another micro-batch.
+    stays = sum(need.whole_parameters for need in needs if need.plan.unit in (ROOT, FIRST))
     return MemoryPlan(
         settings.zero.stage,
         settings.data_parallel_size,
-        numel=sum(segment.numel for plan in plans for segment in plan.layout.segments),
+        numel=sum(plan.layout.param_numel for plan in plans),
         parameters=sum(need.parameters for need in needs),
         gradients=sum(need.gradients for need in needs),
         master=sum(need.master for need in needs),
         moments=sum(need.moments for need in needs),
         padding=round(sum(need.padding for need in needs)),
-        gathered=gathered_bytes(needs, settings),
-        reducing=reducing_bytes(needs, settings),
-        updating=max((need.updating for need in needs), default=0),
+        gathered=gathered,
+        reducing=max(in_units, behind),
+        together=max(gathered + in_units, stays + behind),
+        updating=updating_bytes(needs),
         param_home=settings.param_home,
         optimizer_home=settings.optimizer_home,
         reduced=sum(need.reduced for need in needs),

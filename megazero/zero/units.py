@@ -124,6 +124,7 @@ class BucketPlan:
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
     has_matrices: bool = False  # that Muon updates, and nothing else
     is_tile: bool = False  # of a layer of which at most one is to be whole: see `_tiles_in`
+    first_numel: int = 0  # of the root, what is registered behind a unit: its gradients come before that unit's
 
     @property
     def owned_numel(self) -> int:
@@ -165,12 +166,15 @@ def plan_buckets(
     """
     unit_of, whole = _units_of_parameters(model, units), _persistent(model, zero)
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
+    behind: set[str] = set()  # names of the root's parameters that are registered behind a unit
     for name, parameter in model.named_parameters():  # names a tied parameter once
         target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         is_trained = parameter.requires_grad and name in group_of
         unit = unit_of.get(parameter, ROOT)
         kind = _Kind(unit, target, is_trained, name in whole, is_trained and name in matrices)
         members.setdefault(kind, {})[name] = parameter
+        if unit == ROOT and any(kind.unit != ROOT for kind in members):
+            behind.add(name)
     names = {module: name for name, module in model.named_modules()}
     replicated, tiles = set(replicated), _tiles_in(model)
     plans = []
@@ -190,6 +194,7 @@ def plan_buckets(
                 reduce_dtype={"same": grad_dtype, "fp32": torch.float32, "compute": kind.dtype}[zero.reduce_dtype],
                 has_matrices=kind.has_matrices,
                 is_tile=kind.unit != ROOT and units[kind.unit] in tiles,
+                first_numel=sum(math.prod(shape) for name, shape, *_ in entries if name in behind),
             )
         )
     return plans

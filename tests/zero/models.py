@@ -32,9 +32,11 @@ class Block(nn.Module):
 class Toy(nn.Module):
     """Token ids -> loss: a tied head, three blocks, a parameter that no loss reaches."""
 
-    def __init__(self, run: str = "plain", shared: bool = False, block: type[nn.Module] = Block) -> None:
+    def __init__(
+        self, run: str = "plain", shared: bool = False, block: type[nn.Module] = Block, vocabulary: int = 11
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 5)
+        self.embedding = nn.Embedding(vocabulary, 5)
         self.blocks = nn.ModuleList(block(5) for _ in range(3))
         self.norm = nn.LayerNorm(5)
         self.unused = nn.Parameter(torch.ones(3))
