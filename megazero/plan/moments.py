@@ -29,9 +29,7 @@ class _Block:
     early: int = 0  # of the root's gradient, what is there in the blocks' backward
     wire: int = 0  # of what travels, where that is not the gradient itself
     reduced: int = 0  # what stays of the block's gradients on the accelerator: this rank's part, or the whole
-    leaving: tuple[
-        int, ...
-    ] = ()  # of this part, by bucket, where it goes over the link to another home; the last one first
+    leaving: tuple[int, ...] = ()  # of this part, over the link to another home: by bucket, the last one first
     coming: int = 0  # of this rank's part of the parameters, where it comes over the link ahead of its gather
 
     @classmethod
@@ -85,6 +83,7 @@ def step_moments(
         kept = work.kept * (last + 1) // num_layers + work.recomputed + work.block_working + work.head_gradient
         backward = max(backward, (between + here if is_default else between) + gradients + kept)
     embedding = _gradients(blocks, root, -1, settings, has_earlier, adding)
+    # Autograd adds up the gradients of both uses of the tied weight; then the root's is made of the sum, and travels.
     made = 0 if has_earlier and not settings.sharding.gradients else root.gradient - root.early
     embedding += max(2 * work.head_gradient, work.head_gradient + made, made + root.wire)
     embedding += blocks[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
@@ -126,9 +125,7 @@ def _gradients(
     # What joins a sum in a file is waited for, and so is what went there before it.
     behind = [root, *blocks] if has_earlier and settings.optimizer_home == "cpu" else []
     sent = [replace(block, leaving=block.leaving[1:]) for block in under_way]  # all but the bucket that is reduced now
-    leaving = _last_to_go(
-        [*sent, *done, *behind], MOST_TO_HOST + (root.wire > 0)
-    )  # one more than that while it is cast
+    leaving = _last_to_go([*sent, *done, *behind], MOST_TO_HOST + (root.wire > 0))  # one more while it is cast
     parts = sum(block.wire or block.gradient for block in under_way) + leaving
     return whole + parts + (adding if done else 0) + (0 if has_earlier else sum(block.reduced for block in done))
 

@@ -339,7 +339,8 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> tup
 
 def updating_bytes(needs: Sequence[BucketBytes]) -> int:
     """During the update: one bucket's gradient in fp32; Muon's directions of three, as they come, are worked on and leave."""
-    return max(_largest((need.updating for need in needs), 1), _largest((need.directions for need in needs), 3))
+    cast = max((need.updating for need in needs), default=0)
+    return max(cast, _largest((need.directions for need in needs), 3))
 
 
 def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:

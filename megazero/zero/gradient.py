@@ -120,11 +120,15 @@ class Gradient:
             view_of(self._allocated(), segment).add_(grad)
             return
         self._filled.add(segment.name)
-        early = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
-        if self.whole is None and early * EARLY <= self.layout.param_numel * self.dtype.itemsize:
+        if self.whole is None and self._is_early(grad):
             self._early.append((segment, grad))
         else:  # the first since the last reduction overwrites, which saves clearing G and reading it back
             view_of(self._allocated(), segment).copy_(grad)
+
+    def _is_early(self, grad: Tensor) -> bool:
+        """Whether this gradient may wait as well."""
+        nbytes = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
+        return nbytes * EARLY <= self.layout.param_numel * self.dtype.itemsize
 
     def reduce(self) -> None:
         """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""

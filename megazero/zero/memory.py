@@ -50,12 +50,8 @@ class MemoryPlan:
     padding: int  # of all these, what holds no parameter; the mean over the ranks
     gathered: int  # whole parameters at the same time, where P is sharded: the root and, with overlap, two units
     reducing: int  # whole gradients and reduction buffers at the same time, beyond G
-    together: (
-        int  # both of these at the same time: when the root's gradient gets whole, the units' parameters have gone
-    )
-    updating: (
-        int  # in the update: the fp32 copy of one bucket's gradient, where G is not fp32, or three of Muon's directions
-    )
+    together: int  # both of these at the same time: when the root's gradient gets whole, units' parameters have gone
+    updating: int  # in the update: the fp32 copy of a bucket's gradient, where G is not; or three of Muon's directions
     param_home: str = "accelerator"
     optimizer_home: str = "accelerator"
     reduced: int = 0  # G beside O, away from the accelerator
