@@ -1,7 +1,8 @@
-"""Other ways to do what the text steps of data_tools do, file to file: plain loops, and well-known packages.
+"""Other ways to do what the steps of data_tools do, file to file: plain loops, and well-known packages.
 
 Every way takes (source, folder) and writes into the folder what the step would write there. They are what a careful user would
-write in an hour: lines that hold no document are left out, everything is held in memory, and nothing is resumable.
+write in an hour: lines that hold no document are left out, everything is held in memory, and nothing is resumable. Of tokens
+only the .bin is written.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import regex
+import tokenizers
 
 from data_tools.blacklists import DOMAINS, EXTENSIONS
-from data_tools.dedup_minhash import signatures
 from data_tools.quality_rules import RULES, Thresholds
+from megazero.data.gpt2_bpe import END_OF_TEXT, byte_of_character
+from megazero.data.indexed_dataset import IndexedDataset
 
-BANDS, ROWS = 14, 8
-PERMUTATIONS = BANDS * ROWS
-OUTPUT = "kept.jsonl"
-MIN_TOKENS = 128
+OUTPUT, TOKENS = "kept.jsonl", "o_text_document.bin"
+MIN_TOKENS, VOCAB_SIZE = 128, 2048
+Encoder = Callable[[str], list[int]]
+_GPT2_PATTERN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 _WORD = re.compile(r"[^\W_]+")
 _ANY_WORD = re.compile(r"\w+")
 
@@ -128,46 +134,18 @@ def word_5_grams(text: str) -> list[str]:
     return [" ".join(words[i : i + 5]) for i in range(max(1, len(words) - 4))]
 
 
-def sign_megazero(source: Path, folder: Path) -> None:
-    """Signatures by `data_tools.dedup_minhash`."""
-    signatures([document["text"] for _, document in documents(source)], PERMUTATIONS)
-
-
-def sign_rensa(source: Path, folder: Path) -> None:
-    """Signatures by rensa."""
-    import rensa
-
-    for _, document in documents(source):
-        minhash = rensa.RMinHash(PERMUTATIONS, 1)
-        minhash.update(word_5_grams(document["text"]))
-        minhash.digest()
-
-
-def sign_datasketch(source: Path, folder: Path) -> None:
-    """Signatures by datasketch."""
-    for _, document in documents(source):
-        _datasketch(document["text"])
-
-
-def _datasketch(text: str) -> Any:
-    from datasketch import MinHash
-
-    minhash = MinHash(PERMUTATIONS)
-    minhash.update_batch([gram.encode() for gram in word_5_grams(text)])
-    return minhash
-
-
 def dedup(source: Path, folder: Path) -> None:
     """datasketch's MinHashLSH: a document like an earlier one goes."""
-    from datasketch import MinHashLSH
+    from datasketch import MinHash, MinHashLSH
 
-    index, earlier = MinHashLSH(params=(BANDS, ROWS), num_perm=PERMUTATIONS), {}
+    bands, rows = 14, 8
+    index, earlier = MinHashLSH(params=(bands, rows), num_perm=bands * rows), {}
     with open(folder / OUTPUT, "wb") as kept:
         for number, (line, document) in enumerate(documents(source)):
-            minhash = _datasketch(document["text"])
+            earlier[number] = minhash = MinHash(bands * rows)
+            minhash.update_batch([gram.encode() for gram in word_5_grams(document["text"])])
             if not any(minhash.jaccard(earlier[other]) >= 0.7 for other in index.query(minhash)):
                 kept.write(line)
-            earlier[number] = minhash
             index.insert(number, minhash)
 
 
@@ -212,3 +190,62 @@ def split(source: Path, folder: Path) -> None:
         files[np.searchsorted((0.98, 0.99), share, side="right")].write(line)
     for file in files:
         file.close()
+
+
+def plain_encoder(vocab_file: Path, merge_file: Path) -> Encoder:
+    """GPT-2's byte-level BPE in plain Python, with the merges of each word remembered, as OpenAI's encoder.py does it."""
+    ids: dict[str, int] = json.loads(vocab_file.read_text(encoding="utf-8"))
+    lines = merge_file.read_text(encoding="utf-8").split("\n")
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    ranks = {pair: rank for rank, pair in enumerate(pairs)}
+    letters = {byte: letter for letter, byte in byte_of_character().items()}
+
+    @cache
+    def merged(word: str) -> list[int]:
+        parts = [letters[byte] for byte in word.encode()]
+        while len(parts) > 1:
+            rank, place = min((ranks.get(pair, len(ranks)), i) for i, pair in enumerate(pairwise(parts)))
+            if rank == len(ranks):
+                break
+            pair, joined, i = parts[place : place + 2], [], 0
+            while i < len(parts):
+                is_pair = parts[i : i + 2] == pair
+                joined.append("".join(pair) if is_pair else parts[i])
+                i += 2 if is_pair else 1
+            parts = joined
+        return [ids[part] for part in parts]
+
+    return lambda text: [i for word in _GPT2_PATTERN.findall(text) for i in merged(word)]
+
+
+def hugging_face_encoder(vocab_file: Path, merge_file: Path) -> Encoder:
+    """The package tokenizers, document by document."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer(str(vocab_file), str(merge_file))
+    return lambda text: tokenizer.encode(text).ids
+
+
+def tokenize(
+    make_encoder: Callable[[Path, Path], Encoder], vocab_file: Path, merge_file: Path, source: Path, folder: Path
+) -> None:
+    """An encoder in a loop."""
+    encode, end = make_encoder(vocab_file, merge_file), json.loads(vocab_file.read_text(encoding="utf-8"))[END_OF_TEXT]
+    with open(folder / TOKENS, "wb") as file:
+        for _, document in documents(source):
+            np.array([*encode(document["text"]), end], dtype=np.uint16).tofile(file)
+
+
+def train_tokenizer(source: Path, folder: Path) -> None:
+    """The package tokenizers by itself."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    texts = (document["text"] for _, document in documents(source))
+    tokenizer.train_from_iterator(texts, VOCAB_SIZE - 1, min_frequency=2, show_progress=False)
+    (folder / "bpe").mkdir()
+    tokenizer.save_model(str(folder / "bpe"))
+
+
+def merge_datasets(source: Path, folder: Path) -> None:
+    """All tokens as one numpy array."""
+    parts = [IndexedDataset(path.with_suffix("")) for path in sorted(source.glob("*.idx"))]
+    tokens = [np.fromfile(part.bin_path, part.dtype) for part in parts]
+    np.concatenate(tokens).tofile(folder / "o.bin")
+    np.save(folder / "sizes.npy", np.concatenate([part.sizes for part in parts]))
