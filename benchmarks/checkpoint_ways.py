@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,80 +11,46 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import Megazero
-from peers import FSDP2, Job, Side
+from peers import FSDP2, Job
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
-class Way:
-    """Saves and loads what `trainer` trains, on all ranks; a save is on the disk when it returns.
+class MegazeroWay:
+    """The engine's own checkpoints, of ZeRO stage 3.
 
-    Attributes:
-        has_background: whether it can save while training goes on.
+    Like every way it saves and loads what `trainer` trains, on all ranks; a save is on the disk when it returns.
     """
 
-    trainer: Side
-    has_background = True
-
-    def save(self, folder: Path) -> None:
-        """Writes a checkpoint into a new directory."""
-        raise NotImplementedError
-
-    def load(self, folder: Path) -> None:
-        """Fills the parameters' shards and the optimizer's state from it."""
-        raise NotImplementedError
-
-    def start_saving(self, folder: Path) -> None:
-        """Returns when the training state may change; the rest happens in the background."""
-        raise NotImplementedError
-
-    def is_writing(self) -> bool:
-        """Whether this rank's background is at work."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Returns when the background is done.
-
-        Raises:
-            Exception: what went wrong there.
-        """
-        raise NotImplementedError
-
-    def tensors(self) -> list[Tensor]:
-        """This rank's memory of parameters and moments, in the same order before and after a load."""
-        raise NotImplementedError
-
-
-class MegazeroWay(Way):
-    """The engine's own checkpoints, of ZeRO stage 3."""
+    has_background = True  # it can save while training goes on
 
     def __init__(self, job: Job) -> None:
-        self.trainer = self.side = Megazero(job, stage=3)
+        self.trainer = Megazero(job, stage=3)
 
     def save(self, folder: Path) -> None:
         """With its defaults."""
-        self.side.engine.save_checkpoint(str(folder))
+        self.trainer.engine.save_checkpoint(str(folder))
 
     def load(self, folder: Path) -> None:
         """With its defaults, which check the checksums."""
-        self.side.engine.load_checkpoint(str(folder))
+        self.trainer.engine.load_checkpoint(str(folder))
 
     def start_saving(self, folder: Path) -> None:
-        """What --async-save does."""
-        self.side.engine.save_checkpoint(str(folder), in_background=True)
+        """What --async-save does: returns when the training state may change."""
+        self.trainer.engine.save_checkpoint(str(folder), in_background=True)
 
     def is_writing(self) -> bool:
-        """As the engine's saver says."""
-        thread = self.side.engine._saver._thread
+        """Whether this rank's background is at work."""
+        thread = self.trainer.engine._saver._thread
         return thread is not None and thread.is_alive()
 
     def wait(self) -> None:
-        """Waits."""
-        self.side.engine.wait_for_checkpoint()
+        """Waits for the background; raises what went wrong there."""
+        self.trainer.engine.wait_for_checkpoint()
 
     def tensors(self) -> list[Tensor]:
         """Master weights and moments of every parameter, without the padding between them, which is not saved."""
-        engine, found = self.side.engine, []
+        engine, found = self.trainer.engine, []
         for bucket in engine.buckets:
             for segment, weights, _ in bucket.weight_parts():
                 found.append(weights)
@@ -95,11 +60,13 @@ class MegazeroWay(Way):
         return found
 
 
-class DistributedWay(Way):
+class DistributedWay:
     """torch.distributed.checkpoint with its defaults: one file per rank, synced; async_save in a thread."""
 
+    has_background = True
+
     def __init__(self, side: FSDP2) -> None:
-        self.trainer = self.side = side
+        self.trainer = side
         self._future: Future | None = None
         self._group = dist.new_group()  # of the background alone: training uses the other at the same time
 
@@ -111,7 +78,7 @@ class DistributedWay(Way):
         """get_state_dict, load and set_state_dict."""
         state = self._state_dict()
         dcp.load(state, checkpoint_id=folder)
-        model, optimizer = self.side.model, self.side.optimizer
+        model, optimizer = self.trainer.model, self.trainer.optimizer
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def start_saving(self, folder: Path) -> None:
@@ -130,21 +97,22 @@ class DistributedWay(Way):
             self._future = None
 
     def tensors(self) -> list[Tensor]:
-        """Local shards."""
-        return list(local_shards(self.side))
+        """Of every parameter this rank's part and that of its moments."""
+        states = self.trainer.optimizer.state
+        parameters = (
+            (p.detach(), states[p]["exp_avg"], states[p]["exp_avg_sq"]) for p in self.trainer.model.parameters()
+        )
+        return [value.to_local() for values in parameters for value in values]
 
     def _state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.side.model, self.side.optimizer)
+        model, optimizer = get_state_dict(self.trainer.model, self.trainer.optimizer)
         return {"model": model, "optimizer": optimizer}
 
 
-class PlainWay(Way):
+class PlainWay(DistributedWay):
     """torch.save of each rank's local shards into a file of its own, and fsync of file and directory; torch.load with mmap."""
 
     has_background = False
-
-    def __init__(self, side: FSDP2) -> None:
-        self.trainer = self.side = side
 
     def save(self, folder: Path) -> None:
         """A rank's list of tensors."""
@@ -163,20 +131,11 @@ class PlainWay(Way):
         for tensor, value in zip(self.tensors(), saved, strict=True):
             tensor.copy_(value)
 
-    def tensors(self) -> list[Tensor]:
-        """Local shards."""
-        return list(local_shards(self.side))
-
     def _file(self, folder: Path) -> Path:
         return folder / f"rank_{dist.get_rank()}.pt"
 
 
-def local_shards(side: FSDP2) -> Iterator[Tensor]:
-    """Of every parameter this rank's part and that of its moments."""
-    for parameter in side.model.parameters():
-        state = side.optimizer.state[parameter]
-        for value in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
-            yield value.to_local()  # type: ignore[attr-defined]
+Way = MegazeroWay | DistributedWay
 
 
 def all_ways(job: Job) -> dict[str, Way]:
