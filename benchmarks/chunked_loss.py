@@ -1,4 +1,4 @@
-"""Head and loss of one micro-batch, forward and backward: with the logits as a whole, and in chunks, in three ways.
+"""Head and loss of one micro-batch, forward and backward: with the logits as a whole, and in chunks of ids or tokens.
 
     python benchmarks/chunked_loss.py                                     # 512 tokens, hidden 384 and 768, fp32
     python benchmarks/chunked_loss.py --tokens 2048 --hidden 768 --dtype bfloat16 --vocab-chunks 2048 8192
@@ -8,7 +8,6 @@
     vocabulary N         N ids at a time, logits computed again in backward: `--vocab-chunk-size N`
     tokens N             N tokens at a time, logits computed again in backward: `--sequence-chunk-size`, of one sequence
     N ids of M tokens    both
-    tokens N at once     N tokens at a time, gradients computed in forward, which must know each token's share of the loss
 
 The ways take turns. The peak is the most memory of one step beyond the inputs, in MB (10^6); the two gradients, which every way
 leaves behind, are in it. Prints one JSON line.
@@ -22,7 +21,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,44 +45,6 @@ def in_chunks(sizes: dict[str, int], x: Tensor, weight: Tensor, targets: Tensor,
     return (chunked_vocab_parallel_loss(x, weight, targets, vocab_size=VOCAB, **sizes) * share).sum()
 
 
-def at_once(size: int, x: Tensor, weight: Tensor, targets: Tensor, share: Tensor) -> Tensor:
-    """Chunks of tokens, with their gradients; the weight's adds up in fp32."""
-    return _AtOnce.apply(x, weight, targets, share, size)
-
-
-class _AtOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, share: Tensor, size: int) -> Tensor:
-        loss, *gradients = _loss_and_gradients(x, weight, targets, share, size)
-        ctx.save_for_backward(*gradients)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = (gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.saved_tensors)
-        return grad_x, grad_weight, None, None, None
-
-
-def _loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor, share: Tensor, size: int) -> tuple[Tensor, ...]:
-    grad_x, total = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-    losses = []
-    chunks = zip(*(part.split(size) for part in (x, targets, share, grad_x)), strict=True)
-    for part, ids, of_loss, result in chunks:
-        with torch.enable_grad():
-            logits = F.linear(part, weight).detach().requires_grad_()
-            loss = (mpu.vocab_parallel_cross_entropy(logits, ids, vocab_size=VOCAB) * of_loss).sum()
-        (d,) = torch.autograd.grad(loss, logits)
-        losses.append(loss.detach())
-        del logits, loss
-        torch.mm(d, weight, out=result)
-        if total.dtype == d.dtype:
-            total.addmm_(d.t(), part)
-        else:
-            total += d.t().mm(part)
-        del d  # before the next chunk's logits are made
-    return torch.stack(losses).sum(), grad_x, total.to(weight.dtype)
-
-
 def ways(args: argparse.Namespace) -> dict[str, Loss]:
     """What is compared, by name."""
     found: dict[str, Loss] = {"whole": whole}
@@ -94,7 +54,6 @@ def ways(args: argparse.Namespace) -> dict[str, Loss]:
         for n in args.vocab_chunks:
             sizes = {"chunk_size": n, "sequence_chunk_size": m}
             found[f"{n} ids of {m} tokens"] = partial(in_chunks, sizes)
-        found[f"tokens {m} at once"] = partial(at_once, m)
     return found
 
 

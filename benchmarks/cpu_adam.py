@@ -1,7 +1,6 @@
 """One Adam update on the host: megazero's CPU Adam, torch's three implementations, and DeepSpeedCPUAdam where it is installed.
 
     nice -n -20 python benchmarks/cpu_adam.py                    # 50 M parameters, 1 and 2 threads
-    python benchmarks/cpu_adam.py --layout gpt2                  # the same number, as the tensors of GPT-2's blocks
     python benchmarks/cpu_adam.py --numel 1000000 --rounds 3     # does it work?
 
     ours-fp32       CPUAdam.step, fp32 gradients
@@ -15,22 +14,20 @@ each round. Before its turn each waits for threads that still spin after the las
 the ratios of one round, whose sides ran within seconds of each other. First, every way makes three updates of a small model from
 the same start; they must agree. Prints one JSON line.
 
-Targets, with one flat parameter and on each number of threads: torch-for-loop takes at least 8 times as long as ours-fp32 and
-ours-mixed, which take at most 1.05 times as long as torch-fused and as deepspeed. Of GPT-2's tensors the for-loop's temporaries
-mostly stay in the cache and in malloc's hands, so that it takes about half of that.
+Targets, on each number of threads: torch-for-loop takes at least 8 times as long as ours-fp32 and ours-mixed, which take at most
+1.05 times as long as torch-fused and as deepspeed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +47,14 @@ TARGETS = {
     "ours-fp32 / deepspeed": ("<=", 1.05),
     "ours-mixed / deepspeed": ("<=", 1.05),
 }
-HIDDEN = 768
 REST_S = 0.01  # OpenMP's threads spin for some milliseconds after their work
 Update = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What every way updates: flat tensors, and the shapes of the parameters that lie in them one behind another."""
+    """What every way updates: one flat parameter."""
 
-    shapes: list[tuple[int, ...]]
     weights: Tensor
     grads: Tensor
     exp_avg: Tensor
@@ -68,56 +63,32 @@ class Memory:
     weights16: Tensor
 
     @classmethod
-    def of(cls, shapes: list[tuple[int, ...]]) -> Memory:
+    def of(cls, numel: int) -> Memory:
         """Weights and gradients are random, the same in every call; moments are zero. All pages are touched."""
-        numel, generator = sum(map(math.prod, shapes)), torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         weights, grads = (torch.randn(numel, generator=generator) for _ in range(2))
         grads.mul_(1e-3)
         moments = torch.full((numel,), 0.0), torch.full((numel,), 0.0)
-        return cls(shapes, weights, grads, *moments, grads.bfloat16(), weights.bfloat16())
-
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """The parameters' parts of a flat tensor, in their shapes."""
-        parts = flat.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-
-def layout(name: str, numel: int) -> list[tuple[int, ...]]:
-    """Shapes of `numel` elements in all: one flat parameter, or blocks of GPT-2 and one parameter of what is left."""
-    if name == "flat":
-        return [(numel,)]
-    norm, h = [(HIDDEN,), (HIDDEN,)], HIDDEN
-    block = [*norm, (3 * h, h), (3 * h,), (h, h), (h,), *norm, (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
-    blocks, rest = divmod(numel, sum(map(math.prod, block)))
-    return block * blocks + ([(rest,)] if rest else [])
+        return cls(weights, grads, *moments, grads.bfloat16(), weights.bfloat16())
 
 
 def stepping(optimizer_class: Callable[..., torch.optim.Optimizer], memory: Memory, **kind: bool | None) -> Update:
-    """The step of an optimizer of fp32 parameters, whose moments lie in the memory."""
+    """The step of an optimizer of the fp32 parameter, whose moments lie in the memory."""
     step = 0 if optimizer_class.__module__.startswith("deepspeed") else torch.tensor(0.0)
-    parameters = [nn.Parameter(weights) for weights in memory.pieces(memory.weights)]
-    optimizer = optimizer_class(parameters, **OPTIONS, **kind)
-    moments = zip(memory.pieces(memory.exp_avg), memory.pieces(memory.exp_avg_sq), strict=True)
-    for parameter, grad, (first, second) in zip(parameters, memory.pieces(memory.grads), moments, strict=True):
-        parameter.grad = grad
-        optimizer.state[parameter] = {"step": deepcopy(step), "exp_avg": first, "exp_avg_sq": second}
+    parameter = nn.Parameter(memory.weights)
+    optimizer = optimizer_class([parameter], **OPTIONS, **kind)
+    parameter.grad = memory.grads
+    optimizer.state[parameter] = {"step": step, "exp_avg": memory.exp_avg, "exp_avg_sq": memory.exp_avg_sq}
     return lambda: (optimizer.step(), None)[1]
 
 
 def in_one_pass(kernel: MixedKernel, memory: Memory) -> Update:
-    """The engine's entry: parameter by parameter, over slices of flat tensors."""
+    """The engine's entry."""
     optimizer = CPUAdam([torch.zeros(1)], **OPTIONS)
     settings = AdamSettings.of(optimizer, optimizer.param_groups[0])
-    flat = (memory.weights, memory.grads16, memory.exp_avg, memory.exp_avg_sq, memory.weights16)
-    pieces = [Operands(*(part.view(-1) for part in parts)) for parts in zip(*map(memory.pieces, flat), strict=True)]
-    steps = iter(range(1, 10**9))
-
-    def update() -> None:
-        step = float(next(steps))
-        for piece in pieces:
-            kernel(settings, piece, step, 1.0)
-
-    return update
+    operands = Operands(memory.weights, memory.grads16, memory.exp_avg, memory.exp_avg_sq, memory.weights16)
+    steps = itertools.count(1)
+    return lambda: kernel(settings, operands, float(next(steps)), 1.0)
 
 
 def ways(memory: Memory, skip: list[str]) -> tuple[dict[str, Update], str]:
@@ -142,11 +113,11 @@ def ways(memory: Memory, skip: list[str]) -> tuple[dict[str, Update], str]:
     return updates, ""
 
 
-def check_equal(shapes: list[tuple[int, ...]], skip: list[str]) -> None:
+def check_equal(numel: int, skip: list[str]) -> None:
     """Raises where a way has other weights than the first one after three updates from the same start."""
     want, steps = None, 3
-    for name in ways(Memory.of(shapes), skip)[0]:
-        memory = Memory.of(shapes)
+    for name in ways(Memory.of(numel), skip)[0]:
+        memory = Memory.of(numel)
         update = ways(memory, skip)[0][name]
         for _ in range(steps):
             update()
@@ -194,20 +165,17 @@ def summary(times: dict[str, list[float]]) -> dict:
 def main() -> None:
     """Parses the sizes, measures, prints."""
     parser = make_parser(__doc__, numel=50_000_000, rounds=31, warmup=3)
-    parser.add_argument("--layout", choices=("flat", "gpt2"), default="flat", help="one parameter, or GPT-2's tensors")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads")
     parser.add_argument("--skip", nargs="*", default=[], help="ways to leave out, by name")
     args = parser.parse_args()
-    check_equal(layout(args.layout, min(args.numel, 10**6)), args.skip)
-    shapes = layout(args.layout, args.numel)
-    updates, missing = ways(Memory.of(shapes), args.skip)
+    check_equal(min(args.numel, 10**6), args.skip)
+    updates, missing = ways(Memory.of(args.numel), args.skip)
     found = {}
     for threads in args.threads:
         torch.set_num_threads(threads)
         found[f"{threads} threads"] = summary(measure(updates, args))
     about = {
         "numel": args.numel,
-        "tensors": len(shapes),
         "rounds": args.rounds,
         "mixed kernel": mixed_kernel().__name__,
         "without": missing and f"deepspeed: {missing}",

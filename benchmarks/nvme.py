@@ -9,7 +9,6 @@
     serial      pipeline_read and pipeline_write off: read, update, write, one after the other
     pipelined   both on, as by default: tile i+1 is read and i-1 written while i is updated
     buffered    pipelined, through the page cache; synced, and dropped from the cache before the next turn
-    mmap        updated in mapped files; synced, and dropped from the cache before the next turn
 
 What is measured is one `BucketOptimizer.step()` over buckets whose master weights, moments and reduced gradients rest in the home
 that the name says: fp32 all of them, so an update reads 16 bytes per parameter and writes 12. The weights that the model computes
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import statistics
@@ -29,7 +27,6 @@ import sys
 import tempfile
 import time
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from harness import MACHINE, in_turns, make_parser, quartiles
@@ -43,7 +40,7 @@ from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory
 from megazero.zero.build import build_buckets
 from megazero.zero.config import ZeroConfig
-from megazero.zero.home import Home, MemoryHome, MemoryVector
+from megazero.zero.home import Home, MemoryHome
 from megazero.zero.homes import Homes, tile_numel
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.optimizer import BucketOptimizer
@@ -59,41 +56,6 @@ class Buffered(FileTransport):
 
     def _try_direct(self) -> str | None:
         return "the benchmark compares"
-
-
-class MappedVector(MemoryVector):
-    """A vector in a mapped file of its own, as `torch.from_file` and numpy's memmap would have it."""
-
-    def __init__(self, folder: str, numel: int, dtype: torch.dtype) -> None:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, padded(numel * dtype.itemsize))
-            self.file = os.dup(file.fileno())
-            self.pages = mmap.mmap(self.file, 0)
-        super().__init__(torch.frombuffer(self.pages, dtype=dtype, count=numel))
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
-class MappedHome(MemoryHome):
-    """Vectors lie in mapped files."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(torch.device("cpu"))
-        self.folder = folder
-        self.vectors: WeakSet[MappedVector] = WeakSet()
-
-    def vector(self, numel: int, dtype: torch.dtype) -> MappedVector:
-        """A new vector, all zero."""
-        vector = MappedVector(self.folder, numel, dtype)
-        self.vectors.add(vector)
-        return vector
-
-    def hold(self, values: Tensor, copy: bool = False) -> MappedVector:
-        """A vector of these values."""
-        vector = self.vector(values.numel(), values.dtype)
-        vector.resident.copy_(values.detach())
-        return vector
 
 
 class Model(nn.Module):
@@ -150,23 +112,6 @@ class Way:
                 with vector.at_hand() as values:
                     found.append(values.clone())
         return found
-
-
-class Mapped(Way):
-    """O in mapped files."""
-
-    home: MappedHome
-
-    def settle(self) -> None:
-        """As `Way.settle`."""
-        for vector in self.home.vectors:
-            vector.pages.flush()
-
-    def forget(self) -> None:
-        """As `Way.forget`."""
-        for vector in self.home.vectors:
-            vector.pages.madvise(mmap.MADV_DONTNEED)
-            os.posix_fadvise(vector.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Swapped(Way):
@@ -235,13 +180,12 @@ def make_ways(args: argparse.Namespace, folder: str) -> dict[str, Way | RawIO]:
         "serial": swapped(False),
         "pipelined": swapped(True),
         "buffered": swapped(True, Buffered),
-        "mmap": Mapped(args, MappedHome(folder), tile),
     }
 
 
 def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Takes the turns; returns the result line."""
-    check_space(folder, 5 * READ * int(args.parameters))
+    check_space(folder, 4 * READ * int(args.parameters))
     ways = make_ways(args, folder)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     shape, generator = (args.units, unit_numel(args) // WIDTH, WIDTH), torch.Generator().manual_seed(1)
