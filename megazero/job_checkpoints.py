@@ -10,10 +10,10 @@ from typing import Any
 
 from megazero import comm
 from megazero.checkpoint.config import CheckpointConfig
-from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
+from megazero.checkpoint.tags import list_tags
 from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
@@ -118,27 +118,13 @@ def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
 
 def _agreed_tag(directory: str, fallback: bool) -> str | None:
     """What every rank sees as the newest checkpoint; None where there is none. Collective."""
-    tags = comm.all_gathered_objects(comm.together(lambda: _newest_tag(directory, fallback)))
+    tags = comm.all_gathered_objects(comm.together(lambda: newest_tag(directory, fallback)))
     if len(set(tags)) > 1:
         raise ValueError(
             f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
             "Every node must see the same directory."
         )
     return tags[0]
-
-
-def _newest_tag(directory: str, fallback: bool) -> str | None:
-    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there."""
-    try:
-        tag, problem = latest_tag(directory), f"--load {directory} has no file `latest`."
-    except CheckpointError as error:
-        if not fallback:
-            raise
-        tag, problem = None, str(error)
-    if tag is None and fallback and (older := tags_to_go_back_to(directory)):
-        logger.warning("%s Taking the newest checkpoint that is there, %s.", problem, older[0], extra=ALIKE)
-        return older[0]
-    return tag
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:

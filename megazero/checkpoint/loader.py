@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states
 from megazero.checkpoint.tags import latest_tag, tags_to_go_back_to
 from megazero.checkpoint.training_state import TrainingState
+from megazero.logging import ALIKE, get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def load(
@@ -82,14 +82,27 @@ def _of_first_rank(action: Callable[[], Any]) -> Any:
     return told
 
 
+def newest_tag(directory: str | Path, fallback: bool) -> str | None:
+    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there. None: there is none.
+
+    Raises:
+        CheckpointError: `latest` holds something else.
+    """
+    try:
+        tag, problem = latest_tag(directory), f"{directory} has no file `latest`."
+    except CheckpointError as error:
+        if not fallback:
+            raise
+        tag, problem = None, str(error)
+    if tag is None and fallback and (older := tags_to_go_back_to(directory)):
+        logger.warning("%s Taking the newest checkpoint that is there, %s.", problem, older[0], extra=ALIKE)
+        return older[0]
+    return tag
+
+
 def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[str | None]:
     """The tag to load, and those to go back to, newest first."""
-    try:
-        newest = tag or latest_tag(directory)
-    except CheckpointError:
-        if not fallback or not (older := tags_to_go_back_to(directory)):
-            raise
-        return [*older]
+    newest = tag or newest_tag(directory, fallback)
     return [newest, *(tags_to_go_back_to(directory, newest) if fallback else [])]
 
 
