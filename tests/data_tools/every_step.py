@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.registry import step_parser
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from tests.vocabularies import make_gpt2_vocabulary, make_texts
 
@@ -124,12 +123,3 @@ def prepare(step: str, folder: Path, lines: list[bytes] | None = None) -> Case:
     if case.prepare:
         case.prepare(folder)
     return case
-
-
-def run(step: str, argv: list[str]) -> dict:
-    """The statistics of a step that runs in this process, with one worker unless `argv` says otherwise."""
-    parser = step_parser(step)
-    if "--workers" in parser.takes_value and "--workers" not in argv:
-        argv = [*argv, "--workers", "1"]
-    args = parser.parse_args(argv)
-    return args.run(args)

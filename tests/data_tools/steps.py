@@ -12,10 +12,10 @@ from megazero.lines.compressed import open_bytes
 
 def run_step(step: str, *flags: object) -> dict:
     """Its statistics. One worker unless the flags say otherwise."""
-    argv = [str(flag) for flag in flags]
-    if "--workers" not in argv:
+    parser, argv = step_parser(step), list(map(str, flags))
+    if "--workers" in parser.takes_value and "--workers" not in argv:
         argv += ["--workers", "1"]
-    args = step_parser(step).parse_args(argv)
+    args = parser.parse_args(argv)
     return args.run(args)
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare, run
+from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare
 from tests.data_tools.memory import descendants, peak_bytes
+from tests.data_tools.steps import run_step
 from tests.lines.test_contents import change_a_byte
 
 pytest.importorskip("tldextract")
@@ -57,9 +58,9 @@ def test_each_bad_line_is_counted_listed_and_fatal_with_strict(folder, step):
     argv = case.argv("--max-line-mb", 0.05)
     place = f"{case.source}:{2}: {next(iter(bad.values()))}"
     with pytest.raises(ValueError, match=f"^{place}"):
-        run(step, [*argv, "--strict"])
+        run_step(step, *argv, "--strict")
     assert without_outputs(case)
-    statistics = run(step, argv)
+    statistics = run_step(step, *argv)
     json.dumps(statistics)
     statistics |= statistics["outputs"][0] if step == "tokenize" else {}
     assert (statistics["step"], statistics["bad_lines"]) == (step, len(bad)) and "seconds" in statistics
@@ -81,16 +82,16 @@ def test_each_bad_line_is_counted_listed_and_fatal_with_strict(folder, step):
 @pytest.mark.parametrize("step", STEPS)
 def test_finished_work_is_found_until_a_byte_of_the_input_changes(folder, step):
     case = prepare(step, folder)
-    run(step, case.argv())
+    run_step(step, *case.argv())
     paths = list(map(Path, case.outputs))
     before, times = outputs_of(case), [path.stat().st_mtime_ns for path in paths]
     source = Path(case.source)
     os.utime(source)  # the same content at another time is the same input
-    again = run(step, case.argv())
+    again = run_step(step, *case.argv())
     assert again.get("skipped") or again.get("shards_skipped") or step == "tokenize"
     assert (outputs_of(case), [path.stat().st_mtime_ns for path in paths]) == (before, times)
     change_a_byte(source)
-    statistics = run(step, case.argv())
+    statistics = run_step(step, *case.argv())
     assert not (statistics.get("skipped") or statistics.get("shards_skipped"))
     assert [path.stat().st_mtime_ns for path in paths] != times
 
@@ -102,7 +103,7 @@ def test_what_no_step_has_made_is_not_overwritten(folder, step):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"precious")
     with pytest.raises(ValueError, match=f"{path} exists"):
-        run(step, case.argv())
+        run_step(step, *case.argv())
     assert path.read_bytes() == b"precious"
 
 
@@ -113,17 +114,17 @@ def test_a_full_disk_is_one_line_and_costs_nothing(folder, step):
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large while writing .*: make room and start again") as error:
-            run(step, case.argv())
+            run_step(step, *case.argv())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "\n" not in str(error.value) and str(error.value).count("make room") == 1
     assert without_outputs(case) and not list(Path().rglob("out*.done.json"))
-    run(step, case.argv())
+    run_step(step, *case.argv())
     after = outputs_of(case)
     (folder / "new").mkdir()
     os.chdir(folder / "new")
     prepare(step, folder / "new")
-    run(step, case.argv())
+    run_step(step, *case.argv())
     assert outputs_of(case) == after
 
 
@@ -132,10 +133,10 @@ def test_empty_input_is_no_fault_but_where_nothing_can_be_made_of_it(folder, ste
     case = prepare(step, folder, [])
     if step in ("tokenize", "train_tokenizer"):
         with pytest.raises(ValueError, match="no line of in.jsonl holds a text"):
-            run(step, case.argv())
+            run_step(step, *case.argv())
         assert without_outputs(case)
     else:
-        statistics = run(step, case.argv())
+        statistics = run_step(step, *case.argv())
         assert statistics["documents"] == 0 and not any(outputs_of(case))
 
 
@@ -151,7 +152,7 @@ def test_progress_says_how_fast_and_how_long(folder, step, caplog, monkeypatch):
         original(self, name, total_bytes, 0.0)
 
     monkeypatch.setattr(progress.Progress, "__init__", at_once)
-    run(step, case.argv())
+    run_step(step, *case.argv())
     assert any("documents/s" in r.message and "MB/s, " in r.message and "ETA" in r.message for r in caplog.records)
 
 
@@ -184,7 +185,7 @@ def test_a_kill_costs_nothing(folder, step, victim):
     resumed = outputs_of(case)
     (folder / "new").mkdir()
     os.chdir(folder / "new")
-    run(step, prepare(step, folder / "new", lines).argv(*work))
+    run_step(step, *prepare(step, folder / "new", lines).argv(*work))
     assert outputs_of(case) == resumed
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from data_tools import megatron_names
 from data_tools.find_duplicates import translated
-from data_tools.registry import step_parser
 from megazero.data.indexed_dataset import IndexedDataset
 from tests.data_tools.planted import planted_documents
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
@@ -79,7 +78,7 @@ def test_copies_of_copies_are_one_group_whatever_their_order(tmp_path):
     pairs = [("b", "c"), ("a", "b"), ("d", "e"), ("f", "c"), ("a", "c")]
     (tmp_path / "copies.jsonl").write_text("".join(f'{{"{a}": [{{"{b}": 0.9}}]}}\n' for a, b in pairs))
     flags = ("--input", str(tmp_path / "copies.jsonl"), "--output", str(tmp_path / "groups.jsonl"))
-    assert run_one("group_duplicates", *flags)["copies"] == 4
+    assert run_step("group_duplicates", *flags)["copies"] == 4
     groups = [set(names) for record in read_documents(tmp_path / "groups.jsonl") for names in record.values()]
     assert groups == [{"a", "b", "c", "f"}, {"d", "e"}]
 
@@ -93,14 +92,14 @@ def test_lists_may_be_compressed(tmp_path, monkeypatch, ending):
     for packed in ("", f".{ending}"):
         copies, groups, unique = (f"{name}.jsonl{packed}" for name in ("copies", "groups", "unique"))
         found = run_step("find_duplicates", "--input", "in.jsonl", "--output", copies)
-        assert found["copies"] == run_one("group_duplicates", "--input", copies, "--output", groups)["copies"] > 1
+        assert found["copies"] == run_step("group_duplicates", "--input", copies, "--output", groups)["copies"] > 1
         run_step("remove_group_duplicates", "--groups", groups, "--input", "in.jsonl", "--output", unique)
         made.append([read_documents(tmp_path / name) for name in (copies, groups, unique)])
     assert made[0] == made[1] and all(made[0])
     data = (tmp_path / f"copies.jsonl.{ending}").read_bytes()
     (tmp_path / f"cut.jsonl.{ending}").write_bytes(data[:-5])
     with pytest.raises(ValueError, match=f"--input cut.jsonl.{ending}: damaged or cut off"):
-        run_one("group_duplicates", "--input", f"cut.jsonl.{ending}", "--output", "new.jsonl")
+        run_step("group_duplicates", "--input", f"cut.jsonl.{ending}", "--output", "new.jsonl")
 
 
 def test_lists_of_a_kind_that_is_not_written_are_refused(tmp_path, monkeypatch):
@@ -111,7 +110,7 @@ def test_lists_of_a_kind_that_is_not_written_are_refused(tmp_path, monkeypatch):
     ):
         run_step("find_duplicates", "--input", "in.jsonl", "--output", "copies.jsonl.xz")
     with pytest.raises(ValueError, match="--output groups.parquet: such lists are not written"):
-        run_one("group_duplicates", "--input", "in.jsonl", "--output", "groups.parquet")
+        run_step("group_duplicates", "--input", "in.jsonl", "--output", "groups.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -126,7 +125,7 @@ def test_lists_of_another_kind_and_copies_of_the_same_name_are_told(tmp_path, mo
     (tmp_path / "copies.jsonl").write_text('{"a": [{"b": 0.9}]}\n')
     (tmp_path / "groups.jsonl").write_text('{"0": ["a", "b"]}\n')
     with pytest.raises(ValueError, match="groups.jsonl:1: another kind of line; expected a list of copies"):
-        run_one("group_duplicates", "--input", "groups.jsonl", "--output", "new.jsonl")
+        run_step("group_duplicates", "--input", "groups.jsonl", "--output", "new.jsonl")
     flags = ("--input", "in.jsonl", "--output", "unique.jsonl", "--groups")
     for content in ('{"a": [{"b": 0.9}]}', '["a", "b"]', '{"0": "ab"}'):
         (tmp_path / "copies.jsonl").write_text(f"{content}\n")
@@ -135,7 +134,7 @@ def test_lists_of_another_kind_and_copies_of_the_same_name_are_told(tmp_path, mo
     with pytest.raises(FileNotFoundError, match="--groups nowhere: there is no such file"):
         run_step("remove_group_duplicates", *flags, "nowhere")
     with pytest.raises(ValueError, match="--memory 0M is too little for the names in groups.jsonl"):
-        run_one("group_duplicates", "--input", "groups.jsonl", "--output", "new.jsonl", "--memory", "100")
+        run_step("group_duplicates", "--input", "groups.jsonl", "--output", "new.jsonl", "--memory", "100")
 
 
 def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replace(tmp_path, monkeypatch):
@@ -149,16 +148,10 @@ def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replac
     with monkeypatch.context() as patch:
         patch.setattr("data_tools.done_marker.write_marker", dies)
         with pytest.raises(KeyboardInterrupt):
-            run_one("group_duplicates", *flags)
+            run_step("group_duplicates", *flags)
     assert (tmp_path / "groups.jsonl").exists() and not (tmp_path / "groups.jsonl.done.json").exists()
-    assert not run_one("group_duplicates", *flags)["skipped"] and run_one("group_duplicates", *flags)["skipped"]
+    assert not run_step("group_duplicates", *flags)["skipped"] and run_step("group_duplicates", *flags)["skipped"]
     assert sorted(path.name for path in tmp_path.glob("groups*")) == ["groups.jsonl", "groups.jsonl.done.json"]
-
-
-def run_one(step, *flags):
-    """A step without --workers."""
-    args = step_parser(step).parse_args(list(flags))
-    return args.run(args)
 
 
 def test_wrong_command_lines_are_explained():
