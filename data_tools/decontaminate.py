@@ -24,8 +24,8 @@ from data_tools.documents import Document, document_blocks
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Dropped
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
-from data_tools.shards import contents_of, run_documents
-from megazero.lines.contents import check_unchanged
+from data_tools.shards import run_documents
+from megazero.lines.contents import check_unchanged, describe_files
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts, read_documents
 
@@ -136,7 +136,7 @@ def evaluation_table(
     hashes: list[U64] = []
     sources: list[npt.NDArray[np.uint16]] = []
     too_short = total = 0
-    progress = Progress("reading evaluation sets", sum(path.stat().st_size for path in paths), options.log_interval_s)
+    progress = Progress("reading evaluation sets", sum(path.stat().st_size for path in paths))
     for number, path in enumerate(paths):
         texts = 0
         for text in _texts(path, key, options):
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     texts = [Path(path) for path in args.evaluation if Path(path).suffix == ".txt" and Path(path).is_file()]
     others = [path for path in args.evaluation if Path(path) not in texts]
     evaluation = [*texts, *list_inputs(others, flag="--evaluation")]
-    hasher, contents = NgramHasher(args.ngram), contents_of(evaluation, options)
+    hasher, contents = NgramHasher(args.ngram), describe_files(evaluation, options.workers)
     table, source, too_short = evaluation_table(evaluation, args.evaluation_key or args.json_key, hasher, options)
     check_unchanged(evaluation, contents, options.workers)
     names = [path.name for path in evaluation]

@@ -32,9 +32,9 @@ from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import contents_of, describe, run_lines
+from data_tools.shards import describe, run_lines
 from megazero.files import append_suffix, locked, write_whole
-from megazero.lines.contents import key_of
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import Block
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.resumable import Reason
@@ -107,7 +107,7 @@ class CopySearch:
         settings = {name: getattr(args, name) for name in ("bands", "rows", "similarity")}
         settings |= {"key": args.json_key, "id_keys": list(self.id_keys), "version": VERSION}
         # All inputs: whether a document is a copy depends on all of them.
-        described = describe("dedup", settings, contents_of(self.inputs, self.options), self.options)
+        described = describe("dedup", settings, describe_files(self.inputs, self.options.workers), self.options)
         self.settings = {**settings, "all_inputs": key_of(described)}
 
     @contextmanager
@@ -121,7 +121,7 @@ class CopySearch:
                 self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports
             )
             workers, keys = options.workers_in_memory, folder / "keys"
-            search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys, options.log_interval_s)
+            search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys)
             with full_disk_named(f"to {folder}"):
                 first = _find(files, search, self._result, self.settings["all_inputs"])
             yield files, first

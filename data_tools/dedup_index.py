@@ -49,7 +49,6 @@ class Search:
         similarity: share of places of the signature in which copies agree at least.
         memory_bytes: for all processes together.
         folder: for temporary files; made, and removed at the end.
-        log_interval_s: seconds between log lines where no bar is shown.
     """
 
     bands: int
@@ -57,7 +56,6 @@ class Search:
     memory_bytes: int
     workers: int
     folder: Path
-    log_interval_s: float = 30.0
 
 
 class Found(NamedTuple):
@@ -84,7 +82,7 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
     groups = Groups(len(files))
     compared = uncompared = 0
     passes: list[tuple[Keys, int, Agree]] = [
-        (_content_keys(files, search.log_interval_s), 1, same_content),
+        (_content_keys(files), 1, same_content),
         (_band_keys(files, search, groups), search.bands, partial(_are_similar, search.similarity)),
     ]
     for keys, keys_per_document, agree in passes:
@@ -97,14 +95,14 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
     return Found(groups.finish(), compared, uncompared)
 
 
-def _content_keys(files: SignatureFiles, log_interval_s: float) -> Keys:
-    for first, rows in files.chunks(CHUNK, "dedup: dividing by content", log_interval_s):
+def _content_keys(files: SignatureFiles) -> Keys:
+    for first, rows in files.chunks(CHUNK, "dedup: dividing by content"):
         yield rows["content"][:, 0], np.arange(first, first + len(rows))
 
 
 def _band_keys(files: SignatureFiles, search: Search, groups: Groups) -> Keys:
     """Of the first document of each content alone: a page that was copied a million times costs as much as any other."""
-    for first, rows in files.chunks(CHUNK, "dedup: dividing by bands", search.log_interval_s):
+    for first, rows in files.chunks(CHUNK, "dedup: dividing by bands"):
         documents = np.arange(first, first + len(rows))
         is_first = groups.first(documents) == documents
         yield band_keys(rows["minima"][is_first], search.bands).ravel(), np.repeat(documents[is_first], search.bands)
@@ -158,7 +156,7 @@ def _pairs(
 ) -> Iterator[tuple[Pairs, int, int]]:
     sizes = [path.stat().st_size for path in paths]
     workers = min(search.workers, max(1, len(paths)))
-    with closing(Progress("dedup: comparing", sum(sizes), search.log_interval_s)) as progress:
+    with closing(Progress("dedup: comparing", sum(sizes))) as progress:
         with closing(ordered_map(partial(pairs_of, files, agree), paths, workers)) as results:
             for size, (_, result) in zip(sizes, results, strict=True):
                 yield result

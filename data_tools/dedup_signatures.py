@@ -59,13 +59,13 @@ class SignatureFiles:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def chunks(self, size: int, purpose: str, log_interval_s: float) -> Iterator[tuple[int, Rows]]:
+    def chunks(self, size: int, purpose: str) -> Iterator[tuple[int, Rows]]:
         """All rows in order, `size` at a time at most, each chunk with the number of its first document.
 
         Args:
             purpose: for which they are read; what the progress is called.
         """
-        with closing(Progress(purpose, len(self) * self._type.itemsize, log_interval_s)) as progress:
+        with closing(Progress(purpose, len(self) * self._type.itemsize)) as progress:
             for number in range(len(self.paths)):
                 for first, rows in self.chunks_of_file(number, size):
                     yield first, rows

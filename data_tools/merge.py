@@ -18,8 +18,8 @@ from data_tools.line_functions import DocumentLines, Kept, apply_to_block, uncha
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import repeated_lines
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import contents_of, run_blocks, run_lines
-from megazero.lines.contents import key_of
+from data_tools.shards import run_blocks, run_lines
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_object
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "key": args.json_key,
         "id_key": args.id_key,
         # An id may come again in any file, so that every file counts for every shard.
-        "corpus": key_of({"inputs": contents_of(inputs, options)}) if args.id_key else None,
+        "corpus": key_of({"inputs": describe_files(inputs, options.workers)}) if args.id_key else None,
     }
     if not args.id_key:
         return run_lines("merge", shards, DocumentLines(unchanged, args.json_key), settings, options)

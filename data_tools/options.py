@@ -24,7 +24,6 @@ class RunOptions(WorkOptions):
     Attributes:
         block_bytes: also what a compressed file has in each member or frame.
         memory_bytes: what the step may use, all its processes together.
-        log_interval_s: seconds between log lines where no bar is shown.
         held_bytes: of a table that each process has a copy of, beside what it works on.
     """
 
@@ -32,7 +31,6 @@ class RunOptions(WorkOptions):
     block_bytes: int = 1 << 20
     max_line_bytes: int = 16 << 20
     memory_bytes: int = 2 << 30
-    log_interval_s: float = 30.0
     held_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -86,14 +84,13 @@ def add_input_output(
 
 
 def add_run_options(parser: argparse.ArgumentParser, *names: str) -> argparse._ArgumentGroup:
-    """Adds those of --workers, --memory, --strict, --block-kb, --max-line-mb and --log-interval that are named, or all."""
+    """Adds those of --workers, --memory, --strict, --block-kb and --max-line-mb that are named, or all."""
     flags: dict[str, dict[str, Any]] = {
         "--workers": {"type": int, "default": available_cores(), "help": "processes at most"},
         "--memory": {"type": size, "default": "2G", "help": "of all processes together: 512M, 2G"},
         "--strict": {"action": "store_true", "help": "stop at the first line that holds no document"},
         "--block-kb": {"type": float, "default": 1024, "help": "text that a worker takes at a time"},
         "--max-line-mb": {"type": float, "default": 16, "help": "longer lines are reported, not read"},
-        "--log-interval": {"type": float, "default": 30, "help": "seconds between log lines without a terminal"},
     }
     group = parser.add_argument_group("work")
     for name in names or flags:
@@ -113,5 +110,4 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         strict=args.strict,
         block_bytes=int(args.block_kb * 1024),
         max_line_bytes=int(args.max_line_mb * (1 << 20)),
-        log_interval_s=args.log_interval,
     )

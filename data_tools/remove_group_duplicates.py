@@ -21,8 +21,8 @@ from data_tools.documents import ID_KEYS, Document, document_id
 from data_tools.group_duplicates import bytes_of_names, named_groups
 from data_tools.line_functions import Dropped
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.shards import contents_of, run_documents
-from megazero.lines.contents import check_unchanged
+from data_tools.shards import run_documents
+from megazero.lines.contents import check_unchanged, describe_files
 
 
 def check_is_first(key: str, id_keys: Sequence[str], first: Mapping[str, str], document: Document) -> Document:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Removes copies, and returns the statistics."""
     options = replace(run_options(args), held_bytes=bytes_of_names(args.groups, "--groups"))
-    contents = contents_of([args.groups], options)
+    contents = describe_files([args.groups], options.workers)
     first: dict[str, str] = {}
     for content in named_groups(args.groups, str):
         for names in content.values():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from data_tools.documents import document_blocks
@@ -97,7 +96,7 @@ def run_blocks(
     first.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(first, ".lock")), full_disk_named(f"to {first.parent}"):
         files = list(dict.fromkeys(path for shard in shards for path in shard.inputs))
-        contents = dict(zip(files, contents_of(files, options), strict=True))
+        contents = dict(zip(files, describe_files(files, options.workers), strict=True))
         total, todo = Counts(), {}
         for shard in shards:
             description = describe(step, settings, [contents[path] for path in shard.inputs], options)
@@ -128,7 +127,7 @@ def _make(
     paths = [path for shard in todo for path in shard.inputs]
     workers = useful_workers(paths, options.block_bytes, options.workers_in_memory)
     partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
-    progress = Progress(step, sum(path.stat().st_size for path in paths), options.log_interval_s)
+    progress = Progress(step, sum(path.stat().st_size for path in paths))
     filled = fill(partials, work, options, workers, progress, drops, faults, place, document_blocks)
     with closing(progress), closing(filled):
         for partial in filled:
@@ -180,15 +179,10 @@ def finished(shard: Shard, key: str, strict: bool) -> Counts | None:
     return None
 
 
-def contents_of(paths: Sequence[Path], options: RunOptions) -> list[dict[str, Any]]:
-    """Name, size and hash of each file, as JSON values."""
-    return describe_files(paths, options.workers, options.log_interval_s)
-
-
 def describe(
     step: str, settings: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]], options: RunOptions
 ) -> dict[str, Any]:
-    """What determines a shard: step, settings and input (see `contents_of`), as JSON values for `key_of`."""
+    """What determines a shard: step, settings and input (see `describe_files`), as JSON values for `key_of`."""
     return {
         "format": FORMAT,
         "step": step,

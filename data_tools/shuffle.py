@@ -27,9 +27,9 @@ from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file
-from data_tools.shards import contents_of, describe, finish, finished, run_lines
+from data_tools.shards import describe, finish, finished, run_lines
 from megazero.files import append_suffix, locked
-from megazero.lines.contents import key_of
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import expected_text_bytes, read_object
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Shard
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     inputs = list_inputs(args.input, output=args.output)
     shard = _plan(inputs, args)
     settings = {"key": args.json_key, "seed": args.seed, "outputs": [path.name for path in shard.outputs]}
-    description = describe("shuffle", settings, contents_of(inputs, options), options)
+    description = describe("shuffle", settings, describe_files(inputs, options.workers), options)
     shard.record.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(shard.record, ".lock")):
         done = finished(shard, key_of(description), options.strict)
@@ -168,7 +168,7 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
     scatter_options = replace(options, commit_interval_s=max(options.commit_interval_s, 0.1 * layout.buckets))
     function = partial(scatter, args.json_key, args.seed, layout)
     run_lines("shuffle", [scattered], function, settings, scatter_options)
-    of_buckets = describe("shuffle", settings, contents_of(shard.inputs, options), scatter_options)
+    of_buckets = describe("shuffle", settings, describe_files(shard.inputs, options.workers), scatter_options)
     counts = finished(scattered, key_of(of_buckets), options.strict)
     if counts is None:
         raise RuntimeError(f"{folder} was changed by another process while its files were sorted. Start again.")
@@ -198,7 +198,7 @@ def _gather(
     work = partial(sort_bucket, layout, _bucket_memory(options))
     workers, sizes = min(options.workers_in_memory, len(buckets)), [path.stat().st_size for path in buckets]
     by_bucket = WorkOptions(workers, block_bytes=max(1, *sizes), commit_interval_s=0.0)
-    progress = Progress("shuffle: sorting", sum(sizes), options.log_interval_s)
+    progress = Progress("shuffle: sorting", sum(sizes))
     with closing(progress), closing(fill([output], work, by_bucket, workers, progress, reader=read_pieces)) as filled:
         for _ in filled:
             output.counts = counts

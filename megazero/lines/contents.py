@@ -28,9 +28,7 @@ def key_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def describe_files(
-    paths: Sequence[Path], threads: int | None = None, log_interval_s: float = 30.0
-) -> list[dict[str, Any]]:
+def describe_files(paths: Sequence[Path], threads: int | None = None) -> list[dict[str, Any]]:
     """{"name", "bytes", "pieces_sha256"} of each file, as JSON values; the hash covers every byte.
 
     A thread reads 1 to 2 GB/s; a file is read once in the life of the process unless somebody touches it.
@@ -43,7 +41,7 @@ def describe_files(
     """
     before = [_identity(path) for path in paths]
     new = [identity for identity in dict.fromkeys(before) if identity not in _known]
-    hashes = _hashes(new, threads or available_cores(), log_interval_s) if new else ()
+    hashes = _hashes(new, threads or available_cores()) if new else ()
     found = dict(zip(new, hashes, strict=True))
     for path, identity in zip(paths, before, strict=True):
         if _identity(path) != identity:
@@ -74,9 +72,9 @@ def _identity(path: Path) -> _Identity:
     return str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def _hashes(files: Sequence[_Identity], threads: int, log_interval_s: float) -> Iterator[str]:
+def _hashes(files: Sequence[_Identity], threads: int) -> Iterator[str]:
     pieces = [(path, start) for path, _, _, size, *_ in files for start in range(0, size, _PIECE_BYTES)]
-    progress = Progress("checking input", sum(file[3] for file in files), log_interval_s)
+    progress = Progress("checking input", sum(file[3] for file in files))
     with closing(progress), ThreadPoolExecutor(threads) as pool:
         done = pool.map(_hash_piece, pieces)
         for _, _, _, size, *_ in files:

@@ -10,14 +10,15 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
+_INTERVAL_S = 30.0  # between log lines
+
 
 class Progress:
     """Counts documents, bytes of text, tokens, and bytes of input on disk, of which the total is known.
 
     Args:
         total_bytes: of the input on disk.
-        log_interval_s: seconds between log lines where no bar is drawn.
-        log_documents: documents between log lines, in place of seconds; 0 logs none.
+        log_documents: documents between log lines where no bar is drawn, in place of half a minute; 0 logs none.
         is_shown: whether a bar is drawn where standard error is a terminal.
     """
 
@@ -25,11 +26,10 @@ class Progress:
         self,
         name: str,
         total_bytes: int,
-        log_interval_s: float = 30.0,
         log_documents: int | None = None,
         is_shown: bool = True,
     ) -> None:
-        self._name, self._total, self._interval, self._every = name, total_bytes, log_interval_s, log_documents
+        self._name, self._total, self._every = name, total_bytes, log_documents
         self._documents = self._text = self._tokens = 0  # of this run
         self._disk = self._first = 0  # with and of what an earlier run has done
         self._start = self._logged = time.monotonic()
@@ -68,7 +68,7 @@ class Progress:
 
     def _is_due(self, now: float) -> bool:
         if self._every is None:
-            return now - self._logged >= self._interval
+            return now - self._logged >= _INTERVAL_S
         return self._every > 0 and self._documents - self._logged_documents >= self._every
 
     def _rates(self) -> str:

@@ -174,7 +174,7 @@ def test_rows_and_ids_are_read_in_any_order(tmp_path):
     read = files.read(documents)
     assert (read == rows[documents]).all()
     assert files.ids(documents, read) == [names[d] for d in documents]
-    assert sum(len(chunk) for _, chunk in files.chunks(7, "reading", 30.0)) == len(files) == 100
+    assert sum(len(chunk) for _, chunk in files.chunks(7, "reading")) == len(files) == 100
     ids_path(path).rename(path)
     with pytest.raises(ValueError, match=r"is damaged \([0-9]+ bytes behind its [0-9]+ rows\)"):
         SignatureFiles([path], PERMUTATIONS)

@@ -148,10 +148,11 @@ def test_progress_says_how_fast_and_how_long(folder, step, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     original = progress.Progress.__init__
 
-    def at_once(self, name, total_bytes, *_, **__):
-        original(self, name, total_bytes, 0.0)
+    def by_time(self, name, total_bytes, *_, **__):
+        original(self, name, total_bytes)
 
-    monkeypatch.setattr(progress.Progress, "__init__", at_once)
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
+    monkeypatch.setattr(progress.Progress, "__init__", by_time)
     run_step(step, *case.argv())
     assert any("documents/s" in r.message and "MB/s, " in r.message and "ETA" in r.message for r in caplog.records)
 

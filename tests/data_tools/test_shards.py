@@ -350,7 +350,7 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
 
 def test_progress_without_a_terminal_logs_rates_and_the_time_left(caplog):
     caplog.set_level("INFO")
-    progress = Progress("clean", 400, log_interval_s=0.0)
+    progress = Progress("clean", 400, log_documents=1)
     progress.skip(100)
     progress.update(3, 150, 100)
     progress.close()
