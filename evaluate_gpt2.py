@@ -26,7 +26,7 @@ from megazero.evaluation import last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.logging import table
 from megazero.model.config import GPT2Config
-from megazero.option import check_at_least, option
+from megazero.option import check_options, option
 from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
 
 logger = logging.getLogger("megazero.evaluate")
@@ -49,10 +49,11 @@ class EvaluationConfig:
     seq_length: int | None = option(
         None,
         "tokens per window (default: that of the training job, else all positions)",
+        at_least=1,
         aliases=("--eval-seq-length",),
     )
     batch_size: int = option(
-        8, "windows or passages per forward pass and data-parallel rank", aliases=("--eval-batch-size",)
+        8, "windows or passages per forward pass and data-parallel rank", at_least=1, aliases=("--eval-batch-size",)
     )
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class EvaluationConfig:
             raise ValueError("--valid-data is missing: name the file to evaluate on.")
         if not Path(self.valid_data).is_file():
             raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
-        check_at_least(1, self, "batch_size", "seq_length")
+        check_options(self)
 
     def window(self, client: Mapping[str, Any], model: GPT2Config) -> int:
         """Tokens per window. An imported checkpoint does not say its training job's, and gets all positions."""

@@ -18,7 +18,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.model.generation import check_sampling, generate
-from megazero.option import option
+from megazero.option import check_options, option
 from megazero.texts import read_text
 
 logger = logging.getLogger("megazero.generate")
@@ -30,8 +30,8 @@ class SampleConfig:
 
     prompt: list[str] | None = option(None, "texts to continue (default: start from the end-of-text token)")
     sample_input_file: str | None = option(None, "file of texts to continue, one a line")
-    num_samples: int = option(1, "continuations of each prompt")
-    out_seq_length: int = option(256, "new tokens at most")
+    num_samples: int = option(1, "continuations of each prompt", at_least=1)
+    out_seq_length: int = option(256, "new tokens at most", at_least=1)
     temperature: float = option(1.0, "0 always takes the likeliest token; above 1 is more varied")
     top_k: int = option(0, "draw from this many likeliest tokens; 0 from all", flag="--top_k", aliases=("--top-k",))
     top_p: float = option(
@@ -47,10 +47,7 @@ class SampleConfig:
             raise ValueError("--prompt and --sample-input-file exclude each other. Drop one of them.")
         if self.sample_input_file and (not (path := Path(self.sample_input_file)).exists() or path.is_dir()):
             raise ValueError(f"--sample-input-file {self.sample_input_file}: there is no such file.")
-        if self.num_samples < 1 or self.out_seq_length < 1:
-            raise ValueError(
-                f"--num-samples and --out-seq-length must be at least 1, got {self.num_samples} and {self.out_seq_length}."
-            )
+        check_options(self)
         check_sampling(self.temperature, self.top_k, self.top_p)
 
     def prompts(self) -> list[str]:

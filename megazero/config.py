@@ -15,7 +15,7 @@ from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.option import check_at_least, option
+from megazero.option import check_options, option
 from megazero.zero.config import ZeroConfig
 
 logger = get_logger(__name__)
@@ -29,7 +29,9 @@ class ParallelConfig:
         1, "ranks that split each layer (tensor parallelism)", aliases=("--tensor-model-parallel-size",)
     )
     distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
-    distributed_timeout_s: float = option(600.0, "seconds after which a collective that some rank never entered raises")
+    distributed_timeout_s: float = option(
+        600.0, "seconds after which a collective that some rank never entered raises", above=0
+    )
     local_rank: int | None = option(
         None,
         "set by old launchers; LOCAL_RANK of the environment is what counts",
@@ -38,8 +40,7 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.distributed_timeout_s <= 0:
-            raise ValueError(f"--distributed-timeout-s must be above 0, got {self.distributed_timeout_s}.")
+        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -60,22 +61,28 @@ class DeepSpeedFlags:
 class TrainingConfig:
     """Batch sizes, lengths and intervals of the training loop."""
 
-    batch_size: int = option(4, "sequences per micro-batch and data-parallel rank", aliases=("--micro-batch-size",))
+    batch_size: int = option(
+        4, "sequences per micro-batch and data-parallel rank", at_least=1, aliases=("--micro-batch-size",)
+    )
     global_batch_size: int | None = option(
-        None, "sequences per optimizer step (default: micro-batch x data-parallel size)"
+        None, "sequences per optimizer step (default: micro-batch x data-parallel size)", at_least=1
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
         "START INCREMENT SAMPLES: over SAMPLES samples the global batch grows from START by INCREMENT to its full size",
     )
-    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs")
-    eval_iters: int = option(100, "batches per evaluation")
-    eval_interval: int = option(1000, "optimizer steps between evaluations on validation data")
-    eval_batch_size: int | None = option(None, "sequences per evaluation micro-batch (default: --batch-size)")
-    log_interval: int = option(100, "optimizer steps between log lines")
-    exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this")
+    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs", at_least=1)
+    eval_iters: int = option(100, "batches per evaluation; 0: none", at_least=0)
+    eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1)
+    eval_batch_size: int | None = option(
+        None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1
+    )
+    log_interval: int = option(100, "optimizer steps between log lines", at_least=1)
+    exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this", at_least=1)
     exit_duration_in_mins: float | None = option(
-        None, "save and exit at the end of the step that is under way this many minutes after the ranks have started"
+        None,
+        "save and exit at the end of the step that is under way this many minutes after the ranks have started",
+        above=0,
     )
     seed: int = option(1234, "seed of weights, data order and dropout")
     deterministic_mode: bool = option(
@@ -96,21 +103,13 @@ class TrainingConfig:
     )
     profile_dir: str | None = option(None, "where --profile-steps writes its trace (default: SAVE/profile)")
     peak_tflops: float | None = option(
-        None, "peak of one device for MFU (default: by its name, else measured by a matmul; of a CPU none, and no MFU)"
+        None,
+        "peak of one device for MFU (default: by its name, else measured by a matmul; of a CPU none, and no MFU)",
+        above=0,
     )
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1,
-            self,
-            "batch_size",
-            "global_batch_size",
-            "train_iters",
-            "eval_interval",
-            "eval_batch_size",
-            "log_interval",
-            "exit_interval",
-        )
+        check_options(self)
         if (ramp := self.rampup_batch_size) is not None and (len(ramp) != 3 or min(ramp) < 1):
             raise ValueError(
                 f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, the first global batch size, "
@@ -120,14 +119,8 @@ class TrainingConfig:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
             )
-        if self.exit_duration_in_mins is not None and self.exit_duration_in_mins <= 0:
-            raise ValueError(f"--exit-duration-in-mins must be above 0, got {self.exit_duration_in_mins}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {self.seed}.")
-        if self.peak_tflops is not None and self.peak_tflops <= 0:
-            raise ValueError(f"--peak-tflops must be above 0, got {self.peak_tflops}.")
-        if self.eval_iters < 0:
-            raise ValueError(f"--eval-iters must be 0 (no evaluation) or more, got {self.eval_iters}.")
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:

@@ -14,6 +14,9 @@ def option(
     help: str = "",
     *,
     choices: Sequence[Any] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     flag: str | None = None,
     aliases: Sequence[str] = (),
 ) -> Any:
@@ -21,12 +24,13 @@ def option(
 
     Args:
         default: the field's default.
-        choices: the accepted values.
+        choices, at_least, above, below: which values `check_options` accepts; None always, where it is the default.
         flag: the flag's name where it is not `--` + the field's name with dashes.
         aliases: further flag names that mean the same (old spellings).
     """
-    metadata = {"help": help, "choices": choices, "flag": flag, "aliases": tuple(aliases)}
-    return field(default=default, metadata=metadata)
+    names = {"flag": flag, "aliases": tuple(aliases)}
+    bounds = {"at_least": at_least, "above": above, "below": below}
+    return field(default=default, metadata={"help": help, "choices": choices, **bounds, **names})
 
 
 def flag_of(field: str) -> str:
@@ -39,20 +43,21 @@ def own_flag(described: Field) -> str:
     return described.metadata["flag"] or flag_of(described.name)
 
 
-def check_at_least(least: int, config: Any, *names: str) -> None:
-    """Raises a ValueError for a field of `config` that is given and below `least`."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise ValueError(f"{flag_of(name)} must be at least {least}, got {value}.")
-
-
-def check_choices(config: Any) -> None:
-    """Raises a ValueError for a field of a configuration dataclass whose value is none of its option's choices."""
-    for each in fields(config):
-        choices, value = each.metadata.get("choices"), getattr(config, each.name)
+def check_options(config: Any) -> None:
+    """Raises a ValueError for a field of a configuration dataclass whose value its option does not accept."""
+    for each in (each for each in fields(config) if "help" in each.metadata):
+        choices, least, above, below = (each.metadata[name] for name in ("choices", "at_least", "above", "below"))
+        flag, value = own_flag(each), getattr(config, each.name)
         if choices and value not in (each.default, *choices):
-            raise ValueError(f"{own_flag(each)} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+            raise ValueError(f"{flag} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+        if value is None:
+            continue
+        if above is not None and not value > above:
+            raise ValueError(f"{flag} must be above {above}, got {value}.")
+        if below is not None and not least <= value < below:
+            raise ValueError(f"{flag} must lie in [{least}, {below}), got {value}.")
+        if least is not None and not value >= least:
+            raise ValueError(f"{flag} must be {f'at least {least}' if least else '0 or more'}, got {value}.")
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.option import option
+from megazero.option import check_options, option
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class CheckpointConfig:
 
     save: str | None = option(None, "directory to save checkpoints in")
     load: str | None = option(None, "directory to continue from; a missing or empty one starts from scratch")
-    save_interval: int = option(5000, "iterations between checkpoints")
-    keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all")
+    save_interval: int = option(5000, "iterations between checkpoints", at_least=1)
+    keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all", at_least=0)
     async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")
     no_save_optim: bool = option(False, "do not save the optimizer's state")
     no_save_rng: bool = option(False, "do not save the random generators' states")
@@ -25,9 +25,7 @@ class CheckpointConfig:
     finetune: bool = option(False, "load the weights only and start at iteration 0")
 
     def __post_init__(self) -> None:
-        if self.save_interval < 1 or self.keep_last < 0:
-            found = f"{self.save_interval} and {self.keep_last}"
-            raise ValueError(f"--save-interval must be 1 or more and --keep-last 0 or more, got {found}.")
+        check_options(self)
         if self.finetune and not self.load:
             raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
 

@@ -18,7 +18,7 @@ from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megazero.logging import counted
-from megazero.option import check_at_least, option
+from megazero.option import check_options, option
 
 Dataset = GPT2Dataset | BlendedDataset
 _PARTS = ("train", "valid", "test")
@@ -40,7 +40,7 @@ class DataConfig:
     valid_data: list[str] | None = option(None, "validation data of its own, instead of a part of --train-data")
     test_data: list[str] | None = option(None, "test data of its own, instead of a part of --train-data")
     split: str = option("1000,1,1", "shares of --train-data for training, validation and test, by documents")
-    seq_length: int = option(512, "tokens per sample")
+    seq_length: int = option(512, "tokens per sample", at_least=1)
     data_cache_path: str | None = option(
         None,
         "folder for index arrays and tokenized JSON (default: cache/ beside the data)",
@@ -51,12 +51,12 @@ class DataConfig:
     merge_file: str | None = option(None, "GPT-2's vocab.bpe, also known as merges.txt")
     tokenizer_path: str | None = option(None, "vocabulary file (*.model, tokenizer.json), or the folder that holds it")
     text_key: str = option("text", "which entry of each JSON line is the text")
-    num_workers: int = option(2, "processes that read samples ahead, on each rank; 0 reads in the training process")
+    num_workers: int = option(
+        2, "processes that read samples ahead, on each rank; 0 reads in the training process", at_least=0
+    )
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "seq_length")
-        if self.num_workers < 0:
-            raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}.")
+        check_options(self)
         parse_split(self.split)
 
 

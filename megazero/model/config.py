@@ -7,23 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.mpu.sequence_mappings import sequence_slice_length
-from megazero.option import check_choices, flag_of, option
+from megazero.option import check_options, flag_of, option
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
 BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
-
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "checkpoint_num_layers",
-    "tile_factor",
-)
 
 
 @dataclass(frozen=True)
@@ -34,37 +22,41 @@ class GPT2Config:
         ValueError: a size is not positive, a probability not in [0, 1), or heads do not divide the hidden size.
     """
 
-    num_layers: int = option(24, "transformer blocks")
-    hidden_size: int = option(1024, "width of the residual stream")
-    num_attention_heads: int = option(16, "attention heads; must divide the hidden size")
+    num_layers: int = option(24, "transformer blocks", at_least=1)
+    hidden_size: int = option(1024, "width of the residual stream", at_least=1)
+    num_attention_heads: int = option(16, "attention heads; must divide the hidden size", at_least=1)
     intermediate_size: int | None = option(
-        None, "width of the MLP; 4 x hidden size when not given", aliases=("--ffn-hidden-size",)
+        None, "width of the MLP; 4 x hidden size when not given", at_least=1, aliases=("--ffn-hidden-size",)
     )
-    max_position_embeddings: int = option(512, "learned positions: the longest sequence the model can read")
+    max_position_embeddings: int = option(512, "learned positions: the longest sequence the model can read", at_least=1)
     vocab_size: int | None = option(
-        None, "tokens in the vocabulary, before padding; taken from the tokenizer if not given"
+        None, "tokens in the vocabulary, before padding; taken from the tokenizer if not given", at_least=1
     )
     make_vocab_size_divisible_by: int = option(
-        128, "the vocabulary is padded to a multiple of this x model-parallel size"
+        128, "the vocabulary is padded to a multiple of this x model-parallel size", at_least=1
     )
     vocab_chunk_size: int = option(
         0,
         "vocabulary ids whose logits the loss computes at a time, and again in backward, instead of storing the logits of all "
         "(0: all at once, faster)",
+        at_least=0,
     )
     sequence_chunk_size: int = option(
         0,
         "positions of the sequence whose logits the loss computes at a time, as --vocab-chunk-size; with it, of these ids only "
         "(0: all at once, faster)",
+        at_least=0,
     )
-    attention_dropout: float = option(0.1, "dropout probability of attention weights")
+    attention_dropout: float = option(0.1, "dropout probability of attention weights", at_least=0, below=1)
     hidden_dropout: float = option(
-        0.1, "dropout probability of embeddings and of what each sub-block adds to the residual"
+        0.1, "dropout probability of embeddings and of what each sub-block adds to the residual", at_least=0, below=1
     )
-    layernorm_epsilon: float = option(1e-5, "added to the variance in layer norm", aliases=("--norm-epsilon",))
-    init_method_std: float = option(0.02, "standard deviation of initial weights")
+    layernorm_epsilon: float = option(
+        1e-5, "added to the variance in layer norm", at_least=0, aliases=("--norm-epsilon",)
+    )
+    init_method_std: float = option(0.02, "standard deviation of initial weights", at_least=0)
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass instead of storing them")
-    checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations")
+    checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations", at_least=1)
     recompute: Recompute | None = option(
         None,
         "what backward recomputes: none, selective (the inside of attention), full (blocks: --checkpoint-activations), or auto: "
@@ -86,29 +78,12 @@ class GPT2Config:
     memory_centric_tiled_linear: bool = option(
         False, "cut the MLP's two layers into tiles, which --zero-stage 3 gathers one at a time"
     )
-    tile_factor: int = option(1, "with --memory-centric-tiled-linear: N x 4N tiles per layer, N along the hidden size")
+    tile_factor: int = option(
+        1, "with --memory-centric-tiled-linear: N x 4N tiles per layer, N along the hidden size", at_least=1
+    )
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag_of(name)} is {value}, and a size must be at least 1.")
-        for name, what, example in (
-            ("vocab_chunk_size", "vocabulary ids", 4096),
-            ("sequence_chunk_size", "positions of the sequence", 128),
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"{flag_of(name)} is {getattr(self, name)}: it is how many {what} the loss works off at a time, e.g. "
-                    f"{example}, or 0 for all at once."
-                )
-        for name in ("layernorm_epsilon", "init_method_std"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{flag_of(name)} must be 0 or more, got {getattr(self, name)}.")
-        for name in ("attention_dropout", "hidden_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{flag_of(name)} is {getattr(self, name)}, and a dropout probability lies in [0, 1).")
-        check_choices(self)
+        check_options(self)
         self._check_recompute()
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megazero.logging import ALIKE, counted, get_logger
-from megazero.option import flag_of, option
+from megazero.option import check_options, option
 
 logger = get_logger(__name__)
 
@@ -28,10 +28,12 @@ class PrecisionConfig:
         False, "fp32 matrix products on a GPU's tensor cores: what is multiplied is rounded to 10 bits of mantissa"
     )
     loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
-    initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale")
-    loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles")
-    min_scale: float = option(1.0, "the dynamic loss scale never goes below this", aliases=("--min-loss-scale",))
-    hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves")
+    initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale", above=0)
+    loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles", above=0)
+    min_scale: float = option(
+        1.0, "the dynamic loss scale never goes below this", above=0, aliases=("--min-loss-scale",)
+    )
+    hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves", above=0)
     consecutive_hysteresis: bool = option(
         False, "every clean step refills --hysteresis, not only one that doubles the scale"
     )
@@ -43,9 +45,7 @@ class PrecisionConfig:
             raise ValueError(f"--loss-scale must be a finite number >= 0 (0 = dynamic), got {self.loss_scale}.")
         if self.loss_scale and not self.fp16:
             raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
-        for name in ("initial_loss_scale", "loss_scale_window", "min_scale", "hysteresis"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{flag_of(name)} must be positive, got {getattr(self, name)}.")
+        check_options(self)
 
     @property
     def dtype(self) -> torch.dtype:

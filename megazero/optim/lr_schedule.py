@@ -7,22 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.optim.schedule_base import Schedule
-from megazero.option import check_at_least, check_choices, option
+from megazero.option import check_options, option
 
 
 @dataclass(frozen=True)
 class LRScheduleConfig:
     """Warm-up and decay of the learning rate, counted in iterations (Megatron-LM's AnnealingLR)."""
 
-    lr: float = option(1e-4, "peak learning rate")
+    lr: float = option(1e-4, "peak learning rate", at_least=0)
     warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
-    lr_warmup_iters: int | None = option(None, "the same in iterations; wins over --warmup")
-    lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)")
+    lr_warmup_iters: int | None = option(None, "the same in iterations; wins over --warmup", at_least=0)
+    lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)", at_least=1)
     lr_decay_style: str = option(
         "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "with WSD: iterations of its decay, the last of --lr-decay-iters, before which the rate is --lr"
+        None,
+        "with WSD: iterations of its decay, the last of --lr-decay-iters, before which the rate is --lr",
+        at_least=1,
     )
     lr_wsd_decay_style: str = option(
         "exponential", "with WSD: shape of its decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
@@ -30,16 +32,11 @@ class LRScheduleConfig:
     min_lr: float = option(0.0, "the decay never goes below this")
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        if self.lr < 0:
-            raise ValueError(f"--lr must be 0 or more, got {self.lr}.")
+        check_options(self)
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"--warmup is a fraction of --train-iters between 0 and 1, got {self.warmup}.")
-        if self.lr_warmup_iters is not None and self.lr_warmup_iters < 0:
-            raise ValueError(f"--lr-warmup-iters must be 0 or more, got {self.lr_warmup_iters}.")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
-        check_at_least(1, self, "lr_decay_iters", "lr_wsd_decay_iters")
         iters = self.lr_wsd_decay_iters
         if (self.lr_decay_style == "WSD") != (iters is not None):
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero.optim.muon import Muon
-from megazero.option import check_choices, check_known, did_you_mean, option
+from megazero.option import check_known, check_options, did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -41,33 +41,23 @@ MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 class OptimizerConfig:
     """AdamW (arXiv:1711.05101), or Muon beside it, and gradient clipping."""
 
-    weight_decay: float = option(0.01, "decoupled weight decay of matrices and embeddings; biases and norms have none")
-    clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 turns clipping off")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    weight_decay: float = option(
+        0.01, "decoupled weight decay of matrices and embeddings; biases and norms have none", at_least=0
+    )
+    clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 turns clipping off", at_least=0)
+    adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", at_least=0)
     optimizer: str = option(
         "adamw",
         "muon: AdamW, but Muon for the blocks' matrices; apex-adamw needs an NVIDIA apex built from source (the package index's "
         "apex is unrelated)",
         choices=("adamw", "muon", "apex-adamw"),
     )
-    muon_momentum: float = option(0.95, "momentum of the matrices of --optimizer muon")
+    muon_momentum: float = option(0.95, "momentum of the matrices of --optimizer muon", at_least=0, below=1)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        if self.weight_decay < 0 or self.clip_grad < 0:
-            raise ValueError(
-                f"--weight-decay and --clip-grad must be 0 or more, got {self.weight_decay} and {self.clip_grad}."
-            )
-        if self.adam_eps < 0:
-            raise ValueError(f"--adam-eps must be 0 or more, got {self.adam_eps}.")
-        if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
-            raise ValueError(
-                f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {self.adam_beta1} and {self.adam_beta2}."
-            )
-        if not 0 <= self.muon_momentum < 1:
-            raise ValueError(f"--muon-momentum must lie in [0, 1), got {self.muon_momentum}.")
+        check_options(self)
 
     @property
     def uses_muon(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megazero.arguments import build, config_of, make_parser, parse
 from megazero.config import Config
-from megazero.option import check_at_least, option
+from megazero.option import check_options, option
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.plan.plot import write_plot
@@ -40,8 +40,10 @@ def parse_size(text: str, flag: str) -> int:
 class Machine:
     """The machines that the job shall run on, and what is to be written."""
 
-    gpus: int = option(1, "ranks in all, each with a GPU of its own")
-    ranks_per_node: int | None = option(None, "ranks that share a host's memory and disk (default: 8, or all if fewer)")
+    gpus: int = option(1, "ranks in all, each with a GPU of its own", at_least=1)
+    ranks_per_node: int | None = option(
+        None, "ranks that share a host's memory and disk (default: 8, or all if fewer)", at_least=1
+    )
     gpu_memory: str | None = option(None, "memory of one GPU, such as 32GB")
     host_memory: str | None = option(None, "memory of one host, such as 1.5TB")
     nvme: str | None = option(None, "free space of one host's disk, such as 14TB")
@@ -50,7 +52,7 @@ class Machine:
     plot: str | None = option(None, "file for a bar plot of all stages, such as plan.png")
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "gpus", "ranks_per_node")
+        check_options(self)
 
     @property
     def limits(self) -> Limits:

@@ -95,9 +95,9 @@ def test_an_mlp_that_does_not_split_is_refused():
     ("options", "flag"),
     [
         ({"hidden_size": 100, "num_attention_heads": 3}, "--hidden-size 100 .*--num-attention-heads 3"),
-        ({"num_layers": 0}, "--num-layers is 0"),
-        ({"attention_dropout": 1.0}, "--attention-dropout is 1.0"),
-        ({"hidden_dropout": -0.1}, "--hidden-dropout is -0.1"),
+        ({"num_layers": 0}, "--num-layers must be at least 1, got 0"),
+        ({"attention_dropout": 1.0}, "--attention-dropout must lie in .0, 1., got 1.0"),
+        ({"hidden_dropout": -0.1}, "--hidden-dropout must lie in .0, 1., got -0.1"),
         ({"layernorm": "fused"}, "--layernorm is 'fused'; choose torch or apex"),
         ({"recompute": "half"}, "--recompute is 'half'; choose none, selective, full or auto"),
     ],
