@@ -48,8 +48,8 @@ def check_options(config: Any) -> None:
     for each in (each for each in fields(config) if "help" in each.metadata):
         choices, least, above, below = (each.metadata[name] for name in ("choices", "at_least", "above", "below"))
         flag, value = own_flag(each), getattr(config, each.name)
-        if choices and value not in (each.default, *choices):
-            raise ValueError(f"{flag} is {value!r}; choose {', '.join(choices[:-1])} or {choices[-1]}.")
+        if choices and (value not in (each.default, *choices) or isinstance(value, bool)):  # True is no 1
+            raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}.")
         if value is None:
             continue
         if above is not None and not value > above:

@@ -657,9 +657,9 @@ def test_the_documentation_names_the_subsystems_that_do_not_exist(name):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"stage": 4}, "--zero-stage .* must be one of 0, 1, 2, 3, got 4"),
-        ({"stage": True}, "--zero-stage"),
-        ({"grad_dtype": "fp16"}, "--grad-dtype .* must be one of fp32, compute"),
+        ({"stage": 4}, "--zero-stage must be one of 0, 1, 2, 3, got 4"),
+        ({"stage": True}, "--zero-stage must be one of 0, 1, 2, 3, got True"),
+        ({"grad_dtype": "fp16"}, "--grad-dtype must be one of fp32, compute"),
         ({"reduce_dtype": "bf16"}, "--reduce-dtype"),
         ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be a positive number"),
         ({"offload_param": "cpu", "stage": 2}, "--offload-param cpu needs --zero-stage 3, got 2"),

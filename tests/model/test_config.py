@@ -98,8 +98,8 @@ def test_an_mlp_that_does_not_split_is_refused():
         ({"num_layers": 0}, "--num-layers must be at least 1, got 0"),
         ({"attention_dropout": 1.0}, "--attention-dropout must lie in .0, 1., got 1.0"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout must lie in .0, 1., got -0.1"),
-        ({"layernorm": "fused"}, "--layernorm is 'fused'; choose torch or apex"),
-        ({"recompute": "half"}, "--recompute is 'half'; choose none, selective, full or auto"),
+        ({"layernorm": "fused"}, "--layernorm must be one of torch, apex, got 'fused'"),
+        ({"recompute": "half"}, "--recompute must be one of none, selective, full, auto, got 'half'"),
     ],
 )
 def test_impossible_values_are_refused(options, flag):

@@ -106,7 +106,7 @@ def test_the_flags_say_one_thing():
     ):
         with pytest.raises(ValueError, match=message):
             load_config(flags.split())
-    with pytest.raises(ValueError, match="choose none, selective, full or auto"):
+    with pytest.raises(ValueError, match="must be one of none, selective, full, auto"):
         small_config(recompute="some")
 
 

@@ -85,9 +85,13 @@ def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, me
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        (OptimizerConfig, "optimizer", "--optimizer is 'lion'; choose adamw, muon or apex-adamw"),
-        (LRScheduleConfig, "lr_decay_style", "--lr-decay-style is 'lion'; choose constant, linear, cosine or WSD"),
-        (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style is 'lion'; choose .* or minus_sqrt"),
+        (OptimizerConfig, "optimizer", "--optimizer must be one of adamw, muon, apex-adamw, got 'lion'"),
+        (
+            LRScheduleConfig,
+            "lr_decay_style",
+            "--lr-decay-style must be one of constant, linear, cosine, WSD, got 'lion'",
+        ),
+        (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style must be one of .*, minus_sqrt, got 'lion'"),
     ],
 )
 def test_configurations_refuse_what_is_none_of_their_choices(config, field, message):

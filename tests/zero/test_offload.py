@@ -287,7 +287,7 @@ def test_what_nvme_cannot_do_is_refused_with_the_reason(tmp_path):
         ({"stage": 3, "offload_param": "nvme"}, "--offload-param nvme needs --nvme-path"),
         ({"stage": 3, "offload_optimizer_ratio": 0.5}, "--offload-optimizer-ratio 0.5 is the share that"),
         ({"stage": 3, "offload_optimizer": "cpu", "offload_optimizer_ratio": 2.0}, r"ratio must lie in \[0, 1\]"),
-        ({"stage": 3, "offload_param": "disk"}, "--offload-param .* must be one of none, cpu, nvme"),
+        ({"stage": 3, "offload_param": "disk"}, "--offload-param must be one of none, cpu, nvme"),
     ],
 )
 def test_homes_that_make_no_sense_are_refused(options, message):
