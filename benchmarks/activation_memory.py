@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from harness import MACHINE, check_close, gpt2_config, in_turns, make_parser, memory_timeline
+from harness import MACHINE, check_close, gpt2_config, in_turns, make_parser, memory_timeline, table
 from torch import Tensor
 
 from megazero import activation_checkpointing, comm, mpu
@@ -203,21 +203,11 @@ def measure(bench: Bench, found: dict[str, Way], args: argparse.Namespace) -> di
             "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(times[name], n=4)],
             "kept_mb": round(bench.kept_bytes(way) / 1e6, 2),
             "peak_mb": round(max(size for _, size in bench.timeline(way)), 1),
+            "by_none": round(statistics.median(times[name]) / statistics.median(times["none"]), 2),
             "modes": "".join(mode[0] for mode in way.modes),
         }
         for name, way in found.items()
     }
-
-
-def table(result: dict[str, dict[str, Any]]) -> str:
-    """The result as a Markdown table, times relative to the first way's."""
-    lines = ["| way | kept MB | peak MB | ms per step, median [quartiles] | / none |", "|---|---|---|---|---|"]
-    first = next(iter(result.values()))["quartiles_ms"][1]
-    for name, row in result.items():
-        low, median, high = row["quartiles_ms"]
-        kept, peak = row["kept_mb"], row["peak_mb"]
-        lines.append(f"| {name} | {kept} | {peak} | {median} [{low}, {high}] | {median / first:.2f} |")
-    return "\n".join(lines)
 
 
 def plot(bench: Bench, found: dict[str, Way], path: str) -> None:
@@ -262,7 +252,7 @@ def main() -> None:
         names = args.plotted or [name for name in found if not name.startswith(("torch", "deepspeed"))]
         plot(bench, {name: found[name] for name in names}, args.plot)
     if comm.world().rank() == 0:
-        print(table(result), file=sys.stderr)
+        print(table("way", result), file=sys.stderr)
         ranks = torch.distributed.get_world_size()
         machine = {"machine": f"{MACHINE}, 1 thread a rank", "ranks": ranks, "torch": torch.__version__}
         question = "activations: bytes kept between forward and backward, and time of a step, by way"

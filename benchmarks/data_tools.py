@@ -189,9 +189,7 @@ def main() -> None:
     for question in args.questions:
         with tempfile.TemporaryDirectory() as folder:
             found = QUESTIONS[question](args, texts, Path(folder))
-        columns = dict.fromkeys(key for row in found.values() for key in row)
-        rows = {name: {key: row.get(key) for key in columns} for name, row in found.items()}
-        print(table(question, rows), file=sys.stderr, flush=True)
+        print(table(question, found), file=sys.stderr, flush=True)
         load = round(os.getloadavg()[0], 2)
         result = {"benchmark": "data_tools", "question": question, **about, question: found}
         print(json.dumps({**result, "load_average": load, **machine}), flush=True)

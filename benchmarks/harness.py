@@ -65,8 +65,8 @@ def quartiles(values: Sequence[float], factor: float = 1.0, digits: int = 4) -> 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:
     """Rows of figures with aligned columns, for a person. `columns` names the keys that are shown, by default all."""
-    columns = columns or {key: key for key in next(iter(rows.values()))}
-    cells = [[title, *columns.values()], *([name, *(_cell(row[key]) for key in columns)] for name, row in rows.items())]
+    columns = columns or {key: key for row in rows.values() for key in row}
+    cells = [[title, *columns.values()], *([name, *(_cell(row.get(k)) for k in columns)] for name, row in rows.items())]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells) + "\n"
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from activation_memory import Bench, Way, ways
-from harness import make_parser
+from harness import make_parser, table
 
 from megazero import comm, mpu
 from megazero.throughput import keep_freed_memory
@@ -97,14 +97,6 @@ def measure(bench: Bench, found: dict[str, Way], budget: float, args: argparse.N
     return result
 
 
-def table(result: dict[str, dict[str, Any]]) -> str:
-    """The result as a Markdown table."""
-    lines = ["| way | largest micro-batch | s per step | tokens per s |", "|---|---|---|---|"]
-    for name, row in result.items():
-        lines.append(f"| {name} | {row['batch']} | {row.get('step_s', '')} | {row.get('tokens_per_s', '')} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Parses the sizes, measures, prints."""
     parser = make_parser(__doc__, vocab_chunk_size=0, rounds=3)
@@ -130,7 +122,7 @@ def main() -> None:
     held = sum(p.numel() * p.element_size() for p in bench.whole.parameters())
     total = torch.cuda.mem_get_info()[1] if args.memory_gb is None else args.memory_gb * 1e9
     result = measure(bench, ways(args, bench.whole), total - held - args.other_gb * 1e9, args)
-    print(table(result), file=sys.stderr)
+    print(table("way", result), file=sys.stderr)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     about = {"question": "the largest micro-batch that fits, by way to keep activations", **vars(args), "bytes": total}
     print(json.dumps({**about, "machine": name, "torch": torch.__version__, "ways": result}))

@@ -53,3 +53,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def in_order(plain: PlainGPT2) -> list[Tensor]:
+    """The plain model's parameters in the order of those of the library's GPT2Model; both stack Q, K and V alike."""
+    layers: list[nn.Module] = [plain.wte, plain.wpe]
+    for block in plain.blocks:
+        layers += [block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down]
+    return [parameter.detach() for layer in [*layers, plain.ln_f] for parameter in layer.parameters()]

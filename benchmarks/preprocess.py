@@ -8,7 +8,6 @@ files, start of the workers included; `tokenizer_alone` is the tokenizer on the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,10 +18,15 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
+# For a checkout that is not installed, and before this folder, which has a data_tools.py.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from harness import MACHINE, make_parser  # noqa: E402
+
+from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
+from megazero.data.build import build_tokenizer_from  # noqa: E402
 from megazero.data.preprocess import TokenizeOptions, tokenize_json  # noqa: E402
-from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer  # noqa: E402
+from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.lines.compressed import open_bytes  # noqa: E402
 
 
@@ -55,19 +59,15 @@ def tokenizer_alone(texts: Sequence[str], tokenizer: Tokenizer, repeats: int) ->
     return round(sum(len(text.encode()) for text in texts) / 1e6 / best, 2)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = make_parser(__doc__, repeats=3)
     parser.add_argument("--input", type=Path, required=True, help="JSON lines with a key text; also .gz, .xz, .zst")
     parser.add_argument("--mb", type=float, default=64.0, help="megabytes of JSON lines to tokenize (default: 64)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, default=TOKENIZER_TYPES[0])
-    parser.add_argument("--vocab-file")
-    parser.add_argument("--merge-file")
-    parser.add_argument("--tokenizer-path")
-    flags = parser.parse_args(argv)
-    tokenizer = build_tokenizer(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_path)
+    add_tokenizer_arguments(parser)
+    flags = parser.parse_args()
+    tokenizer = build_tokenizer_from(flags)
     with open_bytes(flags.input) as file:
         once = file.read()
     texts = [json.loads(line)["text"] for line in once.splitlines()]
@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "tokenizer_alone_mb_per_s": tokenizer_alone(texts, tokenizer, flags.repeats),
             "workers": runs,
             "load_average": os.getloadavg()[0],
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
+            "machine": MACHINE,
             "python": platform.python_version(),
             "tiktoken": version("tiktoken"),
             "sentencepiece": version("sentencepiece"),

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from harness import gpt2_config, in_turns, make_parser, quartiles
 from peers import CLIP, DECAY, LR
-from plain_gpt2 import PlainGPT2, decay_groups
+from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -29,19 +29,6 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory, peak_tflops
-
-
-def copy_weights(plain: PlainGPT2, model: GPT2Model) -> None:
-    """Gives the plain model the library model's weights; both stack Q, K and V alike."""
-    ours = iter(model.parameters())
-    order = [plain.wte.weight, plain.wpe.weight]
-    for block in plain.blocks:
-        for layer in (block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down):
-            order += [layer.weight, layer.bias]
-    with torch.no_grad():
-        for mine in [*order, plain.ln_f.weight, plain.ln_f.bias]:
-            mine.copy_(next(ours))
-
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -68,7 +55,8 @@ def plain_side(config: GPT2Config, device: torch.device, dtype: torch.dtype, wei
     """The hand-written model's training step, from the same weights."""
     h, heads, vocab = config.hidden_size, config.num_attention_heads, config.require_vocab_size()
     model = PlainGPT2(config.num_layers, h, heads, config.max_position_embeddings, vocab).to(device, dtype)
-    copy_weights(model, weights)
+    for mine, theirs in zip(in_order(model), weights.parameters(), strict=True):
+        mine.copy_(theirs.detach())
     if config.compile:
         for block in model.blocks:
             block.compile()

@@ -26,7 +26,7 @@ from comparison import COLUMNS, MEASURED, disagreements, legend, summary
 from data_parallel import EngineSide, play, untimed_rounds
 from harness import MACHINE, gpt2_config, make_parser, table
 from peers import CLIP, DECAY, LR, Entry, Job, TorchSide
-from plain_gpt2 import PlainGPT2, decay_groups
+from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -148,14 +148,6 @@ class Megazero(EngineSide):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean of what the model returns for each token."""
         return self.engine(tokens, targets=targets).mean()
-
-
-def in_order(plain: PlainGPT2) -> list[Tensor]:
-    """The plain model's parameters in the order of the library's."""
-    layers: list[nn.Module] = [plain.wte, plain.wpe]
-    for block in plain.blocks:
-        layers += [block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down]
-    return [parameter.detach() for layer in [*layers, plain.ln_f] for parameter in layer.parameters()]
 
 
 SIDES = {
