@@ -2,6 +2,7 @@
 
     python benchmarks/data_tools.py --tokenizer-path data/gpt2_bpe
     python benchmarks/data_tools.py --questions steps --steps merge tokenize --scale 0.1
+    python benchmarks/data_tools.py --input in.jsonl --tokenizer-path v --steps tokenize --scale 0.01 --rounds 2   # does it work?
 
     steps      one process on one core, beside other ways: datasketch, Hugging Face's tokenizers, plain loops in Python
     commands   `python -m data_tools STEP` with --workers and --memory, of ten times as much input: seconds from start to end,

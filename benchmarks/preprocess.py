@@ -1,6 +1,7 @@
 """How many megabytes of text per second does preprocessing turn into .bin/.idx, per core? Prints one JSON line.
 
     python benchmarks/preprocess.py --input corpus.jsonl --tokenizer-path data/gpt2_bpe --workers 1 2
+    python benchmarks/preprocess.py --input in.jsonl --tokenizer-path v --mb 1 --repeats 1          # does it work?
 
 The input is repeated to --mb megabytes of JSON lines in a temporary folder. A run's time counts from the call to the finished
 files, start of the workers included; `tokenizer_alone` is the tokenizer on the same texts in a plain loop, the bound of a core.
