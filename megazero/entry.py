@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from megazero.children import children
-from megazero.comm import OtherRankError
+from megazero.comm import OtherRankError, get_local_rank, told_world
 from megazero.logging import ALIKE, get_logger, setup_logging
 
 logger = get_logger(__name__)
@@ -67,8 +67,13 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     """
     # As SIGTERM is: C++ that waits for other ranks hears no handler. A job that trains has one, and saves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    is_later, descriptor = int(os.environ.get("LOCAL_RANK", 0)) != 0, os.environ.get("MEGAZERO_CHECK")
+    descriptor = os.environ.get("MEGAZERO_CHECK")
+    try:
+        # What asks beforehand is none of the ranks, and may run where a batch system has numbered nodes in these variables.
+        rank, world_size = (0, 1) if descriptor is not None else told_world()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    is_later = descriptor is None and get_local_rank() != 0
     setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")

@@ -167,6 +167,24 @@ def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_pa
     assert torch.distributed.get_world_size() == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("RANK=", "RANK= in the environment must be a number"),
+        ("LOCAL_RANK=x", "LOCAL_RANK=x in the environment must be a number"),
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=", "MASTER_PORT= in the environment must be a number"),
+        ("RANK=0 WORLD_SIZE=1 MASTER_ADDR= MASTER_PORT=1", "the environment has no MASTER_ADDR: a launcher sets"),
+        ("WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=1", "the environment has no RANK: a launcher sets"),
+        ("RANK=1 WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1", "RANK=1 in the environment must be below WORLD_SIZE=1"),
+    ],
+)
+def test_what_no_launcher_says_is_refused_before_ranks_wait_for_each_other(no_world, variables, said):
+    for variable in variables.split():
+        no_world.setenv(*variable.split("="))
+    with pytest.raises(ValueError, match=said):
+        deepspeed.init_distributed("gloo")
+
+
 def timeout_case() -> float:
     return initialize(zero_optimization={"stage": 3}).channel.timeout_s
 

@@ -523,6 +523,11 @@ def test_bad_input_is_one_clear_line(corpus, tmp_path, change, message):
     check_one_line(run_job(flags(corpus, tmp_path, 3, *change), 1), message)
 
 
+def test_a_rank_without_a_number_is_one_clear_line(monkeypatch):
+    monkeypatch.setenv("RANK", "")
+    check_one_line(run_job(TINY_MODEL, 1), "error: RANK= in the environment must be a number")
+
+
 def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
     check_one_line(run_job(TINY_MODEL + corpus[2:], 1), "--train-data is missing")
     done = run_job([*TINY_MODEL, *corpus, "--load", str(tmp_path), "--finetune"], 1)

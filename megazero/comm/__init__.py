@@ -11,7 +11,7 @@ Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they d
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
-from megazero.comm.join import init_distributed
+from megazero.comm.join import init_distributed, told_world
 from megazero.comm.lane import Work
 from megazero.comm.meeting import meet_world
 from megazero.comm.ported import *  # noqa: F403
@@ -46,6 +46,7 @@ __all__ = [
     "start_all_reduce",
     "timeout_of",
     "together",
+    "told_world",
     "world",
 ]
 __all__ += ported.__all__

@@ -38,7 +38,7 @@ def init_distributed(
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
-            Open MPI's ranks on several hosts were not given a MASTER_ADDR.
+            the launcher's variables are not as `told_world` wants them.
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
@@ -50,18 +50,50 @@ def init_distributed(
         raise ValueError(
             "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
         )
-    if auto_mpi_discovery and init_method is None:
-        _adopt_open_mpi(distributed_port)
+    if init_method is None:
+        told_world(distributed_port if auto_mpi_discovery else None)
     _take_device()
     if backend == "nccl":
         _record_collectives()
     timeout = timeout or _default_timeout()
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    elif "RANK" in os.environ:
         _join_by_environment(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
+    """This process's rank and the size of the world, as the launcher's variables say; (0, 1) where there are none.
+
+    Args:
+        open_mpi_port: MASTER_PORT where Open MPI's variables are taken, as torchrun's are not there; None: they never are.
+
+    Raises:
+        ValueError: a variable is missing, is no number, or contradicts another one.
+    """
+    if open_mpi_port is not None:
+        _adopt_open_mpi(open_mpi_port)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            raise ValueError(
+                f"{name}={value} in the environment must be a number, which a launcher sets there. Without one, unset {name}."
+            )
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    is_told = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if is_told and missing:
+        raise ValueError(
+            f"the environment has no {', '.join(missing)}: a launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for "
+            "every rank. Without a launcher, unset all of them."
+        )
+    if rank >= world_size:
+        raise ValueError(
+            f"RANK={rank} in the environment must be below WORLD_SIZE={world_size}: ranks are numbered from 0. A launcher sets "
+            "both. Without one, unset them."
+        )
+    return rank, world_size
 
 
 def get_local_rank() -> int:

@@ -241,6 +241,9 @@ def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypa
     assert seen[0] == (["2000", None, "1"] if older is None else [None, older, "1"])
 
 
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
     def init(*_, **__):
         raise dist.DistBackendError(
@@ -250,7 +253,7 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
     played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 0}
     for name, value in {**played, "set_device": lambda _: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}.items():
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", **MEETING}.items():
         monkeypatch.setenv(name, value)
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.setenv(name, "as it was")
@@ -267,7 +270,7 @@ def test_a_world_over_nccl_is_bound_to_devices_unless_it_is_one_rank(monkeypatch
     played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 1}
     for name, value in {**played, "set_device": lambda _: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1", **MEETING}.items():
         monkeypatch.setenv(name, value)
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.setenv(name, "as it was")
