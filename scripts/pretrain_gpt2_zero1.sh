@@ -3,4 +3,4 @@
 #   bash scripts/pretrain_gpt2_zero1.sh
 #   NPROC=4 MODEL_PARALLEL_SIZE=2 bash scripts/pretrain_gpt2_zero1.sh --bf16
 export ZERO_STAGE=1
-exec bash "$(dirname "$0")/pretrain_gpt2.sh" "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" "$@"

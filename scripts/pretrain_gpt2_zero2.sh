@@ -3,4 +3,4 @@
 #   bash scripts/pretrain_gpt2_zero2.sh
 #   NPROC=4 MODEL_PARALLEL_SIZE=2 bash scripts/pretrain_gpt2_zero2.sh --bf16
 export ZERO_STAGE=2
-exec bash "$(dirname "$0")/pretrain_gpt2.sh" "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" "$@"

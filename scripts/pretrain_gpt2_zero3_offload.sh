@@ -4,4 +4,4 @@
 #   bash scripts/pretrain_gpt2_zero3_offload.sh
 #   NPROC=4 bash scripts/pretrain_gpt2_zero3_offload.sh --bf16 --checkpoint-activations
 export ZERO_STAGE=3
-exec bash "$(dirname "$0")/pretrain_gpt2.sh" --offload-optimizer cpu --offload-param cpu "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" --offload-optimizer cpu --offload-param cpu "$@"

@@ -5,4 +5,4 @@
 export ZERO_STAGE=3
 NVME_PATH=${NVME_PATH:-$(mktemp -d)}
 mkdir -p "$NVME_PATH"
-exec bash "$(dirname "$0")/pretrain_gpt2.sh" --offload-optimizer nvme --offload-param nvme --nvme-path "$NVME_PATH" "$@"
+exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" --offload-optimizer nvme --offload-param nvme --nvme-path "$NVME_PATH" "$@"

