@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from megazero.cgroups import available_cores, available_host_memory
 from megazero.launch import share_cores
+from megazero.runner import bind
 
 CORES, GIB = 12, 2**30
 
@@ -56,6 +58,19 @@ def test_ranks_share_the_cores_that_a_quota_leaves(monkeypatch):
     monkeypatch.setattr("megazero.launch.available_cores", lambda: 5)
     share_cores(2)
     assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(5, "2"), (1, "1"), (CORES, "6")])
+def test_ranks_that_are_bound_to_cores_have_no_more_threads_than_a_quota_leaves(monkeypatch, quota, threads):
+    bound, started = [], []
+    monkeypatch.setattr(sys, "argv", ["bind", "", "python", "x.py"])
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.extend(cores), raising=False)
+    monkeypatch.setattr(os, "execvp", lambda _, command: started.append((command, os.environ["OMP_NUM_THREADS"])))
+    monkeypatch.setattr(bind, "available_cores", lambda: quota)
+    bind.main()
+    assert bound == [6, 7, 8, 9, 10, 11] and started == [(["python", "x.py"], threads)]
 
 
 MEMINFO = f"MemTotal:       {64 * GIB // 1024} kB\nMemFree:  1000 kB\nMemAvailable:   {40 * GIB // 1024} kB\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from megazero.cgroups import available_cores
 from megazero.runner.arguments import parse_cores
 
 
@@ -23,12 +24,14 @@ def share(cores: list[int], rank: int, ranks: int) -> list[int]:
 def main() -> None:
     """Becomes the command, bound to its cores."""
     cores = parse_cores(sys.argv[1]) if sys.argv[1] else sorted(os.sched_getaffinity(0))
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    most_threads = max(1, available_cores() // ranks)  # a container's quota may be less than the cores that it sees
     try:
-        mine = share(cores, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        mine = share(cores, int(os.environ["LOCAL_RANK"]), ranks)
         os.sched_setaffinity(0, mine)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error} (cores {cores})")
-    os.environ["OMP_NUM_THREADS"] = str(len(mine))
+    os.environ["OMP_NUM_THREADS"] = str(min(len(mine), most_threads))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
