@@ -56,7 +56,10 @@ class SampleConfig:
         if self.sample_input_file:
             texts = read_text(self.sample_input_file, "--sample-input-file").splitlines()
         if not texts:
-            raise ValueError(f"--sample-input-file {self.sample_input_file} is empty: write one prompt a line.")
+            raise ValueError(
+                f"--sample-input-file {self.sample_input_file} is empty: write one prompt a line. A launcher and its ranks all "
+                "read it, so that they need a file: a pipe is empty for the second one."
+            )
         return [text for text in texts for _ in range(self.num_samples)]
 
 

@@ -87,6 +87,12 @@ class MetricsWriter:
                 self._board = SummaryWriter(tensorboard_dir, purge_step=purged)
             except OSError as error:
                 raise OSError(f"--tensorboard-dir {tensorboard_dir} cannot be written: {error}") from error
+            except UnicodeEncodeError as error:  # in Python such a name is bytes that the locale does not know
+                raise OSError(
+                    f"--tensorboard-dir {tensorboard_dir!r} cannot be written: TensorBoard takes names in UTF-8 alone, and this "
+                    "one is none in this locale. Set PYTHONUTF8=1 in the environment, name another folder, or give "
+                    "--no-tensorboard."
+                ) from error
             self._logs[tensorboard_dir] = self._add_scalars
 
     @property

@@ -708,6 +708,13 @@ def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
         MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
 
 
+def test_a_tensorboard_folder_that_is_not_utf8_names_the_ways_out(tmp_path):
+    with pytest.raises(
+        OSError, match="--tensorboard-dir .* takes names in UTF-8 alone.*PYTHONUTF8=1.*--no-tensorboard"
+    ):
+        MetricsWriter(None, os.fsdecode(os.fsencode(tmp_path) + b"/s\xe4ve"), 0)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, caplog):
     metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)

@@ -89,8 +89,8 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
         OSError: processes that read ahead cannot be started, or find no room for what they read.
     """
     ways = (
-        "They need shared memory, /dev/shm (docker run --shm-size=1g), and files and processes within `ulimit`. With "
-        "--num-workers 0 the ranks read themselves."
+        "They need shared memory, /dev/shm (docker run --shm-size=1g), and files and processes within `ulimit` (-n, -u). "
+        "With --num-workers 0 the ranks read themselves."
     )
     count = 0
     try:
@@ -104,7 +104,8 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
             yield item
             count += 1
     except RuntimeError as error:
-        if "shared memory" not in str(error):
+        # The last two: a limit on open files, as torch says it and, in another moment, as Python does.
+        if not any(text in str(error) for text in ("shared memory", "Too many open files", "ancdata")):
             raise
         why = str(error).splitlines()[-1]  # above it a worker's traceback
         raise OSError(f"the processes that read the {name} data ahead have failed: {why}. {ways}") from error

@@ -106,6 +106,18 @@ def test_processes_that_read_ahead_without_shared_memory_are_told_with_the_flag_
         next(batches)
 
 
+@pytest.mark.parametrize("said", ["Too many open files. Communication with the workers", "received 0 items of ancdata"])
+def test_too_many_open_files_are_told_as_a_limit_and_not_by_a_traceback(said):
+    def fills():
+        yield 1
+        raise RuntimeError(said)
+
+    batches = until_exhausted(fills(), "training")
+    assert next(batches) == 1
+    with pytest.raises(OSError, match=rf"have failed: {said}.*`ulimit` \(-n, -u\).*--num-workers 0"):
+        next(batches)
+
+
 def test_exhausted_data_is_an_error_only_when_asked_for():
     # The loader reads ahead: it must not raise before the last batch has been used.
     sampler = DataParallelBatchSampler(8, 0, 2, 0, 1)
