@@ -85,6 +85,11 @@ def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
     return problems
 
 
+def unchecked(plan: JobPlan, limits: Limits) -> dict[str, int]:
+    """Bytes that the job needs of resources of which no limit is known, by their names as in `Problem`."""
+    return {need.resource: need.in_all for need in _needs(plan, limits) if need.available is None and need.in_all}
+
+
 def _for_device(setup: Setup, is_certain: bool) -> str:
     ways = [change.flags for change in changes(setup) if change.is_of_states or not is_certain]
     return f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model."

@@ -10,11 +10,12 @@ import torch
 
 from megazero.logging import counted, table
 from megazero.optim.loss_scaler import DTYPES
-from megazero.plan.fit import check_fits, largest_batch, largest_model, what_to_change
+from megazero.plan.fit import check_fits, largest_batch, largest_model, unchecked, what_to_change
 from megazero.plan.job_plan import JobPlan, activation_modes
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
+LIMIT_FLAGS = {"device": "--gpu-memory", "host": "--host-memory", "disk": "--nvme"}
 HOME_NAMES = {"accelerator": "device", "cpu": "host", "nvme": "nvme"}
 
 
@@ -159,6 +160,11 @@ def _verdict(plan: JobPlan, limits: Limits) -> str:
     rows += [("does not fit" if problem.is_certain else "too much", str(problem)) for problem in problems]
     if not problems:
         rows.append(("fits", "yes"))
+    rows += [
+        ("not checked", f"{name}, of which the job needs {size(nbytes)}: give {flag}")
+        for name, nbytes in unchecked(plan, limits).items()
+        if (flag := LIMIT_FLAGS.get(name.split()[0]))
+    ]
     ways = what_to_change(setup, limits)
     rows += [("fits with", change.flags) for change in ways]
     if problems and not ways and any(problem.resource != "locked memory per rank" for problem in problems):

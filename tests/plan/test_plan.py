@@ -342,6 +342,18 @@ def test_a_job_that_does_not_fit_is_told_what_to_change(capsys):
     assert "does not fit" in text and "fits with" in text and "largest batch" in text
 
 
+def test_a_verdict_says_what_it_is_not_about(capsys):
+    flags = "--zero-stage 2 --offload-optimizer cpu --gpu-memory 32GB".split()
+    for given, said in (
+        ([], "not checked host memory per node, of which the job needs 25.25 GB: give --host-memory"),
+        (["--host-memory", "64GB"], None),
+    ):
+        main([*FLAGS, *flags, *given])
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert "fits yes" in lines
+        assert [line for line in lines if line.startswith("not checked")] == ([said] if said else []), lines
+
+
 def test_offloaded_states_show_where_they_rest(capsys):
     flags = "--zero-stage 3 --offload-optimizer nvme --offload-param cpu --nvme-path /local --nvme 4TB".split()
     main([*FLAGS, *flags])
