@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,5 +233,5 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
             rows.append(("loss plot", str(plot)))
         if tag := latest_tag(save):
             rows.append(("checkpoint", os.path.join(save, tag)))
-            rows.append(("generate text", f"LOAD={save} bash scripts/generate_text.sh"))
+            rows.append(("generate text", f"LOAD={shlex.quote(save)} bash scripts/generate_text.sh"))
     return table("summary", rows)

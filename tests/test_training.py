@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -688,6 +689,16 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
     job.iteration = 9
     assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
+
+
+def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path):
+    save = tmp_path / "it's $mine"
+    save.mkdir()
+    (save / "latest").write_text("global_step5")
+    config = load_config(["--save", str(save), "--no-tensorboard"], world_size=1)
+    job = SimpleNamespace(config=config, iteration=5, first_loss=None)
+    command = summary(job, MetricsWriter(None, None, 0), [0]).partition("generate text")[2].strip()
+    assert shlex.split(command) == [f"LOAD={save}", "bash", "scripts/generate_text.sh"]
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
