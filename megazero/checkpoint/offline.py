@@ -51,7 +51,7 @@ def write_checkpoint(
 
     folder = CheckpointFolder(directory)
     if (folder.path / tag).exists():
-        raise FileExistsError(f"{folder.path / tag} exists already: choose another directory, or delete this one.")
+        raise FileExistsError(f"{folder.path / tag} exists already: choose another directory.")
     plan = _plan(index["tensors"], index["model_parallel_size"], index["data_parallel_size"])
     snapshots = [Snapshot({p: states_of(p) for p in pieces}, {} if rank else blobs) for rank, pieces in enumerate(plan)]
     total = sum(state.nbytes for each in snapshots for states in each.pieces.values() for state in states.values())

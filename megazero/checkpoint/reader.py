@@ -64,7 +64,8 @@ class Reader:
         self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
         tag = latest_tag(directory) if tag is None else check_tag(tag)
         if tag is None:
-            raise FileNotFoundError(f"No checkpoint at {directory}: it has no file `latest`. {_NAME_ONE}")
+            why = f"it has no file `latest`. {_NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
+            raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
         self.index = self._parse_index(self._read_index() if content is None else content)
         del content

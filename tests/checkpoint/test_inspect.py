@@ -16,6 +16,7 @@ from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.plain import client_state
+from megazero.checkpoint.reader import Reader
 from tests.checkpoint.checkpoints import TAG, make
 
 
@@ -221,7 +222,7 @@ def test_verify_of_an_index_that_is_wrong(saved, change, expected):
         (["reshape", "{saved}", "{out}", "--model-parallel-size", "5", "--data-parallel-size", "1"], "qkv of shape"),
         (
             ["reshape", "{saved}", "{saved}", "--model-parallel-size", "1", "--data-parallel-size", "1"],
-            "exists already",
+            "exists already: choose another directory.",  # and not "delete this one": it is what is read
         ),
         (["export", "{saved}", "{out}", "--to", "huggingface"], "has no 'model'"),
         (["import", "{empty}", "{out}", "--from", "huggingface"], "config.json is missing"),
@@ -249,6 +250,8 @@ def test_latest_that_names_nothing_is_said(saved, capsys):
     (saved / "latest").unlink()
     assert main(["verify", str(saved)]) == 2
     assert "no file `latest`" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="No checkpoint at .*nowhere: there is no such directory"):
+        Reader(saved / "nowhere")
     assert run(capsys, "verify", saved, "--tag", "mine")[0] == 0
 
 

@@ -111,9 +111,7 @@ def write_huggingface(
             f"weights cannot be written as {dtype}: choose torch.float32, torch.bfloat16 or torch.float16."
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(
-            f"{directory} exists already: choose another directory for the model, or delete this one."
-        )
+        raise FileExistsError(f"{directory} exists already: choose another directory for the model.")
     if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
         end_of_text = _GPT2_END_OF_TEXT
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
