@@ -61,10 +61,13 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     try:
         document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_constant)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        if not text.strip():
+            raise DeepSpeedConfigError(f"{name} is empty: write a JSON object, at least {{}}.") from None
+        line = text.splitlines()[error.lineno - 1].strip()
+        hint = " Often a comma is missing at the end of the line before." if error.lineno > 1 else ""
         raise DeepSpeedConfigError(
             f"{name}, line {error.lineno}, column {error.colno}: {error.msg}: {line!r} is not JSON, even with comments and "
-            "trailing commas dropped. Often a comma is missing at the end of the line before."
+            f"trailing commas dropped.{hint}"
         ) from error
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{name}: {error}") from None

@@ -562,7 +562,12 @@ def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):
             "with --batch-size 8: The batch sizes do not fit: train_batch_size 16 must be train_micro_batch_size_per_gpu 8 x "
             r"gradient_accumulation_steps 1 x data-parallel size 4 \(world size 16 / model-parallel size 4\) = 32",
         ),
-        ({}, "--model-parallel-size 3", 4, "--model-parallel-size 3 does not divide the world of 4 ranks"),
+        (
+            {},
+            "--model-parallel-size 3",
+            4,
+            "--model-parallel-size 3 does not divide the world of 4 ranks into equal groups. Use 1, 2, 4, or",
+        ),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1}}}, "", 1, "optimizer SGD: the GPT-2 job trains with AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", 1, "Adam with adam_w_mode false"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "", 1, "optimizer.params.amsgrad"),

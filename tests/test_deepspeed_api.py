@@ -306,6 +306,8 @@ def test_configuration_sources(one_rank, tmp_path):
         ({}, "requires --deepspeed_config"),
         ({"config": CONFIG, "model": None}, "needs a model"),
         ({"config": CONFIG, "training_data": DataLoader([1])}, "training_data must be a dataset.*got DataLoader"),
+        ({"config": CONFIG, "optimizer": "adam"}, "optimizer must be one as torch has them, or a callable.*got str"),
+        ({"config": CONFIG, "lr_scheduler": "cosine"}, "lr_scheduler must be one as torch has them.*got str"),
         ({"config": "no/such/file"}, "no/such/file"),
         ({"config": CONFIG, "args": SimpleNamespace(local_rank=3)}, "local_rank is 3"),
         ({"config": {"train_batch_size": 2, "zero_optimization": {"stage": 2}}}, "needs an optimizer"),

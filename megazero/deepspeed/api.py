@@ -78,6 +78,13 @@ def initialize(
         raise DeepSpeedConfigError(
             "mesh_param asks for sequence parallelism by mesh, which does not exist here. Drop it."
         )
+    is_optimizer, is_schedule = isinstance(optimizer, torch.optim.Optimizer), hasattr(lr_scheduler, "step")
+    for name, given, is_one in (("optimizer", optimizer, is_optimizer), ("lr_scheduler", lr_scheduler, is_schedule)):
+        if given is not None and not is_one and not callable(given):
+            raise DeepSpeedConfigError(
+                f"{name} must be one as torch has them, or a callable that makes one; got {type(given).__name__}. By name it is "
+                "chosen in the configuration."
+            )
     _check_training_data(training_data)
     source = _config_source(args, config if config is not None else config_params)
     groups = _join(args, mpu, distributed_port, dist_init_required)

@@ -46,7 +46,8 @@ class Reader:
     def values(self, section: type, given: Any, path: str) -> dict[str, Any]:
         """The values that were given in a section, converted, by field name."""
         if not isinstance(given, Mapping):
-            raise _wrong(path, "an object", given)
+            first, _ = next(keys(section))
+            raise _wrong(path, f'an object such as {{"{first}": ...}}' if path else "an object", given)
         described, hints = _spellings(section), typing.get_type_hints(section)
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}

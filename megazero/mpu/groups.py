@@ -75,7 +75,7 @@ def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int]
         sizes = ", ".join(str(d) for d in allowed or range(1, world_size + 1) if world_size % d == 0)
         raise ValueError(
             f"--model-parallel-size {size} does not divide the world of {counted(world_size, 'rank')} into equal groups. "
-            f"Use one of {sizes}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
+            f"Use {sizes}, or start a multiple of the model-parallel size (torchrun --nproc-per-node)."
         )
 
 
