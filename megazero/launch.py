@@ -82,8 +82,10 @@ def share_cores(ranks: int) -> None:
 
 def run_ranks(args: Namespace) -> int:
     """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
-    meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-    if not args.standalone:
+    # Without a port newer torchruns take 29500 on several nodes, and a free one of this host on one.
+    meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+    has_one_node = run.parse_min_max_nnodes(args.nnodes)[1] == 1
+    if not args.standalone and (args.rdzv_endpoint or args.master_port or not has_one_node):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
     try:
         run.run(args)
@@ -113,8 +115,14 @@ def main() -> None:
         args.local_addr = "localhost"  # torchrun takes this host's name, and waits for ever where that does not resolve
     if args.max_restarts:  # what is repeated here is the last failure alone
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
-    share_cores(run.determine_local_world_size(args.nproc_per_node))
-    sys.exit(run_ranks(args))
+    try:
+        ranks = run.determine_local_world_size(args.nproc_per_node)
+        if ranks < 1:
+            raise ValueError(f"--nproc-per-node must be at least 1, got {ranks}.")
+        share_cores(ranks)
+        sys.exit(run_ranks(args))
+    except ValueError as error:
+        sys.exit(f"error: torchrun cannot start with these options: {error} (see torchrun --help)")
 
 
 if __name__ == "__main__":

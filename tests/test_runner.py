@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero import launch
 from megazero.cgroups import available_cores
 from megazero.children import children
 from megazero.runner import main
@@ -574,6 +575,38 @@ def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):
         process.terminate()
         _, messages = process.communicate(timeout=60)
     assert f"the ranks meet at {where}" in messages and "frame #" not in messages, messages
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--nproc-per-node", "x"], "x"),
+        (["--nproc-per-node", "0"], "--nproc-per-node must be at least 1, got 0"),
+        (["--nnodes", "two"], "'two'"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:port"], "'host:port'"),
+        (["--rdzv-backend", "pigeon"], "'pigeon'"),
+    ],
+)
+def test_options_that_torchrun_does_not_understand_are_one_line(monkeypatch, options, said):
+    monkeypatch.setattr(sys, "argv", ["launch", "--nproc-per-node", "1", *options, "x.py"])
+    with pytest.raises(SystemExit, match=f"error: torchrun cannot start with these options: .*{said}") as ended:
+        launch.main()
+    assert "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--standalone"], ""),
+        (["--nnodes=2"], "the ranks meet at 127.0.0.1:29500\n"),
+        (["--master-port=6000"], "the ranks meet at 127.0.0.1:6000\n"),
+        (["--rdzv-endpoint=node:7"], "the ranks meet at node:7\n"),
+    ],
+)
+def test_where_ranks_meet_is_said_where_it_was_told(monkeypatch, capsys, options, said):
+    monkeypatch.setattr(launch.run, "run", lambda args: None)
+    assert launch.run_ranks(launch.run.parse_args([*options, "x.py"])) == 0
+    assert capsys.readouterr().err == said
 
 
 def test_port_that_is_taken_is_one_clear_line(folder):
