@@ -415,6 +415,12 @@ def read(terminal: int) -> bytes:
         return b""
 
 
+def test_a_job_without_standard_output_and_error_trains(corpus, tmp_path):
+    command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", sys.executable, "pretrain_gpt2.py"]
+    assert run_command([*command, *flags(corpus, tmp_path, 2)]).returncode == 0
+    assert (tmp_path / "latest").read_text() == "global_step2"
+
+
 def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
     done = run_job(flags(corpus, tmp_path, 30, "--fp16", "--lr", "1e-2", "--loss-scale-window", "10"), 1)
     losses = metrics(tmp_path)
