@@ -111,6 +111,9 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert fresh().load_checkpoint(str(tmp_path / "nowhere")) == (None, None)
     assert "nothing is loaded" in caplog.text
+    (tmp_path / "latest").unlink()
+    path, _ = fresh().load_checkpoint(str(tmp_path), fallback=True)
+    assert path is not None and "Taking the newest checkpoint that is there" in caplog.text
 
 
 def test_a_load_waits_for_the_save_that_is_under_way(one_rank, tmp_path):

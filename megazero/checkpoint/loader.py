@@ -13,7 +13,7 @@ from megazero.checkpoint.format import REMEDY, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states
-from megazero.checkpoint.tags import latest_tag, tags_to_go_back_to
+from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from megazero.checkpoint.training_state import TrainingState
 from megazero.logging import ALIKE, get_logger
 
@@ -83,15 +83,15 @@ def _of_first_rank(action: Callable[[], Any]) -> Any:
 
 
 def newest_tag(directory: str | Path, fallback: bool) -> str | None:
-    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there. None: there is none.
+    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there.
 
     Raises:
-        CheckpointError: `latest` holds something else.
+        CheckpointError: it holds something else, and there is no fallback.
     """
     try:
         tag, problem = latest_tag(directory), f"{directory} has no file `latest`."
     except CheckpointError as error:
-        if not fallback:
+        if not fallback or not list_tags(directory):
             raise
         tag, problem = None, str(error)
     if tag is None and fallback and (older := tags_to_go_back_to(directory)):

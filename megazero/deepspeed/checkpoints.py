@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.checkpoint.tags import latest_tag
+from megazero.checkpoint.loader import newest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig
@@ -108,14 +108,17 @@ class CheckpointingEngine(Engine):
             )
         self.channel.meet_world("load_checkpoint")
         self.wait_for_checkpoint()  # which may be the one to load
-        if tag is None and comm.all_gathered_objects(comm.together(lambda: latest_tag(load_dir)))[0] is None:
+        fallback = options.get("fallback", False)
+        if tag is None:
+            tag = comm.all_gathered_objects(comm.together(lambda: newest_tag(load_dir, fallback)))[0]
+        if tag is None:
             logger.warning(
                 "nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir, extra=ALIKE
             )
             return None, None
         path, client = super().load_checkpoint(
             load_dir,
-            None if tag is None else str(tag),
+            str(tag),
             strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
