@@ -238,7 +238,8 @@ class Engine:
             TypeError: the schedule's `step` takes something else; nothing has been updated.
             EngineStateError: there was no backward before it, it is called inside of no_sync, there is no optimizer, or the
                 model has other parameters than the engine was made for.
-            RuntimeError: in the first update over NCCL, ranks have run other units, or in another order.
+            RuntimeError: the optimizer has other parameters than it was made for; or in the first update over NCCL, ranks have
+                run other units, or in another order.
         """
         self._refuse_without_optimizer("engine.step()")
         if not self._syncs:
@@ -307,6 +308,7 @@ class Engine:
     def _refuse_unready(self, lr_kwargs: dict[str, Any]) -> None:
         """Raises, before an update changes anything, where it could not do what it should."""
         self._refuse_changed_model("engine.step()", may_have_frozen=True)
+        self._optimizer.refuse_other_parameters()
         self._refuse_lr_kwargs(lr_kwargs)
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")

@@ -113,6 +113,20 @@ class SlicedOptimizer:
         """Makes step() of the torch optimizer an error where its caller calls it, until `let_go`."""
         self._refusal = self.torch_optimizer.register_step_pre_hook(_refuse_unless_stepped_by(ref(self)))
 
+    def refuse_other_parameters(self) -> None:
+        """Raises where the torch optimizer has other parameters than the slices: it would step what nobody has reduced.
+
+        Raises:
+            RuntimeError: some have come into its groups, or left them, since it was given the slices.
+        """
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if held != {id(piece.master) for piece in self.slices if piece.is_trained}:
+            raise RuntimeError(
+                "Parameters have come into the optimizer's groups, or left them, since the engine was made (add_param_group). It "
+                "reduces and steps what it was given then. Give it all parameters from the start, with requires_grad false until "
+                "they are to be trained; or call engine.destroy() on every rank, and initialize again."
+            )
+
     def let_go(self) -> None:
         """Leaves the torch optimizer to whoever has it."""
         if self._refusal is not None:
@@ -175,6 +189,7 @@ class SlicedOptimizer:
         Args:
             keys, counters: as of `allocate_state`.
         """
+        self.refuse_other_parameters()
         self.state.clear()
         self._cut(counters)
         for piece in self.slices:

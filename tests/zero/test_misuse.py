@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 
 from megazero import mpu, utils, zero
-from megazero.engine import EngineStateError
+from megazero.engine import Engine, EngineStateError
+from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
-from tests.zero.models import Block, Toy, make_engine, run, token_batches
+from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, run, token_batches
 from tests.zero.test_dynamic import fresh, my_batch, one_step
 
 STAGES = (0, 1, 2, 3)
@@ -168,6 +170,39 @@ def changed_model_case() -> None:
 
 def test_parameters_that_came_or_left_since_the_engine_was_made_are_named():
     run_ranks(2, changed_model_case)
+
+
+def other_groups_case(path: str) -> None:
+    """Of a parameter that no group had, and of one that was frozen, which a forward after it is unfrozen would follow."""
+    mpu.initialize_model_parallel(1)
+    nvme = {"offload_optimizer": "nvme", "nvme_path": path}
+    for stage, home, is_frozen in itertools.product(STAGES, ({}, nvme), (False, True)):
+        if stage == 0 and home:
+            continue
+        model = Toy()
+        model.norm.requires_grad_(not is_frozen)
+        group_of = {name: 0 for name, _ in model.named_parameters() if "norm." not in name or "blocks" in name}
+        zero_config = ZeroConfig(stage=stage, **home)
+        engine = Engine(model, mpu.get_groups(), OPTIMIZERS["adamw"], group_of, [{}], zero=zero_config)
+        one_step(engine, my_batch())
+        before, torchs = engine.state_dict(), engine.optimizer.torch_optimizer
+        model.norm.requires_grad_(True)
+        torchs.add_param_group({"params": list(model.norm.parameters())})
+        with pytest.raises(RuntimeError, match=r"come into the optimizer's groups.*add_param_group"):
+            one_step(engine, my_batch())
+        torchs.param_groups.pop()
+        after = engine.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        engine.zero_grad()
+        one_step(engine, my_batch())
+        torchs.param_groups.clear()
+        with pytest.raises(RuntimeError, match=r"or left them, since"):
+            one_step(engine, my_batch())
+        engine.destroy()
+
+
+def test_parameter_groups_that_came_or_left_since_the_engine_was_made_are_refused(tmp_path):
+    run_ranks(2, other_groups_case, str(tmp_path))
 
 
 class Hiding(Toy):
