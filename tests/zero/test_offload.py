@@ -25,6 +25,7 @@ from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE, tile_numel
 from megazero.zero.memory import plan_memory
+from megazero.zero.units import ROOT
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, make_engine, run, token_batches, train
@@ -434,3 +435,38 @@ def test_the_next_tile_is_read_before_one_is_updated_and_written_after(tmp_path)
     # Each tile has 4 vectors to read (master, two moments, gradient), and 3 to write. The first two are read ahead of update 1.
     assert runs[:5] == [("read", 8), ("update", 1), ("write", 3), ("read", 4), ("update", 1)]
     assert runs[-2:] == [("update", 1), ("write", 3)]
+
+
+def read_ahead_case(path: str) -> list[str]:
+    """When shards of units are read from the drive, among the beginnings of forwards and the ends of backwards."""
+    mpu.initialize_model_parallel(1)
+    model, log = Wide(), []
+    model.blocks.extend(Wide().blocks)
+    engine = make_engine(model, 3, zero={**ON_NVME, "nvme_path": path}, dtype=torch.bfloat16)
+    units = {bucket.weights.shard._region: bucket.unit for bucket in engine.buckets if bucket.unit != ROOT}
+    read = engine.homes.swap.read
+
+    def logged_read(region, *args, **kwargs):
+        if region in units:
+            log.append(f"read {units[region]}")
+        return read(region, *args, **kwargs)
+
+    engine.homes.swap.read = logged_read
+    for index, block in enumerate(model.blocks):
+
+        def before(_, inputs, index=index):
+            log.append(f"forward {index}")
+            inputs[0].register_hook(lambda _: log.append(f"backward {index}"))
+
+        block.register_forward_pre_hook(before)
+    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    return log
+
+
+def test_shards_are_read_from_the_drive_three_units_ahead_in_forward_and_in_backward(tmp_path):
+    first, then = ["read 0, read 1, read 2, read 3, forward 0"], [f"read {i + 3}, forward {i}" for i in range(1, 5)]
+    forward = [*first, *then, "forward 5, forward 6, forward 7"]
+    first, then = ["read 6, read 5, read 4, backward 7"], [f"read {i - 3}, backward {i}" for i in range(6, 2, -1)]
+    backward = [*first, *then, "backward 2, backward 1, backward 0"]  # unit 7 has stayed
+    for log in run_ranks(2, read_ahead_case, str(tmp_path)):
+        assert ", ".join(log) == ", ".join([*forward, *backward])
