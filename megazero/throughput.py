@@ -69,9 +69,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held: allocated on its GPU, or resident in its process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts KiB on Linux and bytes on macOS
-    # The kernel notes the peak now and then only.
-    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, _resident_bytes())
+    status = Path("/proc/self/status")
+    if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return max(int(peak[1]) * 1024, _resident_bytes())  # the kernel notes the peak now and then only
+    # Elsewhere getrusage(2), in bytes on macOS; on Linux a process begins with the peak of the one that has started it.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _resident_bytes() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from megazero import comm, job, mpu, throughput
 from megazero.arguments import load_config
 from megazero.backends import say_what_is_idle, set_up_backends
 from megazero.throughput import peak_tflops
+from tests.tiny import ROOT
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -50,6 +53,22 @@ def test_a_first_product_that_loads_libraries_does_not_count(monkeypatch):
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", slow_at_first)
     assert peak_tflops(CPU, torch.float32)[0] == pytest.approx(2 * 512**3 / 0.01 / 1e12)
+
+
+# A process that holds 600 MiB starts another one, which says the most that it has held.
+STARTS_ANOTHER = """
+import subprocess, sys
+held = b"x" * (600 << 20)
+peak = "import torch; from megazero.throughput import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+print(subprocess.run([sys.executable, "-c", peak], stdout=subprocess.PIPE, text=True, check=True).stdout)
+"""
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_has_started_it():
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_ANOTHER], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert 50 << 20 < int(done.stdout) < 600 << 20
 
 
 @pytest.mark.parametrize(
