@@ -89,12 +89,28 @@ def keep_freed_memory() -> None:
     of a CPU step. For the job's entry point only, and for ranks that compute on a CPU: it changes the whole process, and where
     activations lie on a GPU it gains nothing and keeps what loading and saving have freed. Does nothing without glibc.
     """
+    _tell_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
+
+
+def return_freed_memory() -> None:
+    """Tells glibc to return freed blocks of 1 MiB and more to the kernel at once: for what swaps, as memory is what it lacks.
+
+    By itself glibc takes blocks of up to 32 MiB from its heap once one of that size was freed, and keeps them; before 2.38 it
+    does not even find one that was freed for the next one of its size, as torch asks for aligned memory (glibc's bug 14581). So
+    a process would come to hold what it has swapped out. It changes the whole process. Does nothing without glibc.
+    """
+    _tell_malloc({_MMAP_THRESHOLD: 1 << 20})
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # <malloc.h>
+
+
+def _tell_malloc(settings: dict[int, int]) -> None:
     if not sys.platform.startswith("linux"):
         return
-    m_trim_threshold, m_mmap_max = -1, -4  # <malloc.h>
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # another C library
         return
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)
+    for parameter, value in settings.items():
+        mallopt(parameter, value)

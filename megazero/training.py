@@ -35,7 +35,7 @@ from megazero.reporting import (
     summary,
 )
 from megazero.stop_signal import StopSignal
-from megazero.throughput import keep_freed_memory, peak_memory_bytes
+from megazero.throughput import keep_freed_memory, peak_memory_bytes, return_freed_memory
 from megazero.timers import Timers
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,9 @@ def pretrain(
     set_up_backends(config)
     groups = setup_distributed(config)
     say_what_is_idle(config.precision.dtype, config.precision.tf32, comm.local_device())
-    if comm.local_device().type == "cpu":
+    if config.swap_folders:
+        return_freed_memory()
+    elif comm.local_device().type == "cpu":
         keep_freed_memory()
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from megazero.zero.config import ZeroConfig
 from pretrain_gpt2 import check, forward_step, main, make_model
 from tests.ranks import run_ranks
 from tests.test_zero_job import check_equal, end, start, train
-from tests.tiny import ROOT, TINY_MODEL, make_corpus, run_job
+from tests.tiny import ROOT, TINY_MODEL, make_corpus, run_command, run_job
 
 MIB = 1 << 20
 ON_NVME = ["--zero-stage", "3", "--offload-optimizer", "nvme", "--offload-param", "nvme", "--nvme-path"]
@@ -214,6 +215,16 @@ def test_a_job_builds_a_model_larger_than_its_memory_on_nvme(corpus, tmp_path):
     assert "allocate" in str(refused)
     (numel,) = run_ranks(1, built_under_limit_case, [*flags, *ON_NVME, str(tmp_path), "--sub-group-size", "65536"])
     assert isinstance(numel, int) and 4 * numel > NEEDED
+
+
+def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by_itself(corpus, tmp_path):
+    """Blocks of 20 MB, of a size that glibc takes from its heap once one was freed, and does not return; libraries included."""
+    sizes = ["--num-layers", "12", "--hidden-size", "640", "--bf16", "--train-iters", "2", "--sub-group-size", "65536"]
+    done = run_command([sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *corpus, *sizes, *ON_NVME, str(tmp_path)])
+    assert done.returncode == 0, done.stdout
+    (peak,) = re.findall(r"peak memory per rank \(MB\) +(\d+)", done.stdout)
+    states = 18 * 12 * 12 * 640**2
+    assert int(peak) * MIB < states
 
 
 # ---- runs that are killed
