@@ -171,7 +171,7 @@ def plan_buckets(
         target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         is_trained = parameter.requires_grad and name in group_of
         unit = unit_of.get(parameter, ROOT)
-        kind = _Kind(unit, target, is_trained, name in whole, is_trained and name in matrices)
+        kind = _Kind(unit, target, is_trained, name in whole, name in matrices)
         members.setdefault(kind, {})[name] = parameter
         if unit == ROOT and any(kind.unit != ROOT for kind in members):
             behind.add(name)

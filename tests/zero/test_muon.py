@@ -163,6 +163,34 @@ def test_a_matrix_that_is_frozen_makes_the_step_whose_gradient_it_has_and_no_oth
     run_ranks(2, frozen_case)
 
 
+def unfrozen_case(folder: str) -> None:
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
+    for stage in (0, 1, 3):
+
+        def engine(stage=stage):
+            torch.manual_seed(0)
+            return make_engine(MODELS["frozen layers"](), stage, optimizer="muon")
+
+        first, second = engine(), engine()
+        list(train(first, batches[:1]))
+        for one in (first, second):
+            one.module.requires_grad_(True)
+        list(train(first, batches[1:2]))
+        for bucket in first.buckets:
+            assert len(bucket.states) == (2 if "momentum_buffer" in bucket.states else 3), (
+                "master and moments of one kind"
+            )
+        first.save_checkpoint(f"{folder}/{stage}")
+        second.load_checkpoint(f"{folder}/{stage}")
+        want, got = (dict(train(one, batches[2:])) for one in (first, second))
+        compare(got, want, f"unfrozen and resumed, stage {stage}", bitwise=True)
+
+
+def test_matrices_that_were_frozen_at_first_have_one_moment_and_a_checkpoint_that_loads(tmp_path):
+    run_ranks(2, unfrozen_case, str(tmp_path))
+
+
 # ---- work, traffic, memory
 
 
