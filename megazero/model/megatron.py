@@ -1,4 +1,4 @@
-"""Megatron-LM's first transformer classes (2019): ported code finds its constructors, inputs and parameter names here.
+"""The transformer classes of Megatron-LM's first mpu (2019): ported code finds its constructors, inputs and parameter names here.
 
 They are this package's pieces behind other signatures. Inputs and outputs are [b, s, h], biases and dropout are applied inside.
 New code takes `TransformerBlock` and `GPT2Model`.
@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.model.attention import ParallelSelfAttention, attend, merge_heads, split_heads
-from megazero.model.block import Transformer, TransformerBlock
+from megazero.model.attention import attend, merge_heads, split_heads
+from megazero.model.block import Transformer
 from megazero.model.config import GPT2Config
 from megazero.model.init import normal_init, scaled_normal_init
-from megazero.model.mlp import ParallelMLP
 from megazero.mpu.init import InitMethod
 
 
@@ -25,79 +24,6 @@ def _gpt2_config(hidden_size: int, num_attention_heads: int, **options: Any) -> 
     config = GPT2Config(hidden_size=hidden_size, num_attention_heads=num_attention_heads, **options)
     config.check_parallel(mpu.get_model_parallel_world_size())
     return config
-
-
-def _as_bool(ltor_mask: Tensor | None) -> Tensor | None:
-    """The first Megatron multiplies scores with a mask of ones and zeros; attention here takes it as bool."""
-    return None if ltor_mask is None else ltor_mask.bool()
-
-
-class GPT2ParallelSelfAttention(ParallelSelfAttention):
-    """Masked self-attention with its projection and output dropout, on [b, s, h]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        attention_dropout_prob: float,
-        output_dropout_prob: float,
-        init_method: InitMethod,
-        output_layer_init_method: InitMethod | None = None,
-    ) -> None:
-        config = _gpt2_config(hidden_size, num_attention_heads, attention_dropout=attention_dropout_prob)
-        super().__init__(config, init_method, output_layer_init_method or init_method)
-        self.output_dropout = output_dropout_prob
-
-    def forward(self, hidden_states: Tensor, ltor_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """[b, s, h] -> [b, s, h]; `ltor_mask` [b or 1, 1, s, s] is nonzero where a query may read, None is causal."""
-        out, bias = super().forward(hidden_states.transpose(0, 1), _as_bool(ltor_mask))
-        return F.dropout(out + bias, self.output_dropout, self.training).transpose(0, 1)
-
-
-class GPT2ParallelMLP(ParallelMLP):
-    """h -> 4h -> h with output dropout, on [b, s, h]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        output_dropout_prob: float,
-        init_method: InitMethod,
-        output_layer_init_method: InitMethod | None = None,
-    ) -> None:
-        super().__init__(_gpt2_config(hidden_size, hidden_size), init_method, output_layer_init_method or init_method)
-        self.output_dropout = output_dropout_prob
-
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """[b, s, h] -> [b, s, h]."""
-        out, bias = super().forward(hidden_states)
-        return F.dropout(out + bias, self.output_dropout, self.training)
-
-
-class GPT2ParallelTransformerLayer(TransformerBlock):
-    """One pre-LN block on [b, s, h]."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_attention_heads: int,
-        attention_dropout_prob: float,
-        output_dropout_prob: float,
-        layernorm_epsilon: float,
-        init_method: InitMethod,
-        output_layer_init_method: InitMethod | None = None,
-    ) -> None:
-        config = _gpt2_config(
-            hidden_size,
-            num_attention_heads,
-            attention_dropout=attention_dropout_prob,
-            hidden_dropout=output_dropout_prob,
-            layernorm_epsilon=layernorm_epsilon,
-        )
-        super().__init__(config, init_method, output_layer_init_method or init_method)
-
-    def forward(self, hidden_states: Tensor, ltor_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """[b, s, h] -> [b, s, h]; `ltor_mask` as in `GPT2ParallelSelfAttention`."""
-        return super().forward(hidden_states.transpose(0, 1), _as_bool(ltor_mask)).transpose(0, 1)
 
 
 class GPT2ParallelTransformer(Transformer):
@@ -131,8 +57,9 @@ class GPT2ParallelTransformer(Transformer):
         super().__init__(config, init_method, scaled if use_scaled_init_for_output_weights else init_method)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """[b, s, h] -> [b, s, h], normalised; `attention_mask` as `ltor_mask` in `GPT2ParallelSelfAttention`."""
-        return super().forward(hidden_states.transpose(0, 1), _as_bool(attention_mask)).transpose(0, 1)
+        """[b, s, h] -> [b, s, h], normalised; `attention_mask` [b or 1, 1, s, s] is 1 where a query may read, None is causal."""
+        may_read = None if attention_mask is None else attention_mask.bool()
+        return super().forward(hidden_states.transpose(0, 1), may_read).transpose(0, 1)
 
 
 class BertParallelSelfAttention(nn.Module):

@@ -12,10 +12,7 @@ from megazero import mpu
 from megazero.model.megatron import (
     BertParallelSelfAttention,
     BertParallelTransformerLayer,
-    GPT2ParallelMLP,
-    GPT2ParallelSelfAttention,
     GPT2ParallelTransformer,
-    GPT2ParallelTransformerLayer,
 )
 from megazero.model.state_dict import merge_full, slice_full
 from tests.model.plain_gpt2 import PlainBlock, randomize
@@ -112,39 +109,6 @@ def gpt2_case(is_checkpointed):
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_gpt2_transformer_equals_plain_torch(world_size, is_checkpointed):
     run_ranks(world_size, gpt2_case, is_checkpointed)
-
-
-def gpt2_pieces_case():
-    mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    init = nn.init.xavier_normal_
-    plain = PlainBlock(H, HEADS, 4 * H)
-    layer = GPT2ParallelTransformerLayer(H, HEADS, 0.0, 0.0, 1e-5, init)
-    load_same(layer, plain)
-    attention = GPT2ParallelSelfAttention(H, HEADS, 0.0, 0.0, init)
-    attention.load_state_dict(layer.attention.state_dict())
-    mlp = GPT2ParallelMLP(H, 0.0, init)
-    mlp.load_state_dict(layer.mlp.state_dict())
-    x = hidden_states()
-    causal = torch.ones(1, 1, S, S).tril()
-    want = plain(x, causal.bool())
-    middle = x + attention(layer.input_layernorm(x), causal)
-    assert_close(middle + mlp(layer.post_attention_layernorm(middle)), want, atol=1e-5, rtol=1e-5)
-    assert_same(layer(x, causal), want, x, layer, plain)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gpt2_layer_and_its_halves_equal_plain_torch(world_size):
-    run_ranks(world_size, gpt2_pieces_case)
-
-
-def test_output_dropout_acts_inside_the_v0_modules(one_rank):
-    x = hidden_states()
-    for module in (
-        GPT2ParallelSelfAttention(H, HEADS, 0.0, 0.9, nn.init.xavier_normal_),
-        GPT2ParallelMLP(H, 0.9, nn.init.xavier_normal_),
-    ):
-        assert (module(x) == 0).float().mean() > 0.5
-        assert not (module.eval()(x) == 0).any()
 
 
 def test_mpu_hands_out_the_classes():
