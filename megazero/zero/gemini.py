@@ -16,7 +16,6 @@ import torch
 
 from megazero import comm
 from megazero.zero.gemini_plan import Plan, plan_placement
-from megazero.zero.gemini_replay import Deviation, Replay
 from megazero.zero.gemini_trace import Meter, Moment, Trace, Tracer
 from megazero.zero.residency import GatherLimits, Residency
 
@@ -43,6 +42,41 @@ class CudaMeter:
         most = torch.cuda.get_per_process_memory_fraction(self.device) * total
         useless = torch.cuda.memory_stats(self.device)["inactive_split_bytes.all.current"]
         return int(max(0, min(on_device, most - reserved)) + reserved - allocated - useless)
+
+
+class Deviation(RuntimeError):
+    """The iteration uses another unit than the traced one did; the message says which, and where."""
+
+
+class Replay:
+    """Follows a plan, use by use and iteration by iteration, up to a `Deviation`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._moment = plan, -1
+
+    def advance(self, unit: int) -> tuple[int, ...]:
+        """What to fetch as `unit` is used, whose own fetch has been started, now or before."""
+        self._expect(unit)
+        self._moment += 1
+        return self._plan.fetch[self._moment]
+
+    def stays(self, unit: int) -> bool:
+        """Whether a unit whose use is over lies on the device at the next moment too."""
+        return any(unit in there for there in self._plan.on_device[self._moment + 1 : self._moment + 2])
+
+    def finish(self) -> None:
+        """Ends the iteration, before parameters change."""
+        self._expect(None)
+        self._moment = -1
+
+    def _expect(self, found: int | None) -> None:
+        """Raises unless `found` is used next, or nothing where it is None."""
+        moments = self._plan.moments[self._moment + 1 : self._moment + 2]
+        expected = moments[0].unit if moments else None
+        if found != expected:
+            what = "the iteration ends" if found is None else f"unit {found} is used"
+            want = "the end of the iteration" if expected is None else f"unit {expected}"
+            raise Deviation(f"moment {max(self._moment, 0)}: {what}, and the plan expects {want}.")
 
 
 class Gemini(Residency):
@@ -93,7 +127,7 @@ class Gemini(Residency):
             self._tracer.use(index)
         if self._replay is not None:
             try:
-                return list(self._replay.advance(index).fetch) if trains else []
+                return list(self._replay.advance(index)) if trains else []
             except Deviation as deviation:
                 logger.info(
                     "placement: %s Units are gathered on demand until the next iteration, which is traced", deviation

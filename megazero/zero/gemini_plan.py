@@ -125,21 +125,13 @@ def best_stays(trace: Trace, budget: int) -> list[Stay]:
 
 
 @dataclass(frozen=True)
-class Actions:
-    """What to do when a moment begins: first drop, then start to fetch, in this order."""
-
-    drop: tuple[int, ...] = ()
-    fetch: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Plan:
     """What lies on the device at each moment of an iteration; between two iterations no parameters do.
 
     Attributes:
         moments: of the traced iteration.
-        actions: one per moment.
-        on_device: the units there at each moment, those on their way included.
+        fetch: the units whose transfer starts at each moment, in this order.
+        on_device: the units there at each moment, those on their way included; the others are dropped before anything is fetched.
         optimizer_units: whose optimizer shards rest on the device.
         shard_units: whose shards of parameters rest there as well, and so have no transfer at all.
         margin: bytes beyond what each moment needs and the next one will.
@@ -149,7 +141,7 @@ class Plan:
     """
 
     moments: tuple[Moment, ...]
-    actions: tuple[Actions, ...]
+    fetch: tuple[tuple[int, ...], ...]
     on_device: tuple[frozenset[int], ...]
     optimizer_units: tuple[int, ...]
     shard_units: tuple[int, ...]
@@ -198,13 +190,7 @@ def plan_placement(
     )
     return Plan(
         trace.moments,
-        tuple(
-            Actions(
-                tuple(stay.unit for stay in stays if stay.drop == now),
-                tuple(stay.unit for stay in stays if stay.fetch == now),
-            )
-            for now in range(len(held))
-        ),
+        tuple(tuple(stay.unit for stay in stays if stay.fetch == now) for now in range(len(held))),
         on_device,
         optimizers,
         shards,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.zero.gemini import Deviation, Replay
 from megazero.zero.gemini_plan import (
-    Actions,
     Plan,
     best_stays,
     fetched_bytes,
@@ -20,7 +20,6 @@ from megazero.zero.gemini_plan import (
     simulate,
     static_split,
 )
-from megazero.zero.gemini_replay import Deviation, Replay
 from megazero.zero.gemini_trace import Moment, Trace, Tracer
 
 
@@ -97,17 +96,14 @@ def test_the_budget_is_never_exceeded_and_what_is_used_is_there(case, ratio, opt
 
 @given(traces())
 @settings(max_examples=200)
-def test_replayed_drops_and_fetches_make_what_the_plan_says(case):
+def test_what_comes_to_the_device_is_fetched_once(case):
     trace, budget = case
     plan = plan_placement(trace, budget)
-    there: set[int] = set()
-    count = 0
-    for now, actions in enumerate(plan.actions):
-        assert set(actions.drop) <= there and not set(actions.fetch) & (there - set(actions.drop))
-        there = (there - set(actions.drop)) | set(actions.fetch)
-        count += len(actions.fetch)
-        assert there == plan.on_device[now]
-    assert count == plan.fetches
+    before: frozenset[int] = frozenset()
+    for fetched, there in zip(plan.fetch, plan.on_device, strict=True):
+        assert sorted(fetched) == sorted(there - before)
+        before = there
+    assert sum(map(len, plan.fetch)) == plan.fetches
 
 
 @given(traces(equal=True, most_moments=10, most_units=5))
@@ -164,9 +160,9 @@ def test_activations_push_parameters_out_and_fetches_go_ahead_as_far_as_there_is
     trace = forward_and_backward(units=4, nbytes=3, non_model=activations)
     plan = plan_placement(trace, 12)
     assert plan.peak_bytes <= 12
-    assert plan.actions[0].fetch == (0, 1, 2, 3)[: len(plan.actions[0].fetch)]
-    assert len(plan.actions[0].fetch) > 1, "there is room for more than the first unit before the activations come"
-    first = [next(now for now, a in enumerate(plan.actions) if b in a.fetch) for b in range(4)]
+    assert plan.fetch[0] == (0, 1, 2, 3)[: len(plan.fetch[0])]
+    assert len(plan.fetch[0]) > 1, "there is room for more than the first unit before the activations come"
+    first = [next(now for now, fetched in enumerate(plan.fetch) if unit in fetched) for unit in range(4)]
     assert first == sorted(first)
 
 
@@ -179,7 +175,7 @@ def test_the_margin_takes_the_first_units_optimizer_shards_and_then_shards_of_pa
     assert plan.fetches == 5 and plan.peak_bytes == 95  # three units at a time beside 45 bytes of states
     plan = plan_placement(trace, 145, **sizes, gpu_margin_mem_ratio=0.7)
     assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2, 3), (0, 1))  # 60 + 10 of 0.7 x 105
-    assert plan.actions[0] == Actions((), (0, 1, 2, 3)) and (plan.fetches, plan.peak_bytes) == (4, 130)
+    assert plan.fetch[0] == (0, 1, 2, 3) and (plan.fetches, plan.peak_bytes) == (4, 130)
     none = plan_placement(trace, 100, **sizes)
     assert none.optimizer_units == none.shard_units == () and none.fetches == 4
 
@@ -235,28 +231,29 @@ def test_a_moments_non_model_bytes_are_the_most_that_was_seen_in_it():
     assert tracer.finish() == (Moment(0, 30), Moment(1, 80), Moment(0, 50))
 
 
-def test_a_replay_gives_the_plans_actions_in_every_iteration():
-    trace = forward_and_backward(units=3, nbytes=1)
-    plan = plan_placement(trace, 2)
+def test_a_replay_gives_what_the_plan_fetches_and_keeps_in_every_iteration():
+    plan = plan_placement(forward_and_backward(units=3, nbytes=1), 2)
     replay = Replay(plan)
     for _ in range(2):
-        assert [replay.advance(unit) for unit in (0, 1, 2, 2, 1, 0)] == list(plan.actions)
-        assert replay.finish() == plan.on_device[-1]
-        assert replay.on_device == frozenset()
+        for unit, fetched, after in zip((0, 1, 2, 2, 1, 0), plan.fetch, [*plan.on_device[1:], set()], strict=True):
+            assert replay.advance(unit) == fetched
+            assert {unit for unit in range(3) if replay.stays(unit)} == after
+        replay.finish()
 
 
 @pytest.mark.parametrize(
-    ("string", "moment", "found"),
-    [((1,), 0, 1), ((0, 2), 0, 2), ((0, 1, 2, 2, 1, 0, 0), 5, 0), ((0, 1, 2), 2, None), ((0, 0), 0, 0)],
+    ("string", "moment", "what"),
+    [
+        ((1,), 0, "unit 1 is used, and the plan expects unit 0"),
+        ((0, 2), 0, "unit 2 is used, and the plan expects unit 1"),
+        ((0, 1, 2, 2, 1, 0, 0), 5, "unit 0 is used, and the plan expects the end of the iteration"),
+        ((0, 1, 2), 2, "the iteration ends, and the plan expects unit 2"),
+        ((0, 0), 0, "unit 0 is used, and the plan expects unit 1"),
+    ],
 )
-def test_another_string_is_a_deviation_that_says_where_and_what_is_there(string, moment, found):
-    plan = plan_placement(forward_and_backward(units=3, nbytes=1), 2)
-    replay = Replay(plan)
-    with pytest.raises(Deviation) as raised:
+def test_another_string_is_a_deviation_that_says_where(string, moment, what):
+    replay = Replay(plan_placement(forward_and_backward(units=3, nbytes=1), 2))
+    with pytest.raises(Deviation, match=f"moment {moment}: {what}"):
         for unit in string:
-            there = replay.on_device
             replay.advance(unit)
-        there = replay.on_device
         replay.finish()
-    assert (raised.value.moment, raised.value.found, raised.value.on_device) == (moment, found, there)
-    assert [replay.advance(unit) for unit in (0, 1, 2)] == list(plan.actions[:3]), "it starts anew"
