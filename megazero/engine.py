@@ -516,7 +516,7 @@ class Engine:
                 "is frozen, and none would be saved. Drop it."
             )
         self._refuse_changed_model("save_checkpoint()")
-        self.channel.meet_world("save_checkpoint")
+        comm.meet_world("save_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
         self._optimizer.refuse_torn()
         snapshot, index = capture(
@@ -580,7 +580,7 @@ class Engine:
         """
         load_module_only = load_module_only or self.optimizer is None
         self._refuse_changed_model("load_checkpoint()")
-        self.channel.meet_world("load_checkpoint")
+        comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
         self._follow_requires_grad()  # what has been unfrozen since gets its moments back
         self._saver.wait()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
 from megazero.comm.links import Links, link
-from megazero.comm.meeting import Meeting, meet_world
+from megazero.comm.meeting import Meeting
 from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
@@ -123,14 +123,6 @@ class Channel:
         """
         if self.num_ranks > 1:
             self._meeting.hold(what)
-
-    def meet_world(self, what: str) -> None:
-        """Returns when every rank of the world has come here, each on the channel of its own group, with the same `what`.
-
-        Raises:
-            RuntimeError: some did not come within the timeout, or came with another `what`.
-        """
-        meet_world(what, self.timeout_s)
 
     def compare_first(self) -> None:
         """Raises where ranks have issued other collectives so far, or in another order; on gloo each collective says so itself.

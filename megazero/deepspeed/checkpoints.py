@@ -62,7 +62,7 @@ class CheckpointingEngine(Engine):
         return True
 
     def _agreed_tag(self, tag: object) -> str | None:
-        self.channel.meet_world("save_checkpoint")
+        comm.meet_world("save_checkpoint", self.channel.timeout_s)
         tags = comm.all_gathered_objects(None if tag is None else str(tag))
         if len(set(tags)) > 1 and self.config.checkpoint.tag_validation != "IGNORE":
             message = (
@@ -106,7 +106,7 @@ class CheckpointingEngine(Engine):
                 "that from megazero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, change it, and give it to "
                 "engine.load_module_state_dict."
             )
-        self.channel.meet_world("load_checkpoint")
+        comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self.wait_for_checkpoint()  # which may be the one to load
         fallback = options.get("fallback", False)
         if tag is None:
