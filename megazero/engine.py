@@ -121,14 +121,7 @@ class Engine:
         _connect(model)
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
-        self.schedule = Schedule(
-            model,
-            units,
-            self.buckets,
-            overlap_comm=self.zero.overlap_comm,
-            overlap_param_gather=self.zero.overlap_param_gather,
-            limits=self.zero.gather_limits,
-        )
+        self.schedule = Schedule(model, units, self.buckets, self.zero)
         try:
             self._optimizer = BucketOptimizer(
                 self.buckets,

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from megazero.logging import ALIKE, get_logger
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket
+from megazero.zero.config import ZeroConfig
 from megazero.zero.external import external_parameters, register_external_parameter
 from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.registry import bucket_of
-from megazero.zero.residency import GatherLimits, Residency
+from megazero.zero.residency import Residency
 from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT
 
@@ -45,9 +46,7 @@ class Schedule:
     Args:
         units: in execution order.
         buckets: in backward order.
-        overlap_comm: collectives travel while the model computes; False waits for each at once.
-        overlap_param_gather: updates leave new values of whole parameters on their way.
-        limits: on what is gathered ahead, and kept.
+        zero: which collectives travel while the model computes, and how much is gathered ahead, and kept.
     """
 
     def __init__(
@@ -55,22 +54,19 @@ class Schedule:
         model: nn.Module,
         units: Sequence[nn.Module],
         buckets: list[Bucket],
-        *,
-        overlap_comm: bool,
-        overlap_param_gather: bool,
-        limits: GatherLimits,
+        zero: ZeroConfig,
     ) -> None:
         self.buckets = buckets
-        self._overlaps_comm = overlap_comm
+        self._overlaps_comm = zero.overlap_comm
         # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
-        self._overlaps_reductions = overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
+        self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
-        self.residency = Residency(self.unit_sizes, limits)
+        self.residency = Residency(self.unit_sizes, zero.gather_limits)
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
         # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
@@ -87,8 +83,8 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
-        self._overlaps_param_gather = overlap_param_gather
-        if overlap_param_gather:  # a parameter that is touched waits by itself, but a compiled kernel does not ask it
+        self._overlaps_param_gather = zero.overlap_param_gather
+        if self._overlaps_param_gather:  # what is touched waits by itself, but a compiled kernel does not ask it
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for index, unit in enumerate(units):
