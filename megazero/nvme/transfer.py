@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +12,6 @@ from typing import Literal
 
 from megazero.nvme.pages import PAGE
 from megazero.nvme.transport import FileTransport
-
-logger = logging.getLogger(__name__)
 
 Kind = Literal["read", "write"]
 MAX_THREADS = 32
@@ -67,7 +64,7 @@ class Transfer:
 
     Args:
         requests: that it consists of.
-        at_end: called as `then` would; whoever waits or not is told all the same.
+        at_end: called as `then` would.
 
     Attributes:
         ended: holds the error, if any.
@@ -80,7 +77,6 @@ class Transfer:
         self._error: BaseException | None = None
         # None: it has ended
         self._calls: list[Callable[[BaseException | None], None]] | None = [] if at_end is None else [at_end]
-        self._is_told = False
 
     def wait(self) -> None:
         """Returns when all bytes are where they belong.
@@ -93,7 +89,6 @@ class Transfer:
 
     def error(self) -> BaseException | None:
         """Waits; what `wait` would raise."""
-        self._is_told = True
         return self.ended.exception()
 
     def done(self) -> bool:
@@ -105,7 +100,6 @@ class Transfer:
 
         That is before `wait` returns. `call` is dropped then, with what it refers to: a Future would keep it.
         """
-        self._is_told = True
         with self._lock:
             if self._calls is not None:
                 self._calls.append(call)
@@ -142,10 +136,6 @@ class Transfer:
                 self.ended.set_result(None)
             else:
                 self.ended.set_exception(error)
-
-    def __del__(self) -> None:
-        if self._error is not None and not self._is_told:
-            logger.error("a transfer that nobody waited for failed: %s", self._error)
 
 
 class Requests:
