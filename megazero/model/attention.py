@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from megazero import activation_checkpointing, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer
-from megazero.comm import ProcessGroup
 from megazero.model.cache import LayerCache
 from megazero.model.config import GPT2Config
-from megazero.mpu.init import InitMethod
+from megazero.model.init import normal_init, residual_init
 from megazero.mpu.random import own_stream
 from megazero.mpu.utils import outside_graphs
 
@@ -52,22 +51,16 @@ class ParallelSelfAttention(nn.Module):
     The attention itself is `F.scaled_dot_product_attention` over this rank's heads and needs no communication
     (arXiv:1909.08053, fig. 3b).
 
+    Args:
+        where: `group`, `device` and `dtype`, as of `mpu`'s layers.
+
     Attributes:
         recomputes_core: keep Q, K and V, and run the attention itself again in backward (arXiv:2205.05198, sec. 5). What the
             projections keep, they keep.
         checkpointer: how they are kept; None is `activation_checkpointing.default`.
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        init_method: InitMethod,
-        output_init_method: InitMethod,
-        *,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPT2Config, **where: Any) -> None:
         super().__init__()
         h = config.hidden_size
         self.head_size = config.head_size
@@ -75,13 +68,12 @@ class ParallelSelfAttention(nn.Module):
         self.recomputes_core = config.recompute_mode == "selective"
         self.checkpointer: ActivationCheckpointer | None = None
         self.copies_bias = config.memory_centric_tiled_linear
-        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         where["sequence_parallel"] = config.sequence_parallel
         self.query_key_value = mpu.ColumnParallelLinear(
-            h, 3 * h, gather_output=False, init_method=init_method, stride=3, **where
+            h, 3 * h, gather_output=False, init_method=normal_init(config), stride=3, **where
         )
         self.dense = mpu.RowParallelLinear(
-            h, h, input_is_parallel=True, init_method=output_init_method, skip_bias_add=True, **where
+            h, h, input_is_parallel=True, init_method=residual_init(config), skip_bias_add=True, **where
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 from megazero import activation_checkpointing, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer
-from megazero.comm import ProcessGroup
 from megazero.model.attention import ParallelSelfAttention
 from megazero.model.cache import LayerCache
 from megazero.model.config import BLOCK_MODES, GPT2Config
 from megazero.model.mlp import ParallelMLP
 from megazero.model.norm import build_layernorm, normalise_slice
-from megazero.mpu.init import InitMethod
 from megazero.mpu.random import own_stream
 
 
@@ -37,27 +35,20 @@ class TransformerBlock(nn.Module):
 
     Sequence-parallel, x is this rank's slice [s/t, b, h] wherever it is not inside of attention or MLP: norms, dropout and
     residuals keep 1/t (arXiv:2205.05198, sec. 4.2.2).
+
+    Args:
+        where: `group`, `device` and `dtype`, as of `mpu`'s layers.
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        init_method: InitMethod,
-        output_init_method: InitMethod,
-        *,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPT2Config, **where: Any) -> None:
         super().__init__()
-        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         self.hidden_dropout = config.hidden_dropout
         self.compile_body = config.compile
         self.sequence_parallel, self.has_tiles = config.sequence_parallel, config.memory_centric_tiled_linear
-        self.input_layernorm = build_layernorm(config, device, dtype)
-        self.attention = ParallelSelfAttention(config, init_method, output_init_method, **where)
-        self.post_attention_layernorm = build_layernorm(config, device, dtype)
-        self.mlp = ParallelMLP(config, init_method, output_init_method, **where)
+        self.input_layernorm = build_layernorm(config, **where)
+        self.attention = ParallelSelfAttention(config, **where)
+        self.post_attention_layernorm = build_layernorm(config, **where)
+        self.mlp = ParallelMLP(config, **where)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h]. `mask` and `cache` are those of `ParallelSelfAttention`.
@@ -128,6 +119,9 @@ def compiled(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Transformer(nn.Module):
     """A stack of blocks and the final layer norm, with activation checkpointing.
 
+    Args:
+        where: `group`, `device` and `dtype`, as of `mpu`'s layers.
+
     Attributes:
         recompute: what each block recomputes in backward: "none", "selective" or "full". None before `set_recompute`, where the
             configuration says "auto".
@@ -137,24 +131,12 @@ class Transformer(nn.Module):
     recompute: tuple[str, ...] | None
     checkpointer: ActivationCheckpointer | None
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        init_method: InitMethod,
-        output_init_method: InitMethod,
-        *,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPT2Config, **where: Any) -> None:
         super().__init__()
-        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         self.checkpoint_num_layers = config.checkpoint_num_layers
         self.sequence_parallel = config.sequence_parallel
-        self.layers = nn.ModuleList(
-            TransformerBlock(config, init_method, output_init_method, **where) for _ in range(config.num_layers)
-        )
-        self.final_layernorm = build_layernorm(config, device, dtype)
+        self.layers = nn.ModuleList(TransformerBlock(config, **where) for _ in range(config.num_layers))
+        self.final_layernorm = build_layernorm(config, **where)
         self.recompute = self.checkpointer = None
         if config.recompute_mode != "auto":
             self.set_recompute([config.recompute_mode] * config.num_layers)

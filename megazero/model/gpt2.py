@@ -15,7 +15,7 @@ from megazero.model.block import Transformer, compiled
 from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
-from megazero.model.init import normal_init, scaled_normal_init
+from megazero.model.init import normal_init
 from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
 from megazero.mpu.init import init_weight_
 from megazero.mpu.linear_overlap import column_linear
@@ -54,22 +54,19 @@ class GPT2Model(nn.Module):
         group = group if group is not None else mpu.get_model_parallel_group()
         config.check_parallel(group.size())
         where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
-        init_method = normal_init(config.init_method_std)
         self.word_embeddings = mpu.VocabParallelEmbedding(
             config.require_vocab_size(),
             config.hidden_size,
-            init_method=init_method,
+            init_method=normal_init(config),
             padded_num_embeddings=config.padded_vocab_size(group.size()),
             sparse_grad=True,  # the tied head always adds a dense gradient
             sequence_parallel=config.sequence_parallel,
             **where,
         )
         positions = torch.empty(config.max_position_embeddings, config.hidden_size, device=device, dtype=dtype)
-        init_weight_(positions, init_method)
+        init_weight_(positions, normal_init(config))
         self.position_embeddings = nn.Embedding.from_pretrained(positions, freeze=False)
-        self.transformer = Transformer(
-            config, init_method, scaled_normal_init(config.init_method_std, config.num_layers), **where
-        )
+        self.transformer = Transformer(config, **where)
 
     @property
     def group(self) -> ProcessGroup:

@@ -6,9 +6,11 @@ New code takes `TransformerBlock` and `GPT2Model`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +18,6 @@ from megazero import mpu
 from megazero.model.attention import attend, merge_heads, split_heads
 from megazero.model.block import Transformer
 from megazero.model.config import GPT2Config
-from megazero.model.init import normal_init, scaled_normal_init
 from megazero.mpu.init import InitMethod
 
 
@@ -51,10 +52,14 @@ class GPT2ParallelTransformer(Transformer):
             checkpoint_activations=checkpoint_activations,
             checkpoint_num_layers=checkpoint_num_layers,
             layernorm_epsilon=layernorm_epsilon,
+            init_method_std=init_method_std,
         )
-        init_method = normal_init(init_method_std)
-        scaled = scaled_normal_init(init_method_std, num_layers)
-        super().__init__(config, init_method, scaled if use_scaled_init_for_output_weights else init_method)
+        super().__init__(config)
+        if not use_scaled_init_for_output_weights:
+            residual = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+            with torch.no_grad():
+                for weight in (p for name, p in self.named_parameters() if name.endswith(residual)):
+                    weight.mul_(math.sqrt(2 * num_layers))
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """[b, s, h] -> [b, s, h], normalised; `attention_mask` [b or 1, 1, s, s] is 1 where a query may read, None is causal."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.comm import ProcessGroup
 from megazero.model.config import GPT2Config
-from megazero.mpu.init import InitMethod
+from megazero.model.init import normal_init, residual_init
 from megazero.zero import TiledLinear, TiledLinearReturnBias
 
 
@@ -24,27 +22,20 @@ class ParallelMLP(nn.Module):
     """h -> 4h -> h with GELU between: a column-parallel and a row-parallel layer, one all-reduce (arXiv:1909.08053, fig. 3a).
 
     With `memory_centric_tiled_linear` both are tiled, and there is an all-reduce per output tile.
+
+    Args:
+        where: `group`, `device` and `dtype`, as of `mpu`'s layers.
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        init_method: InitMethod,
-        output_init_method: InitMethod,
-        *,
-        group: ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPT2Config, **where: Any) -> None:
         super().__init__()
         # Compiled, the bias is added in GELU's kernel. Eager, the matrix product adds it for nothing and an addition of its own
         # would cost a pass over [s, b, 4h].
         self.fuse_bias_gelu = config.compile
         h, wide, factor = config.hidden_size, config.mlp_size, config.tile_factor
-        where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         where["sequence_parallel"] = config.sequence_parallel
-        up = {"gather_output": False, "init_method": init_method, "skip_bias_add": self.fuse_bias_gelu, **where}
-        down = {"input_is_parallel": True, "init_method": output_init_method, "skip_bias_add": True, **where}
+        up = {"gather_output": False, "init_method": normal_init(config), "skip_bias_add": self.fuse_bias_gelu, **where}
+        down = {"input_is_parallel": True, "init_method": residual_init(config), "skip_bias_add": True, **where}
         self.dense_h_to_4h: nn.Module
         self.dense_4h_to_h: nn.Module
         if config.memory_centric_tiled_linear:

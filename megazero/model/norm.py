@@ -13,9 +13,12 @@ from megazero.model.config import GPT2Config
 
 
 def build_layernorm(
-    config: GPT2Config, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    config: GPT2Config,
+    group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """A layer norm over the hidden size, of the implementation that `config.layernorm` names.
+    """A layer norm over the hidden size, of the implementation that `config.layernorm` names; whole on each rank of `group`.
 
     Raises:
         ValueError: NVIDIA apex was asked for and is not importable.

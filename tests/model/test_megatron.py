@@ -111,6 +111,14 @@ def test_gpt2_transformer_equals_plain_torch(world_size, is_checkpointed):
     run_ranks(world_size, gpt2_case, is_checkpointed)
 
 
+def test_output_weights_are_scaled_down_by_depth_unless_it_is_said(one_rank):
+    deviations = []
+    for is_scaled in (True, False):
+        model = GPT2ParallelTransformer(2, H, HEADS, 0.0, 0.0, False, use_scaled_init_for_output_weights=is_scaled)
+        deviations.append([p.std().item() for n, p in model.named_parameters() if n.endswith("dense_4h_to_h.weight")])
+    assert deviations == [[pytest.approx(0.01, rel=0.2)] * 2, [pytest.approx(0.02, rel=0.2)] * 2]
+
+
 def test_mpu_hands_out_the_classes():
     assert mpu.GPT2ParallelTransformer is GPT2ParallelTransformer
     assert mpu.BertParallelSelfAttention is BertParallelSelfAttention
