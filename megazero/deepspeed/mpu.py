@@ -43,14 +43,12 @@ def parallel_groups(mpu: Any) -> ParallelGroups:
             mpu_groups.initialize_model_parallel(1, timeout_s=comm.timeout_of(comm.world()))
         return mpu_groups.get_groups()
     try:
-        model, data = mpu_groups.model_group_of(mpu), mpu.get_data_parallel_group()
+        return ParallelGroups(mpu_groups.model_group_of(mpu), mpu.get_data_parallel_group())
     except AttributeError as error:
         raise DeepSpeedConfigError(
             f"mpu={mpu!r} does not say which ranks share layers and which share data: {error}. Give Megatron-LM's mpu, "
             "megazero.mpu, or any object with get_model_parallel_group() and get_data_parallel_group()."
         ) from error
-    ranks = torch.distributed.get_process_group_ranks
-    return ParallelGroups(model, data, tuple(ranks(model)), tuple(ranks(data)))
 
 
 def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:

@@ -29,14 +29,20 @@ class ParallelGroups:
     Attributes:
         model: ranks that hold shards of the same layers and see the same data.
         data: ranks that hold the same shards and see different data.
-        model_ranks: global ranks of `model`, in group order.
-        data_ranks: global ranks of `data`, in group order.
     """
 
     model: ProcessGroup
     data: ProcessGroup
-    model_ranks: tuple[int, ...]
-    data_ranks: tuple[int, ...]
+
+    @property
+    def model_ranks(self) -> tuple[int, ...]:
+        """Global ranks of `model`, in group order."""
+        return tuple(dist.get_process_group_ranks(self.model))
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """Global ranks of `data`, in group order."""
+        return tuple(dist.get_process_group_ranks(self.data))
 
     @property
     def model_parallel_size(self) -> int:
@@ -107,13 +113,13 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
     neighbours = [
         tuple(range(first, first + model_parallel_size)) for first in range(0, world_size, model_parallel_size)
     ]
-    data, data_ranks = _new_groups(strided, "data_parallel", timeout_s)
-    model, model_ranks = _new_groups(neighbours, "model_parallel", timeout_s)
-    _groups = ParallelGroups(model, data, model_ranks, data_ranks)
+    data = _new_group(strided, "data_parallel", timeout_s)
+    model = _new_group(neighbours, "model_parallel", timeout_s)
+    _groups = ParallelGroups(model, data)
     return _groups
 
 
-def _new_groups(members: list[tuple[int, ...]], name: str, timeout_s: float) -> tuple[ProcessGroup, tuple[int, ...]]:
+def _new_group(members: list[tuple[int, ...]], name: str, timeout_s: float) -> ProcessGroup:
     """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's.
 
     Not each group by its own ranks alone, which is faster in a large world: torch then names groups after how many a process is
@@ -123,11 +129,9 @@ def _new_groups(members: list[tuple[int, ...]], name: str, timeout_s: float) -> 
     """
     timeout = timedelta(seconds=timeout_s)
     if len(members[0]) == 1:
-        alone = (dist.get_rank(),)
-        return dist.new_group(alone, timeout=timeout, group_desc=name, use_local_synchronization=True), alone
+        return dist.new_group([dist.get_rank()], timeout=timeout, group_desc=name, use_local_synchronization=True)
     groups = [dist.new_group(ranks, timeout=timeout, group_desc=name) for ranks in members]
-    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
-    return groups[mine], members[mine]
+    return next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
 
 
 def model_group_of(mpu: Any) -> ProcessGroup:
