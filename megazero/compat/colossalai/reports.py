@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partialmethod
 
 import torch
 
@@ -44,26 +45,16 @@ class DistributedLogger:
         """Sets the least level that is shown: "DEBUG", "INFO", "WARNING" or "ERROR"."""
         self._logger.setLevel(level)
 
-    def debug(self, message: object, *, ranks: Sequence[int] | None = None) -> None:
+    def _log(self, level: int, message: object, *, ranks: Sequence[int] | None = None) -> None:
         """Logs on all ranks, or on `ranks`."""
-        self._log(logging.DEBUG, message, ranks)
-
-    def info(self, message: object, *, ranks: Sequence[int] | None = None) -> None:
-        """Logs on all ranks, or on `ranks`."""
-        self._log(logging.INFO, message, ranks)
-
-    def warning(self, message: object, *, ranks: Sequence[int] | None = None) -> None:
-        """Logs on all ranks, or on `ranks`."""
-        self._log(logging.WARNING, message, ranks)
-
-    def error(self, message: object, *, ranks: Sequence[int] | None = None) -> None:
-        """Logs on all ranks, or on `ranks`."""
-        self._log(logging.ERROR, message, ranks)
-
-    def _log(self, level: int, message: object, ranks: Sequence[int] | None) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if ranks is None or rank in ranks:
             self._logger.log(level, "%s", message)
+
+    debug = partialmethod(_log, logging.DEBUG)
+    info = partialmethod(_log, logging.INFO)
+    warning = partialmethod(_log, logging.WARNING)
+    error = partialmethod(_log, logging.ERROR)
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
