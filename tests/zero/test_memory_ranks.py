@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero import comm, mpu
@@ -17,6 +16,7 @@ from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine, token_batches
 from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled, step
+from tests.zero.test_offload import Wide
 
 STAGES = (0, 1, 2, 3)
 HOMES = ("none", "cpu", "nvme")
@@ -123,9 +123,9 @@ def test_an_update_on_a_gpu_casts_a_bucket_of_16_bit_gradients_and_adam_on_a_cpu
 
 def test_small_parameters_that_stay_whole_are_on_the_accelerator_wherever_the_others_rest(one_rank):
     zero = ZeroConfig(3, offload_param="cpu", param_persistence_threshold=100)
-    plan = plan_memory(Wide(), zero, device_type="cuda", dtype=torch.bfloat16, data_parallel_size=1)
+    plan = plan_memory(Wide(blocks=5), zero, device_type="cuda", dtype=torch.bfloat16, data_parallel_size=1)
     assert plan.persistent == plan.resident - plan.gradients - plan.optimizer > 0
-    engine = make_engine(Wide(), 3, zero={"param_persistence_threshold": 100}, dtype=torch.bfloat16)
+    engine = make_engine(Wide(blocks=5), 3, zero={"param_persistence_threshold": 100}, dtype=torch.bfloat16)
     assert engine.memory()["P"] == plan.persistent
     assert sum(bucket.weights.is_gathered for bucket in engine.buckets) == 5, "the biases of each block"
     engine.destroy()
@@ -139,21 +139,6 @@ def test_the_host_is_the_accelerator_where_there_is_no_other():
     assert swapped.optimizer == 12 / 8 * plain.optimizer and swapped.disk == swapped.optimizer + plain.gradients
 
 
-class Wide(nn.Module):
-    """Units of several tiles, as an engine with states on nvme cuts them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 67)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(67, 149), nn.Tanh(), nn.Linear(149, 67)) for _ in range(5))
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return (x @ self.embedding.weight.t()).square().mean()
-
-
 def offloaded_case(path: str) -> None:
     """On a CPU: what is in memory, and what is in the file, by home."""
     n = mpu.initialize_model_parallel(1).data_parallel_size
@@ -163,7 +148,7 @@ def offloaded_case(path: str) -> None:
         )
         for offload_optimizer, offload_param in pairs:
             zero = {"offload_optimizer": offload_optimizer, "offload_param": offload_param, "nvme_path": path}
-            model = Wide()
+            model = Wide(blocks=5)
             plan = plan_memory(model, ZeroConfig(stage, **zero), data_parallel_size=n, dtype=torch.bfloat16)
             engine = make_engine(model, stage, zero=zero, dtype=torch.bfloat16)
             for _ in range(2):

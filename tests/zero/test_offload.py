@@ -33,12 +33,13 @@ from tests.zero.test_stages import compare
 
 
 class Wide(nn.Module):
-    """Units of several tiles: 4 blocks of 20,000 elements."""
+    """Units of several tiles: blocks of 20,000 elements."""
 
-    def __init__(self):
+    def __init__(self, blocks=4):
         super().__init__()
         self.embedding = nn.Embedding(11, 67)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(67, 149), nn.Tanh(), nn.Linear(149, 67)) for _ in range(4))
+        layers = (nn.Sequential(nn.Linear(67, 149), nn.Tanh(), nn.Linear(149, 67)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(layers)
 
     def forward(self, ids):
         x = self.embedding(ids)
