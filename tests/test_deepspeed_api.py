@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -340,7 +339,7 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
         deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
 
 
-def test_progress_lines_and_module_attributes(one_rank, caplog):
+def test_progress_lines(one_rank, caplog):
     caplog.set_level(logging.INFO)
     config = {**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True}
     engine, *_ = deepspeed.initialize(model=make_model(), config=config)
@@ -349,16 +348,7 @@ def test_progress_lines_and_module_attributes(one_rank, caplog):
     assert sum("train_batch_size" in line for line in lines) == 1, "the effective configuration is printed once"
     assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 2"]
     assert sum(line.startswith("time (ms) | ") for line in lines) == 3
-    for name in (
-        "__version__",
-        "__version_major__",
-        "__version_minor__",
-        "__version_patch__",
-        "__git_hash__",
-        "__git_branch__",
-    ):
-        assert hasattr(deepspeed, name)
-    assert F.linear is not None and engine.get_mom() == [(0.9, 0.999)] and engine.device.type == "cpu"
+    assert engine.get_mom() == [(0.9, 0.999)] and engine.device.type == "cpu"
 
 
 def state_case(stage: int) -> None:

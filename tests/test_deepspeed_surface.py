@@ -15,13 +15,9 @@ import megazero as deepspeed
 from megazero import comm, mpu
 from megazero.json_config import DeepSpeedConfigError
 from tests.ranks import run_ranks
+from tests.test_deepspeed_api import make_model
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def initialize(model: nn.Module | None = None, **config):
@@ -110,6 +106,8 @@ def test_names_of_the_package():
         assert callable(getattr(deepspeed, name))
     for name in ("Init", "GatheredParameters", "register_external_parameter", "TiledLinear"):
         assert callable(getattr(deepspeed.zero, name))
+    version = ("version", "version_major", "version_minor", "version_patch", "git_hash", "git_branch")
+    assert all(hasattr(deepspeed, f"__{name}__") for name in version)
     states = ("fp32_param", "grad", "optimizer_state")
     for name in (
         f"safe_{verb}_{part}_{state}" for verb in ("get", "set") for part in ("full", "local") for state in states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,24 +31,36 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Token ids -> loss: a tied head, three blocks, a parameter that no loss reaches."""
+    """Token ids -> loss: a tied head, three blocks, a parameter that no loss reaches.
+
+    Args:
+        picks: the tensor of what a block returns, where that is none itself.
+    """
 
     def __init__(
-        self, run: str = "plain", shared: bool = False, block: type[nn.Module] = Block, vocabulary: int = 11
+        self,
+        run: str = "plain",
+        shared: bool = False,
+        block: type[nn.Module] = Block,
+        picks: Callable[[Any], Tensor] | None = None,
+        vocabulary: int = 11,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 5)
         self.blocks = nn.ModuleList(block(5) for _ in range(3))
         self.norm = nn.LayerNorm(5)
         self.unused = nn.Parameter(torch.ones(3))
-        self.run, self.shared = run, shared
+        self.run, self.shared, self.picks = run, shared, picks
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        logits = self.norm(self.hidden(self.embedding(tokens))) @ self.embedding.weight.t()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def hidden(self, x: Tensor) -> Tensor:
         for block in [*self.blocks, self.blocks[0]] if self.shared else self.blocks:
             x = call(self.run, block, x)
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+            x = x if self.picks is None else self.picks(x)
+        return x
 
 
 def call(run: str, block: nn.Module, x: Tensor) -> Tensor:
@@ -82,18 +95,6 @@ class OutputBlock(Block):
         return Output(hidden=y.detach(), extras={"pair": (None, y)})
 
 
-class OutputToy(Toy):
-    def __init__(self) -> None:
-        super().__init__(block=OutputBlock)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x).extras["pair"][1]
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class InPlaceBlock(Block):
     """Adds to its input in place and returns the same object."""
 
@@ -106,12 +107,8 @@ class InPlaceToy(Toy):
     def __init__(self) -> None:
         super().__init__(block=InPlaceBlock)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = 1 * self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(1 * x)
 
 
 @dataclass(slots=True)
@@ -122,18 +119,6 @@ class SlotOutput:
 class SlotBlock(Block):
     def forward(self, x: Tensor) -> SlotOutput:
         return SlotOutput(super().forward(x))
-
-
-class SlotToy(Toy):
-    def __init__(self) -> None:
-        super().__init__(block=SlotBlock)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x).hidden
-        logits = self.norm(x) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class CachingBlock(Block):
@@ -151,12 +136,11 @@ class CachingToy(Toy):
     def __init__(self) -> None:
         super().__init__(block=CachingBlock)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, cache = self.embedding(tokens), {"seen": []}
+    def hidden(self, x: Tensor) -> Tensor:
+        cache: dict = {"seen": []}
         for block in self.blocks:
             x, cache = block(x, cache)
-        logits = self.norm(x + sum(cache["seen"])) @ self.embedding.weight.t()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return x + sum(cache["seen"])
 
 
 class FrozenToy(Toy):
@@ -213,10 +197,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "block used twice, reentrant": lambda: Toy("reentrant", shared=True),
     "block used twice, non-reentrant": lambda: Toy("nonreentrant", shared=True),
     "unused parameter in every block": lambda: Toy(block=HalfUsedBlock),
-    "dataclass outputs": OutputToy,
+    "dataclass outputs": lambda: Toy(block=OutputBlock, picks=lambda out: out.extras["pair"][1]),
     "a cache handed on": CachingToy,
     "residual added in place": InPlaceToy,
-    "outputs with slots": SlotToy,
+    "outputs with slots": lambda: Toy(block=SlotBlock, picks=lambda out: out.hidden),
     "frozen layers": FrozenToy,
     "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
     "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megazero import mpu, utils
@@ -246,7 +245,6 @@ def test_frozen_weights_are_whole_until_nothing_needs_them():
 
 def access_case(dtype: torch.dtype) -> None:
     mpu.initialize_model_parallel(1)
-    rank = mpu.get_data_parallel_rank()
     traces = []
     for stage in STAGES:
         torch.manual_seed(0)
@@ -286,7 +284,6 @@ def access_case(dtype: torch.dtype) -> None:
         with pytest.raises(KeyError, match="no state 'speed'"):
             utils.safe_set_full_optimizer_state(weight, torch.ones(15, 5), "speed")
         traces.append((grad, moment, engine.state_dict()["blocks.1.up.weight"]))
-        assert rank >= 0
     for trace in traces[1:]:
         assert all(torch.equal(a, b) for a, b in zip(trace, traces[0], strict=True))
 
@@ -434,4 +431,3 @@ def test_units_are_found_in_lists_sequentials_and_large_leaves():
         *(f"middle.2.blocks.{i}" for i in range(3)),
         "large",
     ]
-    assert F.linear is not None
