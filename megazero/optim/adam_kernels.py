@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
 # Elements that torch casts at a time, per thread: a quarter or four times as many take 1.4 times as long.
 CACHED_NUMEL = 1 << 18
-VECTOR_NUMEL = 16  # torch's fused kernel rounds the numbers after the last whole vector in another way
 NUMBA_NUMEL = 1 << 16  # fewer elements are not worth to load the compiled kernel, whose bits are the same
 THREAD_NUMEL = 1 << 18  # fewer elements are not worth a thread
 
@@ -167,7 +166,8 @@ def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: flo
     """`mixed` by numba, on as many threads as torch would use."""
     from megazero.optim.adam_numba import BLOCK_NUMEL, adam_pass
 
-    whole = operands.weights.numel() // VECTOR_NUMEL * VECTOR_NUMEL
+    # The rest is torch's, whose kernel rounds the numbers after the last whole vector in another way.
+    whole = operands.weights.numel() // BLOCK_NUMEL * BLOCK_NUMEL
     arrays, coefficients = [_array(tensor) for tensor in operands], _coefficients(settings, step, scale)
     threads = min(torch.get_num_threads(), max(1, whole // THREAD_NUMEL))
     parts = 1 if threads == 1 else threads * max(1, whole // (threads * TILE_NUMEL))

@@ -118,31 +118,11 @@ def _write(block: np.ndarray, out: np.ndarray, start: int) -> None:
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    options = {"nogil": True, "error_model": "numpy"}
+    options = {"nogil": True, "error_model": "numpy"}  # which divides without looking for zero
     try:
         return _njit(cache=True, **options)(function)
     except RuntimeError:  # there is no directory to write the machine code to
         return _njit(**options)(function)
-
-
-@_njit(error_model="numpy")  # which divides without looking for zero
-def _updated(
-    w: Any, g: Any, m: Any, v: Any, divisor: Any, l2: Any, decay: Any, lerp: Any, lerp_back: Any,
-    is_small: Any, beta2: Any, rest2: Any, root: Any, eps: Any, minus_step: Any,
-) -> Any:  # fmt: skip
-    """One weight and its moments after an update; `adam_pass` says what the numbers are."""
-    if divisor is not None:
-        g = g / divisor
-    if l2 is not None:
-        g = _fused_multiply_add(w, l2, g)
-    if decay is not None:
-        w = w * decay
-    if is_small:
-        m = _fused_multiply_add(lerp, g - m, m)
-    else:
-        m = _fused_multiply_add(lerp_back, g - m, g)
-    v = _fused_multiply_add(rest2 * g, g, v * beta2)
-    return w + minus_step * m / (np.sqrt(v) / root + eps), m, v
 
 
 @_compiled
@@ -164,7 +144,7 @@ def adam_pass(
     eps: np.float32,
     minus_step: np.float32,
 ) -> None:
-    """One update of 1-D contiguous arrays of one length. What is None costs nothing: numba compiles it away.
+    """One update of 1-D contiguous arrays of one length, a multiple of `BLOCK_NUMEL`. numba compiles away what is None.
 
     Args:
         weights: fp32, as are `exp_avg` and `exp_avg_sq`.
@@ -178,29 +158,29 @@ def adam_pass(
         root: square root of the second moment's bias correction.
         minus_step: -lr, divided by the first moment's bias correction.
     """
-    numel = weights.shape[0]
-    whole = numel // BLOCK_NUMEL * BLOCK_NUMEL
     if out is not None:
         block = np.empty(BLOCK_NUMEL, out.dtype)
+    whole = weights.shape[0] // BLOCK_NUMEL * BLOCK_NUMEL  # by its form a multiple: else LLVM makes no vectors
     for start in range(0, whole, BLOCK_NUMEL):
         for j in range(BLOCK_NUMEL):
             # Not negative by its form, so that numba looks for no negative index: else LLVM makes no vectors.
             i = start + j
-            w, m, v = _updated(
-                weights[i], _widen(grads[i]), exp_avg[i], exp_avg_sq[i], divisor, l2, decay, lerp, lerp_back, is_small,
-                beta2, rest2, root, eps, minus_step,
-            )  # fmt: skip
+            w, g, m = weights[i], _widen(grads[i]), exp_avg[i]
+            if divisor is not None:
+                g = g / divisor
+            if l2 is not None:
+                g = _fused_multiply_add(w, l2, g)
+            if decay is not None:
+                w = w * decay
+            if is_small:
+                m = _fused_multiply_add(lerp, g - m, m)
+            else:
+                m = _fused_multiply_add(lerp_back, g - m, g)
+            v = _fused_multiply_add(rest2 * g, g, exp_avg_sq[i] * beta2)
+            w = w + minus_step * m / (np.sqrt(v) / root + eps)
             weights[i], exp_avg[i], exp_avg_sq[i] = w, m, v
             if out is not None:
                 block[j] = _narrow(w, out)
         if out is not None:
             _write(block, out, start)
-    for i in range(whole, numel):
-        w, m, v = _updated(
-            weights[i], _widen(grads[i]), exp_avg[i], exp_avg_sq[i], divisor, l2, decay, lerp, lerp_back, is_small,
-            beta2, rest2, root, eps, minus_step,
-        )  # fmt: skip
-        weights[i], exp_avg[i], exp_avg_sq[i] = w, m, v
-        if out is not None:
-            out[i] = _narrow(w, out)
     _fence()

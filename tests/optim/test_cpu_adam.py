@@ -41,8 +41,8 @@ def random_parameters(shapes, dtype=torch.float32):
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def train(optimizer, steps=10):
-    generator = torch.Generator().manual_seed(1)
+def train(optimizer, steps=10, generator=None):
+    generator = generator or torch.Generator().manual_seed(1)
     for _ in range(steps):
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -250,7 +250,7 @@ def test_sixteen_bit_parameters_step_in_fp32_and_are_rounded_once(dtype, numel):
     plain = torch_adam([wide], lr=0.01, fused=True)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        (got,) = train_once(optimizer, generator)
+        (got,) = train(optimizer, 1, generator)
         wide.data.copy_(weights.detach().float())
         wide.grad = optimizer.param_groups[0]["params"][0].grad.float()
         plain.step()
@@ -258,13 +258,6 @@ def test_sixteen_bit_parameters_step_in_fp32_and_are_rounded_once(dtype, numel):
         assert_same(got, weights.detach())
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype == torch.float32
-
-
-def train_once(optimizer, generator):
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    optimizer.step()
-    return [parameter.detach() for parameter in optimizer.param_groups[0]["params"]]
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
