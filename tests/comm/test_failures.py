@@ -299,22 +299,16 @@ def unmappable_case(step):
     handler.emit = records.append
     if dist.get_rank() == 1:
         links._map = failing_call(step, links._map)
-    channel = open_channel_any()
+    channel = comm.Channel(dist.group.WORLD)
     x = torch.ones(4)
     channel.all_reduce_(x).wait()
     assert x.eq(2).all()
     return channel.transport, [record.getMessage() for record in records]
 
 
-def open_channel_any():
-    from megazero.comm import Channel
-
-    return Channel(dist.group.WORLD)
-
-
 def several_hosts_case():
     links._host = lambda: f"host of rank {dist.get_rank() // 2}"
-    channel = open_channel_any()
+    channel = comm.Channel(dist.group.WORLD)
     x = torch.ones(8)
     channel.all_reduce_(x).wait()
     return channel.transport, float(x.sum())

@@ -16,6 +16,7 @@ from megazero import mpu, zero
 from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
 from tests.zero.models import Block, Toy, make_engine, run, token_batches, train
+from tests.zero.test_memory import live_bytes
 
 
 def values_case() -> None:
@@ -59,16 +60,6 @@ def training_case(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_model_built_under_init_trains_as_one_built_whole_bit_for_bit(stage):
     run_ranks(2, training_case, stage)
-
-
-def live_bytes() -> int:
-    gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if type(t) in (torch.Tensor, nn.Parameter, zero.ReleasedParameter)
-    }
-    return sum(storages.values())
 
 
 class Probe(nn.Linear):

@@ -28,7 +28,6 @@ from megazero.arguments import load_config
 from megazero.data.build import build_tokenizer_from
 from megazero.job import build_job, setup_distributed, with_vocabulary
 from megazero.job_checkpoints import save
-from megazero.zero.config import ZeroConfig
 from pretrain_gpt2 import check, forward_step, main, make_model
 from tests.ranks import run_ranks
 from tests.test_zero_job import check_equal, end, start, train
@@ -360,8 +359,3 @@ def test_a_read_only_directory_is_one_line_before_training(corpus):
         for told in run_ranks(2, refused_case, arguments, 10**9):
             assert "\n" not in told and told.startswith("[Errno 13] --nvme-path "), told
             assert folder in told and "Permission denied" in told
-
-
-def test_nvme_without_a_path_names_the_flag():
-    with pytest.raises(ValueError, match="--offload-optimizer nvme needs --nvme-path"):
-        ZeroConfig(stage=2, offload_optimizer="nvme")

@@ -19,7 +19,8 @@ from megazero.zero import TiledLinear, TiledLinearReturnBias
 from megazero.zero.units import find_units
 from tests.model.test_sequence_parallel import Counter
 from tests.ranks import run_ranks
-from tests.zero.models import Toy, make_engine, run, token_batches
+from tests.zero.models import Toy, make_engine, run
+from tests.zero.test_dynamic import my_batch, one_step
 from tests.zero.test_memory import check_peak, sampled
 
 SPLITS = [(1, 1), (2, 1), (1, 3), (3, 2), (5, 7), (7, 11)]  # of 7 inputs and 11 outputs
@@ -408,12 +409,6 @@ def whole_tiles(engine: Engine) -> int:
     return sum(b.weights.flat.untyped_storage().nbytes() for b in engine.buckets if ".linears." in b.name)
 
 
-def one_step(engine: Engine) -> None:
-    batch = token_batches(1, 1, mpu.get_data_parallel_world_size())[0, 0]
-    engine.backward(engine(batch[mpu.get_data_parallel_rank()]))
-    engine.step()
-
-
 def live_case(runs: tuple[str, ...]) -> None:
     n = mpu.initialize_model_parallel(1).data_parallel_size
     mpu.model_parallel_cuda_manual_seed(1)
@@ -421,7 +416,7 @@ def live_case(runs: tuple[str, ...]) -> None:
         engine = make_engine(TiledDeep(how), 3, zero={"overlap_comm": overlap}, dtype=torch.bfloat16)
         sizes = sorted(2 * b.layout.numel for b in engine.buckets if ".linears." in b.name)
         assert len(sizes) == 3 * (10 + 5) and sum(sizes) > 20 * sizes[-1]
-        at_once = sampled(engine, lambda engine=engine: one_step(engine), whole_tiles)
+        at_once = sampled(engine, lambda engine=engine: one_step(engine, my_batch()), whole_tiles)
         # Without reentry the recomputation begins in the middle of a tile's backward, and that tile stays.
         expected = sum(sizes[-1 - overlap - (how == "nonreentrant") :])
         assert at_once == expected, f"{how}, overlap {overlap}, {n} ranks: {at_once} of {sum(sizes)}"
@@ -458,7 +453,7 @@ def test_frozen_tiles_are_released_one_by_one_too(one_rank):
     for module in engine.module.blocks.modules():
         module.register_forward_hook(lambda *_: seen.append(whole_tiles(engine)))
         module.register_full_backward_hook(lambda *_: seen.append(whole_tiles(engine)))
-    one_step(engine)
+    one_step(engine, my_batch())
     assert max(seen) == max(4 * b.layout.numel for b in engine.buckets if ".linears." in b.name)
 
 
@@ -487,7 +482,7 @@ def init_case() -> list[Tensor]:
         layer.copy_params_from(given)
         with zero.GatheredParameters([given.weight, given.bias, *layer.parameters()]):
             assert torch.equal(whole(layer), given.weight) and torch.equal(whole(layer, "bias"), given.bias)
-    one_step(engine)
+    one_step(engine, my_batch())
     engine.destroy()
 
 
