@@ -115,19 +115,16 @@ class BertParallelTransformerOutput(nn.Module):
         input_size: int,
         output_size: int,
         dropout_prob: float,
-        layernorm_epsilon: float = 1.0e-12,
-        input_is_parallel: bool = False,
-        init_method: InitMethod = nn.init.xavier_normal_,
+        layernorm_epsilon: float,
+        init_method: InitMethod,
     ) -> None:
         super().__init__()
         self.dropout = dropout_prob
-        self.dense = mpu.RowParallelLinear(
-            input_size, output_size, input_is_parallel=input_is_parallel, init_method=init_method
-        )
+        self.dense = mpu.RowParallelLinear(input_size, output_size, input_is_parallel=True, init_method=init_method)
         self.layernorm = mpu.LayerNorm(output_size, eps=layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        """`hidden_states` [..., input_size] (or 1/t of it) and the residual [..., output_size] -> [..., output_size]."""
+        """`hidden_states` [..., input_size/t] and the residual [..., output_size] -> [..., output_size]."""
         return self.layernorm(input_tensor + F.dropout(self.dense(hidden_states), self.dropout, self.training))
 
 
@@ -150,14 +147,14 @@ class BertParallelTransformerLayer(nn.Module):
             hidden_size, num_attention_heads, attention_dropout_prob, output_parallel=True, init_method=init_method
         )
         self.self_output = BertParallelTransformerOutput(
-            hidden_size, hidden_size, output_dropout_prob, layernorm_epsilon, True, init_method
+            hidden_size, hidden_size, output_dropout_prob, layernorm_epsilon, init_method
         )
         self.intermediate = mpu.ColumnParallelLinear(
             hidden_size, intermediate_size, gather_output=False, init_method=init_method
         )
         self.intermediate_activation_fn = intermediate_activation_fn
         self.output = BertParallelTransformerOutput(
-            intermediate_size, hidden_size, output_dropout_prob, layernorm_epsilon, True, init_method
+            intermediate_size, hidden_size, output_dropout_prob, layernorm_epsilon, init_method
         )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:

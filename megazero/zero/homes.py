@@ -87,14 +87,6 @@ class Homes:
         homes = sum(home.nbytes for home in (self.param, self.optimizer) if home is not None)
         return homes + (0 if self.link is None else self.link.outbox.nbytes)
 
-    def optimizer_of(self, index: int) -> Home | None:
-        """Where O of a bucket rests, by its place among the plans."""
-        return None if index in self.kept else self.optimizer
-
-    def tile_of(self, index: int) -> int | None:
-        """Elements of that bucket's O that come to hand at a time; None: all of them."""
-        return None if index in self.kept else self.tile_numel
-
     def close(self) -> None:
         """Gives the disk back, after the last use of any vector."""
         if self.link is not None:
