@@ -439,8 +439,8 @@ class PretendedCuda(Held):
     def _all_reduce(self, x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         return self.collective(group, "all_reduce", [], [x], async_op)
 
-    def _broadcast(self, x: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
-        return self.collective(group, "broadcast", [], [x], async_op)
+    def _broadcast(self, x: Tensor, group: Any = None, group_src: int = 0) -> Any:
+        return self.collective(group, "broadcast", [], [x], is_async=False)
 
     def _all_gather_list(self, out: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
         return self.collective(group, "all_gather", [x], out, async_op)

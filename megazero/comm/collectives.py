@@ -36,10 +36,10 @@ def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     return [part.to(x.device) for part in out]
 
 
-def broadcast_(buffer: Tensor, src: int, group: ProcessGroup) -> None:
-    """Fills `buffer` in place with that of global rank `src`."""
+def broadcast_(buffer: Tensor, group: ProcessGroup, source: int = 0) -> None:
+    """Fills `buffer` in place with that of rank `source` of the group."""
     if group.size() > 1:
-        dist.broadcast(buffer, src=src, group=group)
+        dist.broadcast(buffer, group=group, group_src=source)
 
 
 class Readout:

@@ -214,6 +214,6 @@ def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
         if isinstance(tensor, ReleasedParameter):  # zero.Init has done so
             continue
         values = tensor.detach().contiguous()
-        comm.broadcast_(values.view(-1).view(torch.uint8), groups.data_ranks[0], groups.data)
+        comm.broadcast_(values.view(-1).view(torch.uint8), groups.data)
         if values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)

@@ -123,7 +123,7 @@ def _equals_the_firsts(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
     values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
     mine = values.to(comm.local_device()).contiguous().view(-1).view(torch.uint8)
     first = mine.clone()
-    comm.broadcast_(first, groups.model_ranks[0], groups.model)
+    comm.broadcast_(first, groups.model)
     return torch.equal(first, mine)
 
 

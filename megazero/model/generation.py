@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megazero import comm, mpu
@@ -122,7 +121,7 @@ def _draw(
     """One token per row [b], equal on every rank, from this rank's logits [b, v_padded/t]."""
     logits = mpu.gather_from_model_parallel_region(logits, model.group)[:, : model.config.vocab_size]  # [b, v]
     drawn = sample(logits, temperature, top_k, top_p, generator)
-    comm.broadcast_(drawn, dist.get_global_rank(model.group, 0), model.group)
+    comm.broadcast_(drawn, model.group)
     return drawn
 
 

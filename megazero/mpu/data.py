@@ -45,7 +45,6 @@ def broadcast_data(
     """
     keys = list(dict.fromkeys(keys))
     group = group_or_default(group)
-    source = torch.distributed.get_global_rank(group, 0)
     device = comm.local_device() if device is None else torch.device(device)
     is_source = group.rank() == 0
     given = dict(data or {}) if is_source else {}
@@ -53,11 +52,12 @@ def broadcast_data(
     faults = {key: _fault(given.get(key), dtype, given, (shapes or {}).get(key)) for key in keys} if is_source else {}
     if shapes is None:
         sent = {key: given[key].shape for key, fault in faults.items() if fault is None}
-        shapes = _of_first_rank(sent, keys, source, group, device)
+        shapes = _of_first_rank(sent, keys, group, device)
         wrong = next((key for key in keys if key not in shapes), None)
         faults = comm.all_gathered_objects(faults, group)[0] if wrong is not None else {}
     for key, fault in faults.items():
         if fault is not None:
+            source = torch.distributed.get_global_rank(group, 0)
             raise ValueError(
                 f"broadcast_data: {key!r} {fault} on rank {source}, the first of the model-parallel group. That rank must pass a "
                 f"tensor of {dtype} for every key."
@@ -68,12 +68,12 @@ def broadcast_data(
     if is_source and keys:
         torch.cat([given[key].detach().reshape(-1).to(device, non_blocking=True) for key in keys], out=flat)
     if flat.numel():
-        comm.broadcast_(flat.view(torch.uint8), source, group)  # bytes: every backend sends them, whatever the dtype
+        comm.broadcast_(flat.view(torch.uint8), group)  # bytes: every backend sends them, whatever the dtype
     return {key: part.view(tuple(shapes[key])) for key, part in zip(keys, flat.split(numels), strict=True)}
 
 
 def _of_first_rank(
-    shapes: Mapping[str, Sequence[int]], keys: Sequence[str], source: int, group: ProcessGroup, device: torch.device
+    shapes: Mapping[str, Sequence[int]], keys: Sequence[str], group: ProcessGroup, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
     """The `shapes` that the first rank has, on every rank."""
     header = torch.full((len(keys), 1 + MAX_DIMS), -1)  # [dimensions, sizes...]; -1 where there is nothing to send
@@ -82,7 +82,7 @@ def _of_first_rank(
             row[: 1 + len(shapes[key])] = torch.tensor([len(shapes[key]), *shapes[key]])
     if group.size() > 1:  # alone, the header need not pass through the device, which would make the host wait for it
         header = header.to(device)
-        comm.broadcast_(header, source, group)
+        comm.broadcast_(header, group)
     rows = zip(keys, header.tolist(), strict=True)
     return {key: tuple(sizes[:dims]) for key, (dims, *sizes) in rows if dims >= 0}
 

@@ -95,10 +95,7 @@ class GatheredParameters:
         for bucket in self.buckets:
             bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
-                group = bucket.channel.group
-                comm.broadcast_(
-                    bucket.weights.flat, torch.distributed.get_global_rank(group, self.modifier_rank), group
-                )
+                comm.broadcast_(bucket.weights.flat, bucket.channel.group, self.modifier_rank)
                 bucket.keep_gathered()
             elif kind is None:
                 changed.update(_changed(bucket))

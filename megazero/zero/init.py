@@ -159,9 +159,7 @@ class Init:
             layout = BucketLayout.build(entries, self.channel.size)
             plan = BucketPlan(type(module).__name__, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
             bucket = Bucket(plan, self.channel, param_home=self._home, device=comm.local_device())
-            comm.broadcast_(
-                bucket.weights.flat, torch.distributed.get_global_rank(self.channel.group, 0), self.channel.group
-            )
+            comm.broadcast_(bucket.weights.flat, self.channel.group)
             bucket.keep_gathered()
             bucket.weights.release()
             for parameter in parameters.values():
