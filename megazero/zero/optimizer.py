@@ -118,10 +118,7 @@ class BucketOptimizer(SlicedOptimizer):
         """The current loss scale."""
         return self.loss_scaler.scale
 
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale."""
-        return self.loss_scaler.scale
+    loss_scale = cur_scale
 
     @property
     def loss_scale_config(self) -> LossScaler:
