@@ -19,7 +19,7 @@ from megazero.mpu.mappings import gather_from_model_parallel_region, reduce_from
 from megazero.mpu.parallel_module import ParallelModule, shard_size
 from megazero.mpu.partition import Partition
 from megazero.mpu.sequence_mappings import reduce_scatter_to_sequence_parallel_region
-from megazero.mpu.utils import check_token_ids
+from megazero.mpu.utils import VocabUtility, check_token_ids
 
 
 class _SparseGradLookup(torch.autograd.Function):
@@ -86,9 +86,9 @@ class VocabParallelEmbedding(ParallelModule):
                 f"VocabParallelEmbedding: padded_num_embeddings={rows} is less than num_embeddings={num_embeddings}. "
                 "Leave it out, or pad upwards to a multiple of --model-parallel-size."
             )
-        own = shard_size("VocabParallelEmbedding", "rows of the table (padded vocabulary)", rows, self.group.size())
-        self.first_id = self.group.rank() * own
-        self.last_id = self.first_id + own  # exclusive
+        size, rank = self.group.size(), self.group.rank()
+        own = shard_size("VocabParallelEmbedding", "rows of the table (padded vocabulary)", rows, size)
+        self.first_id, self.last_id = VocabUtility.vocab_range_from_per_partition_vocab_size(own, rank, size)
         self.weight = nn.Parameter(torch.empty(own, embedding_dim, device=device, dtype=dtype))
         self.partitions["weight"] = Partition(dim=0, full_size=num_embeddings)
         self._init_weight(init_method)

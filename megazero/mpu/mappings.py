@@ -20,6 +20,7 @@ from torch import Tensor
 from megazero import comm
 from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
+from megazero.mpu.utils import divide
 
 
 class _Copy(torch.autograd.Function):
@@ -53,9 +54,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # x [..., h], same on every rank of group
         ctx.group = group
-        width, rest = divmod(x.size(-1), group.size())
-        if rest:
-            raise ValueError(f"{x.size(-1)} is not divisible by {group.size()}")
+        width = divide(x.size(-1), group.size())
         return x.narrow(-1, group.rank() * width, width).clone(memory_format=torch.contiguous_format)  # [..., h/t]
 
     @staticmethod

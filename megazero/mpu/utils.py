@@ -1,4 +1,4 @@
-"""Small things that the layers share: the cast of autocast, a check of token ids, what torch.compile leaves alone."""
+"""Small things that the layers share: divisions that must come out even, vocabulary ranges, the cast of autocast."""
 
 from __future__ import annotations
 
@@ -15,6 +15,38 @@ def as_autocast(x: Tensor) -> Tensor:
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # there is none on the meta device
         return x
     return x.to(torch.get_autocast_dtype(kind)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Returns if `numerator` is a multiple of `denominator`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient.
+
+    Raises:
+        ValueError: there is a remainder.
+    """
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """`num_partitions` equal pieces of the last dimension: views, or copies when `contiguous_split_chunks`.
+
+    Raises:
+        ValueError: the last dimension is not divisible by `num_partitions`.
+    """
+    pieces = tensor.split(divide(tensor.size(-1), num_partitions), dim=-1)
+    return tuple(piece.contiguous() for piece in pieces) if contiguous_split_chunks else tuple(pieces)
 
 
 def check_token_ids(ids: Tensor, vocab_size: int) -> None:
@@ -43,3 +75,25 @@ def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(function)(*args)
     return function(*args)
+
+
+class VocabUtility:
+    """Half-open ranges `(first, last)` of the vocabulary ids that a rank holds."""
+
+    @staticmethod
+    def vocab_range_from_per_partition_vocab_size(
+        per_partition_vocab_size: int, rank: int, world_size: int
+    ) -> tuple[int, int]:
+        """The range of `rank` when each of the `world_size` ranks holds `per_partition_vocab_size` ids."""
+        first = rank * per_partition_vocab_size
+        return first, first + per_partition_vocab_size
+
+    @staticmethod
+    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """The range of `rank` when `global_vocab_size` ids are split evenly over `world_size` ranks.
+
+        Raises:
+            ValueError: `global_vocab_size` is not divisible by `world_size`.
+        """
+        size = divide(global_vocab_size, world_size)
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(size, rank, world_size)
