@@ -160,23 +160,25 @@ def _per_token(shape: Shape) -> int:
 def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: bool, hidden: int) -> int:
     """The gradient of the logits and an fp32 chunk of them, then those of the head's weight and input in their place.
 
-    With --vocab-chunk-size or --sequence-chunk-size no more than chunks of the logits, the gradient of the weight, and that of
-    the input in fp32; and the sum over chunks of the sequence, with a product for it.
+    With --vocab-chunk-size or --sequence-chunk-size no more than chunks of the logits, which are also made in forward, with a
+    chunk of their exponentials; the gradient of the weight, and that of the input in fp32; and the sum over chunks of the
+    sequence, with a product for it.
     """
     n, e = shape.tokens, shape.dtype.itemsize
     head_gradient = vocabulary * model.hidden_size * e
+    # The loss casts 16-bit logits by the chunk. In backward those of fp32 are worked on in the memory of their gradient.
+    is_cast = e < FP32_BYTES
     if chunked:
         columns = min(model.vocab_chunk_size or vocabulary, vocabulary)
         tokens = min(model.sequence_chunk_size or shape.seq_length, shape.seq_length) * shape.batch_size
-        total = columns * model.hidden_size * (FP32_BYTES + e) if tokens < n and e < FP32_BYTES else 0
-        working = tokens * columns * e + _fp32_chunk(shape, tokens, columns) + total
-        return working + n * model.hidden_size * FP32_BYTES + hidden + head_gradient
-    return max(n * vocabulary * e + _fp32_chunk(shape, n, vocabulary), head_gradient + hidden)
+        product = columns * model.hidden_size if tokens < n and is_cast else 0
+        logits, chunk = tokens * columns * e, _fp32_chunk(shape, tokens, columns)
+        gradients = n * model.hidden_size * FP32_BYTES + hidden + head_gradient + product * FP32_BYTES
+        return logits + max(chunk, gradients + max(chunk * is_cast, product * e))
+    return max(n * vocabulary * e + _fp32_chunk(shape, n, vocabulary) * is_cast, head_gradient + hidden)
 
 
 def _fp32_chunk(shape: Shape, tokens: int, columns: int) -> int:
-    """What the loss casts of 16-bit logits at a time. Those of fp32 are worked on in the memory of their gradient."""
-    if shape.dtype == torch.float32:
-        return 0
+    """What is there of the logits' exponentials, or of their gradient, in fp32 at a time."""
     most = CHUNK_NUMEL_DEVICE if shape.device_type == "cuda" else CHUNK_NUMEL_CPU
     return min(tokens, max(most // columns, 1)) * columns * FP32_BYTES
