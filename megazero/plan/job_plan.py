@@ -9,7 +9,7 @@ from megazero.activation_checkpointing import CheckpointSettings
 from megazero.config import Config
 from megazero.model.config import GPT2Config
 from megazero.plan.activations import Activations, Shape, plan_activations
-from megazero.plan.moments import step_moments
+from megazero.plan.moments import muon_working, step_moments
 from megazero.plan.states import gpt2_buckets
 from megazero.plan.traffic import Traffic, plan_traffic
 from megazero.zero.bucket_bytes import BucketBytes, StateSettings
@@ -149,8 +149,9 @@ def plan_job(setup: Setup) -> JobPlan:
     states = memory_of_buckets(buckets, settings)
     work = plan_activations(setup.model, shape, setup.checkpoints)
     traffic = plan_traffic(setup.model, shape, needs, settings)
+    update = muon_working(setup.model) if setup.uses_muon else 0
     moments, certain = (
-        step_moments(needs, settings, states, each, setup.model.num_layers) for each in (work, Activations())
+        step_moments(needs, settings, states, each, setup.model.num_layers, update) for each in (work, Activations())
     )
     return JobPlan(setup, states, work, traffic, moments, max(certain.values()))
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from megazero.model.config import GPT2Config
 from megazero.plan.activations import Activations
 from megazero.zero.bucket_bytes import FIRST, BucketBytes, StateSettings, adding_bytes
 from megazero.zero.link import MOST_TO_HOST
@@ -54,6 +57,7 @@ def step_moments(
     states: MemoryPlan,
     work: Activations,
     num_layers: int,
+    update_working: int = 0,
 ) -> dict[str, int]:
     """Bytes on the accelerator at the loss, in the blocks' and the embedding's backward, and in the update.
 
@@ -63,6 +67,7 @@ def step_moments(
     Args:
         needs: of each bucket, the blocks' and the root's.
         states: the sums of these.
+        update_working: what the optimizer makes in an update, beside what `states` counts.
     """
     blocks, root = _blocks(needs, settings, num_layers)
     has_earlier = settings.micro_batches > 1
@@ -92,8 +97,14 @@ def step_moments(
         "loss": between + last_block + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
         "blocks' backward": backward,
         "embedding's backward": between + embedding,
-        "update": states.resident + max(states.updating, last_to_go),
+        "update": states.resident + max(states.updating + update_working, last_to_go),
     }
+
+
+def muon_working(model: GPT2Config) -> int:
+    """Bytes while Muon works on the largest matrix, whole also where it is cut: that, two of the iteration, two short squares."""
+    long, short = sorted((model.mlp_size, model.hidden_size), reverse=True)
+    return (3 * long * short + 2 * short * short) * torch.bfloat16.itemsize
 
 
 def _blocks(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: int) -> tuple[list[_Block], _Block]:
@@ -122,8 +133,9 @@ def _gradients(
     if not settings.sharding.gradients:
         stay = 0 if has_earlier else whole + sum(block.reduced for block in blocks[index + 1 :])
         return stay + sum(block.wire for block in under_way)
-    # What joins a sum in a file is waited for, and so is what went there before it.
-    behind = [root, *blocks] if has_earlier and settings.optimizer_home == "cpu" else []
+    # What joins a sum in a file is waited for.
+    is_sent = settings.optimizer_home == "cpu" or not (under_way or done)
+    behind = [root, *blocks] if has_earlier and is_sent else []
     sent = [replace(block, leaving=block.leaving[1:]) for block in under_way]  # all but the bucket that is reduced now
     leaving = _last_to_go([*sent, *done, *behind], MOST_TO_HOST + (root.wire > 0))  # one more while it is cast
     parts = sum(block.wire or block.gradient for block in under_way) + leaving

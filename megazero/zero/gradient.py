@@ -133,8 +133,10 @@ class Gradient:
     def reduce(self) -> None:
         """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
         self.wait()
-        if self.is_sharded and self._owned is not None:
-            self._owned.prefetch()  # another micro-batch is added to it
+        if self.is_sharded and self._owned is not None:  # another micro-batch is added to it
+            self._owned.prefetch()
+            if self._owned.resident is None and self._owned.link is not None:
+                self._owned.link.to_host.make_room()  # what the last micro-batch has sent to the file has left by now
         if self.is_reduced and not self.is_sharded:
             self._set_reduced_aside()  # a second loss before the step, which reaches the bucket on other ranks at most
         whole = self._allocated()

@@ -13,6 +13,7 @@ COMMON = (
     "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50257 --bf16 --peak-tflops 1 --no-use-pin-memory"
 )
 WIDTHS = {  # billions of parameters: layers, and the rest
+    0.02: (5, "--hidden-size 288 --num-attention-heads 4"),
     1.5: (48, "--hidden-size 1600 --num-attention-heads 16"),
     10: (50, "--hidden-size 4096 --num-attention-heads 32"),
     100: (80, "--hidden-size 10240 --num-attention-heads 80"),
@@ -94,6 +95,12 @@ CASES = {
         2,
         "--zero-stage 2 --batch-size 1 --global-batch-size 4 --offload-optimizer nvme --nvme-path /drive",
     ),
+    "small sums on nvme": (
+        0.02,
+        6,
+        "--zero-stage 3 --model-parallel-size 2 --batch-size 1 --global-batch-size 9 --offload-optimizer nvme "
+        "--nvme-path /drive --checkpoint-activations --vocab-chunk-size 4096",
+    ),
     "P on nvme": (
         10,
         8,
@@ -106,12 +113,19 @@ CASES = {
     ),
     "Muon, alone": (1.5, 1, "--zero-stage 0 --batch-size 1 --optimizer muon"),
     "Muon, O and G over 4, MP 2": (1.5, 8, "--zero-stage 2 --batch-size 1 --model-parallel-size 2 --optimizer muon"),
+    "Muon, whole G, MP 4": (1.5, 8, "--zero-stage 1 --batch-size 1 --model-parallel-size 4 --optimizer muon"),
     "Muon, all over 64": (1.5, 64, "--zero-stage 3 --batch-size 1 --checkpoint-activations --optimizer muon"),
     "Muon, O on the host": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --optimizer muon"),
     "Muon, all on the host": (
         10,
         8,
         "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu --optimizer muon",
+    ),
+    "chunks of the sequence": (1.5, 2, "--zero-stage 2 --batch-size 8 --sequence-chunk-size 300"),
+    "chunks of the sequence, fp32": (
+        0.02,
+        2,
+        "--no-bf16 --zero-stage 2 --batch-size 8 --sequence-chunk-size 300 --checkpoint-activations",
     ),
     "delayed, of whole G": (1.5, 2, "--zero-stage 1 --batch-size 1 --offload-optimizer cpu --delayed-param-update 1"),
     "delayed": (
