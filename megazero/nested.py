@@ -17,29 +17,20 @@ def moved(value: Any, device: torch.device | None = None, floating: torch.dtype 
     )
 
 
-def mapped(value: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """`value` with `function` of each tensor, or other `kind`, in its lists, tuples and mappings; the rest stays as it is."""
-    if isinstance(value, kind):
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `function` of each tensor in its lists, tuples and mappings; other objects stay as they are."""
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(mapped(item, function, kind) for item in value))
+        return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(item, function, kind) for item in value)
+        return type(value)(mapped(item, function) for item in value)
     if isinstance(value, MutableMapping):
         result = copy.copy(value)  # of the same class, as transformers' BatchEncoding, whose entries are attributes too
         for key in value:
-            result[key] = mapped(value[key], function, kind)
+            result[key] = mapped(value[key], function)
         return result
     return value
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """What `mapped` does not look into, in its order: tensors, and other objects."""
-    if isinstance(value, (list, tuple, MutableMapping)):
-        for item in value.values() if isinstance(value, MutableMapping) else value:
-            yield from leaves(item)
-    else:
-        yield value
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from megazero import comm
 from megazero.activation_checkpointing.storage import Kept, Storage
 from megazero.comm import Channel
 from megazero.mpu.random import RngState
-from megazero.nested import leaves, mapped, tensors_in
+from megazero.nested import tensors_in
 
 _LOOK_BACK = 64  # nodes of the graph between two checkpointed calls; behind more of them nothing is fetched ahead
 
@@ -40,10 +41,10 @@ class Call:
     ) -> None:
         """`channel` connects the ranks that what is kept is cut over; None keeps it whole."""
         self.function = function
-        self._arguments, tensors = _without_tensors((args, kwargs))
+        self._arguments, tensors = _Frame.of((args, kwargs))
         self.needs_grad = [x.requires_grad for x in tensors]
         self._tensors: list[Tensor] = tensors
-        self._output: Any = None
+        self._output: _Frame | None = None
         self._shapes: list[torch.Size] = []  # of the tensors that the first run returned
         self._rng = RngState.capture()
         kinds = sorted({"cpu", comm.local_device().type} - {"meta"})  # which has no autocast
@@ -64,7 +65,7 @@ class Call:
         Raises:
             ValueError: there is one.
         """
-        for x in leaves(self._arguments):
+        for x in self._arguments.others():
             if any(tensor.grad_fn is not None for tensor in tensors_in(x)):
                 self.drop()
                 raise ValueError(
@@ -93,7 +94,7 @@ class Call:
         A cast that the first run made has no graph, so no later use of the weight may find it: torch 2.8 would hand it out and
         the weight would lose that gradient (later versions keep a cache for each grad mode).
         """
-        args, kwargs = _filled(self._arguments, tensors)
+        args, kwargs = self._arguments.filled(tensors)
         del tensors
         with ExitStack() as stack:
             if not torch.is_grad_enabled():
@@ -117,8 +118,8 @@ class Call:
         Raises:
             ValueError: a returned object that is no container holds tensors.
         """
-        self._output, tensors = _without_tensors(output)
-        for x in leaves(self._output):
+        self._output, tensors = _Frame.of(output)
+        for x in self._output.others():
             if any(True for _ in tensors_in(x)):
                 raise ValueError(
                     f"checkpoint: the function returned a {type(x).__name__} that holds tensors, which would lose their "
@@ -150,8 +151,9 @@ class Call:
 
     def with_outputs(self, tensors: tuple[Tensor, ...] | None) -> Any:
         """What the function returned, with these in place of its tensors."""
-        output, self._output = self._output, None
-        return _filled(output, tensors or ())
+        assert self._output is not None
+        frame, self._output = self._output, None
+        return frame.filled(tensors or ())
 
     def drop(self) -> None:
         """Gives up what is kept."""
@@ -159,25 +161,30 @@ class Call:
             self.kept.release()
 
 
-class _Hole:
-    """Where a tensor was."""
+_HOLE = object()
 
 
-def _without_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Nested lists, tuples and dicts with holes in place of their tensors, and these."""
-    tensors: list[Tensor] = []
+class _Frame:
+    """Nested lists, tuples and dicts whose tensors are taken out."""
 
-    def take(x: Tensor) -> _Hole:
-        tensors.append(x)
-        return _Hole()
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self._leaves, self._spec = leaves, spec  # _HOLE in place of a tensor
 
-    return mapped(tree, take), tensors
+    @classmethod
+    def of(cls, tree: Any) -> tuple[_Frame, list[Tensor]]:
+        """The frame of `tree`, and the tensors."""
+        leaves, spec = pytree.tree_flatten(tree)
+        frame = cls([_HOLE if isinstance(x, Tensor) else x for x in leaves], spec)
+        return frame, [x for x in leaves if isinstance(x, Tensor)]
 
+    def others(self) -> list[Any]:
+        """What is no container and no tensor."""
+        return [x for x in self._leaves if x is not _HOLE]
 
-def _filled(tree: Any, tensors: Iterable[Tensor]) -> Any:
-    """The tree with these in place of its holes."""
-    rest = iter(tensors)
-    return mapped(tree, lambda _: next(rest), kind=_Hole)
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """The tree with these in place of its tensors."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if x is _HOLE else x for x in self._leaves], self._spec)
 
 
 _is_first_run: ContextVar[bool] = ContextVar("in the first run of a checkpointed function", default=False)
@@ -201,7 +208,7 @@ def refuse_graph(args: tuple, kwargs: dict[str, Any]) -> None:
     """
     if _is_first_run.get():
         return
-    for x in leaves((args, kwargs)):
+    for x in pytree.tree_leaves((args, kwargs)):
         if isinstance(x, Tensor) and x.grad_fn is not None:
             raise RuntimeError(
                 f"checkpoint is called inside of no_grad() with a tensor of shape {list(x.shape)} that has a graph "
@@ -217,7 +224,7 @@ def _copied(tensors: Sequence[Tensor], args: tuple, device: torch.device) -> lis
     Not masks, which all layers share, so that a copy per layer would cost memory: the last of several arguments, and those by
     keyword, where they need no gradient. Nor what is not floating-point, or empty, or elsewhere.
     """
-    positional = sum(isinstance(x, Tensor) for x in leaves(args))
+    positional = sum(isinstance(x, Tensor) for x in pytree.tree_leaves(args))
     last = positional - 1 if len(args) > 1 and isinstance(args[-1], Tensor) else -1
     return [
         (x.requires_grad or (i < positional and i != last))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megazero import comm
 from megazero.activation_checkpointing.call import Call, refuse_graph
@@ -17,7 +18,6 @@ from megazero.activation_checkpointing.storage import Storage
 from megazero.comm import Channel
 from megazero.json_source import DeepSpeedConfigError
 from megazero.mpu.groups import get_groups, model_group_of, model_parallel_is_initialized
-from megazero.nested import leaves
 from megazero.timers import Timers
 
 
@@ -202,7 +202,7 @@ class _Checkpoint(torch.autograd.Function):
             if call.before is not None:
                 call.before.start()  # travels during what follows
             with torch.enable_grad():
-                outputs = [x for x in leaves(call.run_again(tensors)) if isinstance(x, Tensor)]
+                outputs = [x for x in pytree.tree_leaves(call.run_again(tensors)) if isinstance(x, Tensor)]
             call.refuse_other_outputs(outputs)
             pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and x.requires_grad]
             if pairs:
