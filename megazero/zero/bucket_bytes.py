@@ -210,7 +210,8 @@ class BucketBytes:
     @property
     def directions(self) -> int:
         """During the update: Muon's of the whole bucket, in bf16."""
-        return self.plan.layout.numel * torch.bfloat16.itemsize if self.plan.has_matrices else 0
+        is_stepped = self.plan.has_matrices and self.plan.is_trainable
+        return self.plan.layout.numel * torch.bfloat16.itemsize if is_stepped else 0
 
     @property
     def updating(self) -> int:

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megazero import comm, mpu
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
+from megazero.zero.param_groups import hidden_matrices
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine, token_batches
@@ -119,6 +120,16 @@ def test_an_update_on_a_gpu_casts_a_bucket_of_16_bit_gradients_and_adam_on_a_cpu
     assert plan_memory(model, zero, device_type="cuda", **settings).updating == 4 * 64 * 1000
     assert plan_memory(model, zero, device_type="cpu", states_per_element=1, **settings).updating == 4 * 64 * 1000
     assert plan_memory(model, zero, device_type="cpu", **settings).updating == 0
+
+
+def test_an_update_by_muon_has_directions_of_three_units_and_none_of_frozen_ones():
+    model = Wide(blocks=5)
+    of_unit, settings = 2 * 67 * 149, {"data_parallel_size": 1, "dtype": torch.bfloat16}
+    for trained in range(6):
+        for index, block in enumerate(model.blocks):
+            block.requires_grad_(index < trained)
+        plan = plan_memory(model, ZeroConfig(2), matrices=hidden_matrices(model), **settings)
+        assert plan.updating == pytest.approx(2 * min(trained, 3) * of_unit, rel=0.01)
 
 
 def test_small_parameters_that_stay_whole_are_on_the_accelerator_wherever_the_others_rest(one_rank):
