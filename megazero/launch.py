@@ -121,7 +121,7 @@ def main() -> None:
             raise ValueError(f"--nproc-per-node must be at least 1, got {ranks}.")
         share_cores(ranks)
         sys.exit(run_ranks(args))
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:  # torchrun asserts some of its options
         sys.exit(f"error: torchrun cannot start with these options: {error} (see torchrun --help)")
 
 

@@ -583,6 +583,8 @@ def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):
         (["--nproc-per-node", "x"], "x"),
         (["--nproc-per-node", "0"], "--nproc-per-node must be at least 1, got 0"),
         (["--nnodes", "two"], "'two'"),
+        (["--nnodes", "0"], ""),  # older torchruns do not say more
+        (["--max-restarts", "-1"], ""),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:port"], "'host:port'"),
         (["--rdzv-backend", "pigeon"], "'pigeon'"),
     ],
