@@ -70,10 +70,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists() and (peak := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return max(int(peak[1]) * 1024, _resident_bytes())  # the kernel notes the peak now and then only
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     # Elsewhere getrusage(2), in bytes on macOS; on Linux a process begins with the peak of the one that has started it.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+    return max(most, _resident_bytes())  # the kernel notes the peak now and then only
 
 
 def _resident_bytes() -> int:

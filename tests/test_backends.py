@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +71,17 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_has_started_it():
         [sys.executable, "-c", STARTS_ANOTHER], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
     )
     assert 50 << 20 < int(done.stdout) < 600 << 20
+
+
+@pytest.mark.parametrize("noted", [0, 1 << 40])
+def test_a_peak_that_the_kernel_notes_late_or_not_at_all_is_what_is_held_at_least(monkeypatch, tmp_path, noted):
+    (tmp_path / "status").write_text("Name:\tpython\n")
+    monkeypatch.setattr(
+        throughput, "Path", lambda path: tmp_path / "status" if path.endswith("/status") else Path(path)
+    )
+    monkeypatch.setattr(throughput.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=noted // 1024))
+    peak = throughput.peak_memory_bytes(CPU)
+    assert peak == noted if noted else peak > 50 << 20
 
 
 @pytest.mark.parametrize(
