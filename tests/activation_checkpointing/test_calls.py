@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from collections import deque
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import dropout
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing import assert_close
 
 from megazero import mpu
@@ -191,8 +193,8 @@ class Box:
 def nested(pair, scale=1, *, more):
     """Containers in and out."""
     (a, flag), rest = pair
-    c = more["c"][0] * scale
-    return {"sum": a + c if flag else a, "rest": [rest, (c * 2, None)], "same": c}, c
+    c = more["c"][0][0] * scale
+    return {"sum": a + c if flag else a, "rest": [rest, deque((c * 2, None))], "same": c}, c
 
 
 @BOTH
@@ -201,11 +203,42 @@ def test_tensors_in_any_nesting_and_by_keyword_have_their_gradients(one_rank, ch
     found = []
     for call in (plainly, checkpoint):
         a.grad = c.grad = None
-        out, again = call(nested, ((a * 1, True), "rest"), scale=3, more={"c": [c]})
+        out, again = call(nested, ((a * 1, True), "rest"), scale=3, more={"c": deque([[c]])})
         assert list(out) == ["sum", "rest", "same"] and out["rest"][0] == "rest" and out["rest"][1][1] is None
         (out["sum"] + 5 * out["rest"][1][0] + 7 * out["same"] + 11 * again).sum().backward()
         found.append([again.detach(), a.grad, c.grad])
     assert_same(*found)
+
+
+@BOTH
+def test_a_packed_sequence_goes_in_and_comes_out(one_rank, checkpoint):
+    """A named tuple whose constructor asks its tensors where they lie."""
+    a, found = torch.randn(3, 4, requires_grad=True), []
+    for call in (plainly, checkpoint):
+        a.grad = None
+        out = call(lambda x: x._replace(data=x.data.sin()), pack_sequence([a, a[:2]]))
+        assert type(out) is PackedSequence and out.batch_sizes.tolist() == [2, 2, 1]
+        out.data.square().sum().backward()
+        found.append([out.data.detach(), a.grad])
+    assert_same(*found)
+
+
+class Settings(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("read-only")
+
+
+class Pair(tuple):
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+@BOTH
+def test_containers_without_tensors_go_through_as_they_are_whatever_their_class(one_rank, checkpoint):
+    x, given = torch.ones(2, requires_grad=True), [Settings(scale=2), Pair(1, 3)]
+    y, *returned = checkpoint(lambda x, settings, pair: (x * settings["scale"] * pair[1], settings, pair), x, *given)
+    y.sum().backward()
+    assert x.grad.tolist() == [6, 6] and all(out is one for out, one in zip(returned, given, strict=True))
 
 
 def test_what_would_lose_a_gradient_is_refused(one_rank):
