@@ -43,7 +43,7 @@ class _Block:
         return cls(
             max(sum(need.whole_parameters for need in unit) for unit in units),
             max(sum(need.whole_gradient for need in unit) for unit in (units if is_sharded else [needs])),
-            sum(need.early_gradient for need in needs if need.plan.unit == ROOT),
+            sum(need.early_gradient for need in needs),
             max(need.wire for need in needs),
             sum(need.gradients for need in needs),
             tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
@@ -124,6 +124,7 @@ def _gradients(
     """What is there of gradients in the backward of a block, beyond those of earlier micro-batches.
 
     Args:
+        index: of the block; -1 is the embedding, before the root's gradient is made.
         has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.
         adding: while one leaves, for the sum that it goes into.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megazero.zero.config import Sharding, ZeroConfig
-from megazero.zero.gradient import EARLY
+from megazero.zero.gradient import may_wait
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
@@ -192,8 +192,9 @@ class BucketBytes:
     @property
     def early_gradient(self) -> int:
         """Of the root's, what is there in the units' backward: all of it, but where little comes before and waits as it is."""
-        first = self.plan.first_numel * self.plan.dtype.itemsize
-        return first if first * EARLY <= self.plan.layout.param_numel * self._grad_bytes else self.whole_gradient
+        plan, whole = self.plan, self.whole_gradient
+        first = plan.first_numel * plan.dtype.itemsize
+        return min(first, whole) if may_wait(first, plan.layout, plan.grad_dtype) else whole
 
     @property
     def wire(self) -> int:

@@ -16,6 +16,11 @@ NORM_ROW = 256  # elements that one fp32 sum of the gradient norm runs over
 EARLY = 16  # G gets its memory when more than one part in so many of it has come
 
 
+def may_wait(nbytes: int, layout: BucketLayout, dtype: torch.dtype) -> bool:
+    """Whether the first gradients of a bucket, of so many bytes together, wait as they are. `dtype` is that of G."""
+    return nbytes * EARLY <= layout.param_numel * dtype.itemsize
+
+
 class Gradient:
     """G of one bucket.
 
@@ -128,7 +133,7 @@ class Gradient:
     def _is_early(self, grad: Tensor) -> bool:
         """Whether this gradient may wait as well."""
         nbytes = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
-        return nbytes * EARLY <= self.layout.param_numel * self.dtype.itemsize
+        return may_wait(nbytes, self.layout, self.dtype)
 
     def reduce(self) -> None:
         """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
