@@ -39,6 +39,7 @@ class _Need:
     in_all: int  # bytes, activations included
     available: int | None
     setting: Callable[[bool], str]  # what to change, of something certain or not
+    limit_flag: str | None = None  # of `python -m megazero.plan`, that says what is available
 
     @property
     def excess(self) -> int:
@@ -55,17 +56,19 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
         plan.per_node(plan.disk),
         limits.disk,
         lambda _: larger_disk,
+        "--nvme",
     )
     if setup.shape.device_type == "cpu":
         where = f"host memory for {ranks} ranks" if ranks > 1 else "host memory"
         certain, in_all = plan.per_node(plan.device_states + plan.states.host), plan.per_node(plan.device + plan.host)
-        return [_Need(where, certain, in_all, limits.host, partial(_for_device, setup)), on_disk]
+        return [_Need(where, certain, in_all, limits.host, partial(_for_device, setup), "--host-memory"), on_disk]
     states, host = plan.per_node(plan.states.host), plan.per_node(plan.host)
     unlock = "Raise the limit (ulimit -l), or give --no-use-pin-memory."
     locked = _Need("locked memory per rank", plan.states.states_at("cpu"), plan.host, limits.memlock, lambda _: unlock)
+    less = partial(_for_device, setup)
     return [
-        _Need("device memory per rank", plan.device_states, plan.device, limits.device, partial(_for_device, setup)),
-        _Need("host memory per node", states, host, limits.host, lambda _: _for_host(setup)),
+        _Need("device memory per rank", plan.device_states, plan.device, limits.device, less, "--gpu-memory"),
+        _Need("host memory per node", states, host, limits.host, lambda _: _for_host(setup), "--host-memory"),
         *([locked] if setup.states.zero.pin_memory else []),
         on_disk,
     ]
@@ -85,9 +88,10 @@ def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
     return problems
 
 
-def unchecked(plan: JobPlan, limits: Limits) -> dict[str, int]:
-    """Bytes that the job needs of resources of which no limit is known, by their names as in `Problem`."""
-    return {need.resource: need.in_all for need in _needs(plan, limits) if need.available is None and need.in_all}
+def unchecked(plan: JobPlan, limits: Limits) -> list[tuple[str, int, str]]:
+    """Resources of which no limit is known: name as in `Problem`, bytes that the job needs, and the flag that gives the limit."""
+    unknown = (need for need in _needs(plan, limits) if need.available is None and need.in_all)
+    return [(need.resource, need.in_all, need.limit_flag) for need in unknown if need.limit_flag is not None]
 
 
 def _for_device(setup: Setup, is_certain: bool) -> str:

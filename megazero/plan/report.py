@@ -15,7 +15,6 @@ from megazero.plan.job_plan import JobPlan, activation_modes
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
-LIMIT_FLAGS = {"device": "--gpu-memory", "host": "--host-memory", "disk": "--nvme"}
 HOME_NAMES = {"accelerator": "device", "cpu": "host", "nvme": "nvme"}
 
 
@@ -162,8 +161,7 @@ def _verdict(plan: JobPlan, limits: Limits) -> str:
         rows.append(("fits", "yes"))
     rows += [
         ("not checked", f"{name}, of which the job needs {size(nbytes)}: give {flag}")
-        for name, nbytes in unchecked(plan, limits).items()
-        if (flag := LIMIT_FLAGS.get(name.split()[0]))
+        for name, nbytes, flag in unchecked(plan, limits)
     ]
     ways = what_to_change(setup, limits)
     rows += [("fits with", change.flags) for change in ways]
