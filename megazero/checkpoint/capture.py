@@ -7,6 +7,7 @@ in the background needs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -106,15 +107,20 @@ def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop:
     low, high = segment.start + start, segment.start + stop
     if not bucket.is_trainable:
         flat, shard, begin = bucket.weights.flat, bucket.weights.shard, bucket.shard_range.start
-        return {CONSTANT: flat[low:high] if shard is None else _part(shard, flat.dtype, low - begin, high - begin)}
+        return {
+            CONSTANT: flat[low:high] if shard is None else _part(bucket, shard, flat.dtype, low - begin, high - begin)
+        }
     held, begin = bucket.states, bucket.owned_range.start
     return {  # zeros where this rank has not trained anything of the bucket yet
-        key: _part(held[key], torch.float32, low - begin, high - begin) if key in held else torch.zeros(stop - start)
+        key: _part(bucket, held[key], torch.float32, low - begin, high - begin)
+        if key in held
+        else torch.zeros(stop - start)
         for key in (MASTER, *keys)
     }
 
 
-def _part(vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor | LazyTensor:
+def _part(bucket: Bucket, vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor | LazyTensor:
+    """Elements [start, stop) of a vector of the bucket's."""
     if vector.resident is not None:
         with vector.at_hand(start, stop) as part:
             return part.to(dtype)  # itself, but for optimizers that keep 16 bits
@@ -123,7 +129,16 @@ def _part(vector: Vector, dtype: torch.dtype, start: int, stop: int) -> Tensor |
         with vector.at_hand(start, stop) as part:
             return part.to(dtype, copy=True)
 
-    return LazyTensor(dtype, (stop - start,), read)
+    def parts() -> Iterator[Tensor]:
+        clipped = [(max(start, tile.start), min(stop, tile.stop)) for tile in bucket.tiles]
+        places = [(low, high) for low, high in clipped if low < high]
+        for place, ahead in zip(places, [*places[1:], None], strict=True):
+            with vector.at_hand(*place) as part:
+                if ahead is not None:
+                    vector.prefetch(*ahead)
+                yield part.to(dtype)
+
+    return LazyTensor(dtype, (stop - start,), read, parts)
 
 
 def _optimizer(state: TrainingState) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What of a checkpoint goes where in a training run: each rank for itself, whatever ranks have saved it.
 
-A rank reads the ranges that it needs (`ranges` translates), and holds one parameter beside its shards. Nothing communicates.
+A rank reads the ranges that it needs (`ranges` translates), tile by tile, so that states on a drive pass through the buffers that
+they have for a step. Nothing communicates.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
     keys = _allocate_optimizer(state, reader) if has_optimizer else []
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
-    for bucket in state.buckets:
-        with state.optimizer.state_at_hand(bucket, keys, writes=True) as states:
-            for segment, part, start in bucket.weight_parts():
+    for tile in (tile for bucket in state.buckets for tile in bucket.tiles):
+        with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
+            for segment, part, start in tile.bucket.weight_parts(tile):
                 entry = reader.tensors.get(segment.name)
                 if entry is None:
                     continue
                 # A parameter may have been frozen when it was saved and be trained now, or the other way round.
                 to_read = [(start, entry.weight_state, part)]
                 for key in (key for key in keys if key in entry.states):
-                    parts = state.optimizer.parts_of(states, bucket, key, segment)
+                    parts = state.optimizer.parts_of(states, tile, key, segment)
                     to_read += [(at.start, key, view) for view, at in parts]
                 cut = state.cut(segment)
                 to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once

@@ -30,11 +30,17 @@ _ALIGNMENT = 64  # bytes, of the first tensor
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is not in memory, and is read or made when its turn to be written comes."""
+    """A tensor that is not in memory, and is read or made when its turn to be written comes.
+
+    Attributes:
+        read: gives all of it.
+        parts: gives it as flat parts, one behind the other, each for a moment, where all of it would be too much to hold.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    parts: Callable[[], Iterator[Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +110,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> Wri
             stream = ChecksummedStream(file)
             stream.write(memoryview(header))
             for name, tensor in tensors.items():
-                values = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-                if (values.dtype, values.shape) != (tensor.dtype, tensor.shape):
-                    found, announced = (f"{each.dtype} {tuple(each.shape)}" for each in (values, tensor))
-                    raise ValueError(f"{name} is {found}, announced as {announced}")
-                for part in _on_cpu(values.detach()):
-                    stream.write(bytes_of(part).data)
+                for values in _parts(name, tensor):
+                    for part in _on_cpu(values.detach()):
+                        stream.write(bytes_of(part).data)
             os.fsync(file.fileno())
     except BaseException:
         path.unlink(missing_ok=True)  # a full disk needs the room
@@ -129,6 +132,25 @@ def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> tuple[bytes, dict[str
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}
+
+
+def _parts(name: str, tensor: Tensor | LazyTensor) -> Iterator[Tensor]:
+    """What is written of a tensor, in order; raises where that is not what was announced."""
+    if isinstance(tensor, Tensor):
+        yield tensor
+    elif tensor.parts is None:
+        values = tensor.read()
+        if (values.dtype, values.shape) != (tensor.dtype, tensor.shape):
+            found, announced = (f"{each.dtype} {tuple(each.shape)}" for each in (values, tensor))
+            raise ValueError(f"{name} is {found}, announced as {announced}")
+        yield values
+    else:
+        nbytes = 0
+        for part in tensor.parts():
+            nbytes += part.nbytes
+            yield part
+        if nbytes != tensor.nbytes:
+            raise ValueError(f"{name} is {nbytes} bytes, announced as {tensor.nbytes}")
 
 
 def _on_cpu(tensor: Tensor) -> Iterator[Tensor]:

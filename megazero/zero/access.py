@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.registry import bucket_of
@@ -52,7 +52,7 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterat
         if key not in keys:
             yield None
             return
-    with optimizer.state_at_hand(bucket, [key]) as states:
+    with optimizer.state_at_hand(Tile(bucket, 0, bucket.owned_numel), [key]) as states:
         device = bucket.optimizer_home.device
         yield states[key] if key in states else torch.zeros(bucket.owned_numel, device=device)
 
@@ -150,9 +150,10 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
     keys = optimizer.state_keys_everywhere()[bucket]
     if key not in keys:
         raise KeyError(f"the optimizer has no state {key!r} of this parameter: it has {keys}, after its first step.")
-    with optimizer.state_at_hand(bucket, [key], writes=True) as states:
-        for view, place in optimizer.parts_of(states, bucket, key, segment):
-            view.copy_(values.reshape(-1)[place])
+    for tile in bucket.tiles:
+        with optimizer.state_at_hand(tile, [key], writes=True) as states:
+            for view, place in optimizer.parts_of(states, tile, key, segment):
+                view.copy_(values.reshape(-1)[place])
 
 
 def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
@@ -183,10 +184,11 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
     bucket, segment, optimizer = found
     if part.shape != values.shape:
         raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
-    with optimizer.state_at_hand(bucket, [key], writes=True) as states:
-        for view, place in optimizer.parts_of(states, bucket, key, segment):
-            first = bucket.owned_part(states[key], segment)[1].start
-            view.copy_(values[place.start - first : place.stop - first])
+    first = max(segment.start, bucket.owned_range.start) - segment.start
+    for tile in bucket.tiles:
+        with optimizer.state_at_hand(tile, [key], writes=True) as states:
+            for view, place in optimizer.parts_of(states, tile, key, segment):
+                view.copy_(values[place.start - first : place.stop - first])
 
 
 def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:

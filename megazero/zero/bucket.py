@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 MASTER = "master"  # the fp32 weights' name among the states of O
+
+
+class Tile(NamedTuple):
+    """Elements [start, stop) of a bucket's owned range, which come to hand together."""
+
+    bucket: Bucket
+    start: int
+    stop: int
 
 
 class Bucket:
@@ -166,19 +175,20 @@ class Bucket:
         if self.weights.is_cast:
             self._adopt(self.weights.part)
         elif self.weights.is_sharded:
-            with self.weights.owned(writes=True) as shard:
+            with self.weights.owned(reads=False, writes=True) as shard:
                 shard.copy_(self.weights.part)
         self.adopt_parameters()
 
     def adopt_parameters(self) -> None:
         """Makes P the master weights where it has been changed; elsewhere they keep what 16 bits cannot hold."""
         if self.is_trainable and not self.master_is_p:
-            with self.weights.owned() as owned:
-                self._adopt(owned)
+            for _, start, stop in self.tiles:
+                with self.weights.owned(start, stop) as owned:
+                    self._adopt(owned, start, stop)
         self.weights.mark_unwritten()
 
-    def _adopt(self, weights: Tensor) -> None:
-        with self.states[MASTER].at_hand(writes=True) as master:
+    def _adopt(self, weights: Tensor, start: int = 0, stop: int | None = None) -> None:
+        with self.states[MASTER].at_hand(start, stop, writes=True) as master:
             weights = weights.to(master.device)
             master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
 
@@ -202,10 +212,10 @@ class Bucket:
             )
 
     @property
-    def tiles(self) -> list[tuple[int, int]]:
-        """[start, stop) in the owned range of what the optimizer brings to hand at a time."""
+    def tiles(self) -> list[Tile]:
+        """The owned range in the pieces that the optimizer brings to hand at a time."""
         starts = range(0, self.owned_numel, self.tile_numel)
-        return [(start, min(start + self.tile_numel, self.owned_numel)) for start in starts]
+        return [Tile(self, start, min(start + self.tile_numel, self.owned_numel)) for start in starts]
 
     @property
     def master_is_p(self) -> bool:
@@ -243,7 +253,7 @@ class Bucket:
     ) -> AbstractContextManager[Tensor]:
         """Elements [start, stop) of the owned range of P, to be written to: `parts` of them, where there is a link to cross."""
         if (link := self._link_to_p) is None:
-            return self.weights.owned(start, stop, writes=True)
+            return self.weights.owned(start, stop, reads=False, writes=True)
         p = self.weights.resident
         assert p is not None, "P without a link is in memory"
         return link.outbox.fill(p[start:stop], parts)
@@ -265,15 +275,15 @@ class Bucket:
         elif self.sharding.optimizer:
             self.weights.exchange()
 
-    def master_to_write(self) -> AbstractContextManager[Tensor]:
-        """The master weights at hand, once nothing reads them as the shard of P. `publish_master` comes after it."""
+    def master_to_write(self, start: int = 0, stop: int | None = None) -> AbstractContextManager[Tensor]:
+        """Master weights at hand, once nothing reads them as the shard of P. `publish_master` comes after the last."""
         self.weights.settle()
-        return self.states[MASTER].at_hand(writes=True)
+        return self.states[MASTER].at_hand(start, stop, writes=True)
 
     def publish_master(self) -> None:
         """Writes all master weights into P, here and on the other ranks: after they were set. Collective."""
         if self.is_trainable and not self.master_is_p:
-            for start, stop in self.tiles:
+            for _, start, stop in self.tiles:
                 with self.states[MASTER].at_hand(start, stop) as master:
                     self.write_back(start, stop, master)
         self.publish()
@@ -358,38 +368,32 @@ class Bucket:
         part, place = self.owned_part(owned, segment)
         part.detach().copy_(values.reshape(-1)[place])
 
-    def weight_parts(self) -> Iterator[tuple[Segment, Tensor, int]]:
-        """What has to be filled to load the weights: segment, 1-D view of this rank's part, where it begins in the parameter.
+    def weight_parts(self, tile: Tile) -> Iterator[tuple[Segment, Tensor, int]]:
+        """What has to be filled to load one of the `tiles`: segment, 1-D view of the part here, where it begins in the parameter.
 
-        That is the fp32 master weights of what is trained, and P of what is frozen. `publish_parts` comes after it.
+        That is the fp32 master weights of what is trained, and P of what is frozen. `publish_parts` comes after the last.
         """
         self.refuse_if_held("loading")
-        if self.is_trainable:
-            target, start = self.master_to_write(), self.owned_range.start
-        elif self.weights.shard is not None:
-            self.weights.settle()
-            target, start = self.weights.shard.at_hand(writes=True), self.shard_range.start
-        else:
-            target, start = nullcontext(self.weights.flat), 0
-        with target as values:
+        at_hand = self.master_to_write if self.is_trainable else partial(self.weights.owned, writes=True)
+        with at_hand(tile.start, tile.stop) as values:
             for segment in self.layout.segments:
-                part, place = part_of(values, start, segment)
+                part, place = part_of(values, self.owned_range.start + tile.start, segment)
                 if part.numel():
                     yield segment, part.detach(), place.start
 
     def publish_parts(self) -> None:
         """Brings P up to date with what was filled. Collective."""
-        if self.is_trainable:
-            self.publish_master()
+        self.publish_master()
         self.weights.release()
         self.weights.mark_unwritten()
 
     def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
         """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
-        for segment, part, start in self.weight_parts():
-            values = values_of(segment)
-            if values is not None:
-                part.copy_(values.reshape(-1)[start : start + part.numel()])
+        for tile in self.tiles:
+            for segment, part, start in self.weight_parts(tile):
+                values = values_of(segment)
+                if values is not None:
+                    part.copy_(values.reshape(-1)[start : start + part.numel()])
         self.publish_parts()
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:

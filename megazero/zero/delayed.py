@@ -58,7 +58,7 @@ class DelayedUpdate:
         for bucket in self._staged:
             bucket.refuse_written("a delayed update of it went on. Call engine.optimizer.finish() before")
         for bucket, weights in self._staged.items():
-            for start, stop in bucket.tiles:
+            for _, start, stop in bucket.tiles:
                 bucket.write_back(start, stop, weights[start:stop])
             bucket.publish()
         for bucket in self._staged:

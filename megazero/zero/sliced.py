@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -14,20 +14,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megazero import comm
-from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.storage import is_same_memory, part_of
 
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
-
-
-class Tile(NamedTuple):
-    """Elements [start, stop) of a bucket's owned range, which an update brings to hand together."""
-
-    bucket: Bucket
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,33 +240,33 @@ class SlicedOptimizer:
         """The bucket's state of that name; made of zeros where there is none yet."""
         if key not in bucket.states:
             vector = bucket.states[key] = bucket.optimizer_home.vector(bucket.owned_numel, dtype)
-            for start, stop in bucket.tiles:
-                with vector.at_hand(start, stop, reads=False, writes=True) as part:
+            for tile in bucket.tiles:
+                with vector.at_hand(tile.start, tile.stop, reads=False, writes=True) as part:
                     part.zero_()
         return bucket.states[key]
 
     # ---- states by parameter
 
     @contextmanager
-    def state_at_hand(
-        self, bucket: Bucket, keys: Iterable[str], *, writes: bool = False
-    ) -> Iterator[dict[str, Tensor]]:
-        """What there is of `keys` of a bucket's O, each 1-D of the owned range, for a `with` block; `writes` keeps changes."""
+    def state_at_hand(self, tile: Tile, keys: Iterable[str], *, writes: bool = False) -> Iterator[dict[str, Tensor]]:
+        """What there is of `keys` of a tile's O, each 1-D, for a `with` block; `writes` keeps changes."""
+        bucket, start, stop = tile
         with ExitStack() as stack:
             there = [key for key in keys if key in bucket.states]
-            yield {key: stack.enter_context(bucket.states[key].at_hand(writes=writes)) for key in there}
+            yield {key: stack.enter_context(bucket.states[key].at_hand(start, stop, writes=writes)) for key in there}
 
     def parts_of(
-        self, states: Mapping[str, Tensor], bucket: Bucket, key: str, segment: Segment
+        self, states: Mapping[str, Tensor], tile: Tile, key: str, segment: Segment
     ) -> Iterator[tuple[Tensor, slice]]:
-        """What this rank has of one parameter's state: 1-D views, and where they lie in the flattened parameter.
+        """What this rank has of one parameter's state in a tile: 1-D views, and where they lie in the flattened parameter.
 
         Args:
-            states: what `state_at_hand` gave for the bucket.
+            states: what `state_at_hand` gave for the tile.
         """
-        for piece in self.slices_of(bucket):
+        for piece in self.slices_in(tile):
             if key in states and key in self.state.get(piece.master, {}):
-                part, place = part_of(states[key][piece.start : piece.stop], piece.span.start, segment)
+                mine = states[key][piece.start - tile.start : piece.stop - tile.start]
+                part, place = part_of(mine, piece.span.start, segment)
                 if part.numel():
                     yield part, place
 
@@ -337,9 +329,9 @@ def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_traine
     """Runs of neighbours with an equal key in each tile of the bucket's owned range."""
     low, master = bucket.owned_range.start, bucket.states[MASTER]
     spans = bucket.layout.spans_by(key)
-    for start, stop in bucket.tiles:
+    for tile in bucket.tiles:
         for span in spans:
-            part = span.clip(low + start, low + stop)
+            part = span.clip(low + tile.start, low + tile.stop)
             if part.start < part.stop:
                 memory = (
                     torch.empty(0) if master.resident is None else master.resident[part.start - low : part.stop - low]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled, unmixed
-from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
-from megazero.zero.sliced import Slice, SlicedOptimizer, Tile
+from megazero.zero.sliced import Slice, SlicedOptimizer
 
 # Elements that a device steps in one call at most, if there are several tiles in it. A call takes the host about 0.1 ms, however
 # little there is to do, in which a fast device steps about so many.
@@ -53,7 +53,7 @@ class Update:
         if self._staged is None:
             for bucket in self._gradients:
                 bucket.weights.settle()
-        tiles = [Tile(bucket, start, stop) for bucket in self._gradients for start, stop in bucket.tiles]
+        tiles = [tile for bucket in self._gradients for tile in bucket.tiles]
         batches = self._batches(tiles) if self._steps_apart else [tiles]
         self._prefetch(batches[0])
         for batch, ahead in zip(batches, [*batches[1:], []], strict=True):
@@ -118,8 +118,8 @@ class Update:
 
     def _bring(self, tile: Tile, at_hand: ExitStack) -> dict[str, Tensor]:
         """O of the tile at hand; where it does not lie in memory, the torch optimizer is pointed at it."""
-        bucket, start, stop = tile
-        states = {k: at_hand.enter_context(v.at_hand(start, stop, writes=True)) for k, v in bucket.states.items()}
+        bucket = tile.bucket
+        states = at_hand.enter_context(self._optimizer.state_at_hand(tile, bucket.states, writes=True))
         if bucket.states[MASTER].resident is None:
             for piece, part in self._slices(tile, only_trained=False):
                 piece.master.data = states[MASTER][part]

@@ -204,12 +204,14 @@ class Weights:
         """The owned range of P in its home, if that is memory."""
         return self.part if self.shard is None else self.shard.resident
 
-    def owned(self, start: int = 0, stop: int | None = None, *, writes: bool = False) -> AbstractContextManager[Tensor]:
-        """Elements [start, stop) of the owned range of P."""
+    def owned(
+        self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        """Elements [start, stop) of the owned range of P; `reads` and `writes` as of `Vector.at_hand`."""
         if writes:
             self.settle()
         if self.shard is not None:
-            return self.shard.at_hand(start, stop, reads=not writes, writes=writes)
+            return self.shard.at_hand(start, stop, reads=reads, writes=writes)
         return nullcontext(self.part[start:stop])
 
     def settle(self) -> None:

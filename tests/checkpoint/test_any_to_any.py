@@ -116,11 +116,11 @@ def check_states(engine: Engine, reference: dict[str, dict[str, Tensor]]) -> Non
                 whole = engine.module_state_dict()[segment.name]  # collective: alike on all ranks
                 assert torch.equal(whole.reshape(-1), parts["constant"].to(whole.dtype)), segment.name
                 continue
-            states = {key: vector.resident for key, vector in bucket.states.items()}
+            states, (tile,) = {key: vector.resident for key, vector in bucket.states.items()}, bucket.tiles
             held, place = bucket.owned_part(states["master"], segment)
             assert torch.equal(held, parts["master"][place]), segment.name
             for state in ("exp_avg", "exp_avg_sq"):
-                found = list(optimizer.parts_of(states, bucket, state, segment))
+                found = list(optimizer.parts_of(states, tile, state, segment))
                 assert sum(view.numel() for view, _ in found) == held.numel(), segment.name
                 assert all(torch.equal(view, parts[state][at]) for view, at in found), f"{state} of {segment.name}"
     assert engine.module.seen.tolist() == [1, 2, 3]

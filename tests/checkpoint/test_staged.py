@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megazero.checkpoint.tensor_file import LazyTensor
+from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.checkpoint.writer import Piece, Snapshot
 from megazero.nvme import pages
 
@@ -78,3 +79,17 @@ def test_a_snapshot_that_cannot_be_read_leaves_no_memory_behind(mapped):
         snapshot("cpu", fails).staged()
     gc.collect()
     assert mapped and all(mapping() is None for mapping, _ in mapped)
+
+
+def test_a_tensor_may_be_written_part_by_part(tmp_path):
+    def write(numel: int) -> dict[str, torch.Tensor]:
+        values = torch.arange(10.0)
+        parts = LazyTensor(torch.float32, (numel,), read=values.clone, parts=lambda: iter(values.split(4)))
+        write_tensors(tmp_path / "file", {"before": values[:3], "parts": parts, "behind": values[:2]})
+        return load_file(tmp_path / "file")
+
+    read = write(10)
+    assert torch.equal(read["parts"], torch.arange(10.0)) and read["behind"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="parts is 40 bytes, announced as 44"):
+        write(11)
+    assert not (tmp_path / "file").exists()

@@ -189,8 +189,9 @@ def test_index_is_plain_json_and_safetensors_opens_the_files(world, tmp_path):
     assert "exp_avg" in engine.optimizer.state_keys(bucket) and (rank, start, stop) == (0, 0, 36 * 12)
     moments = torch.frombuffer(bytearray(content), dtype=torch.float32)
     segment = bucket.segment_of(engine.module.up.weight)
-    with engine.optimizer.state_at_hand(bucket, ["exp_avg"]) as states:
-        parts = [view for view, _ in engine.optimizer.parts_of(states, bucket, "exp_avg", segment)]
+    (tile,) = bucket.tiles
+    with engine.optimizer.state_at_hand(tile, ["exp_avg"]) as states:
+        parts = [view for view, _ in engine.optimizer.parts_of(states, tile, "exp_avg", segment)]
         assert torch.equal(moments, torch.cat(parts))
 
 
@@ -313,8 +314,9 @@ def test_states_of_16_bits_and_settings_that_json_has_not(world, tmp_path):
     engine.save_checkpoint(str(tmp_path))
     (bucket,) = [bucket for bucket in engine.buckets if "0.weight" in bucket.parameters]
     segment = bucket.segment_of(engine.module[0].weight)
-    with engine.optimizer.state_at_hand(bucket, ["momentum"]) as states:
-        (part,) = [view for view, _ in engine.optimizer.parts_of(states, bucket, "momentum", segment)]
+    (tile,) = bucket.tiles
+    with engine.optimizer.state_at_hand(tile, ["momentum"]) as states:
+        (part,) = [view for view, _ in engine.optimizer.parts_of(states, tile, "momentum", segment)]
         assert torch.equal(Reader(tmp_path).read("0.weight", "momentum").view(-1), part.float())
 
 

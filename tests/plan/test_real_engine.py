@@ -34,6 +34,7 @@ MODEL = GPT2Config(
 
 # In small tiles, as it is up to the drive how many buffers are used.
 ON_NVME = {"offload_optimizer": "nvme", "sub_group_size": 2 * TILE_MULTIPLE}
+GENERATORS = 1 << 15  # bytes, at most: the states of random generators, which are saved and loaded
 JOBS = [  # stage, dtype, batch size, what is recomputed, micro-batches, what else
     (0, torch.float32, 4, None, 1, {}),
     (0, torch.bfloat16, 8, "full", 1, {}),
@@ -84,6 +85,12 @@ def engine_case(path: str) -> None:
             assert held == pytest.approx(plan.device + plan.host, rel=0.03), what
         if plan.disk:
             assert engine.homes.swap.nbytes == pytest.approx(plan.disk, rel=0.03), what
+            engine.optimizer.finish()
+            known = [p for bucket in engine.buckets for p in (bucket.weights.flat, bucket.weights.resident)]
+            for passes_the_buffers in (engine.save_checkpoint, engine.load_checkpoint):
+                with LiveBytes(known) as live:
+                    passes_the_buffers(path)
+                assert live.peak["cpu"] < plan.host + GENERATORS, (passes_the_buffers, what)
         engine.destroy()
 
 
