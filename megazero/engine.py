@@ -38,6 +38,7 @@ from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
+from megazero.zero.tiling import tile_places
 from megazero.zero.units import plan_buckets, select_units
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
@@ -153,7 +154,7 @@ class Engine:
                 self.schedule, self._optimizer, self.zero, meter, self.homes.optimizer, groups.data
             )
         self._checkpointed = TrainingState(
-            model, groups, cuts, self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
+            model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
         self._saver = Saver()
         self._watch = ModelWatch(self.buckets)

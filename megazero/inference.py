@@ -105,7 +105,8 @@ def model_config(reader: Reader) -> GPT2Config:
     """The model of a checkpoint, without what only training needs."""
     saved = GPT2Config.of_saved(client_state(reader), reader.path)
     training_only: dict[str, Any] = {"checkpoint_activations": False, "recompute": None, "recompute_budget_gb": None}
-    return replace(saved, **training_only, sequence_parallel=False, compile=False, layernorm="torch")
+    whole: dict[str, Any] = {"memory_centric_tiled_linear": False, "tile_factor": GPT2Config.tile_factor}
+    return replace(saved, **training_only, **whole, sequence_parallel=False, compile=False, layernorm="torch")
 
 
 def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:

@@ -17,13 +17,15 @@ from megazero import comm
 from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, TensorEntry
 from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.tensor_file import LazyTensor
-from megazero.checkpoint.training_state import TrainingState, rng_states
+from megazero.checkpoint.training_state import Place, TrainingState, rng_states
 from megazero.checkpoint.writer import Piece, Snapshot, States
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
 from megazero.zero.layout import Segment
+from megazero.zero.sliced import Counters
 
 Keys = dict[Bucket, list[str]]  # the names of the optimizer's states; {} where none is saved
+Places = dict[str, Place]  # by the name that a parameter has in the module
 
 
 def capture(
@@ -45,6 +47,8 @@ def capture(
     client, client_tensors = comm.together(lambda: encode(client_state))
     schedule, schedule_tensors = comm.together(lambda: _schedule(state))
     keys: Keys = state.optimizer.state_keys_everywhere() if save_optimizer else {}
+    counters = _counters(state) if save_optimizer else {}
+    places = _places(state, keys, counters)
     buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]
     index = {
         "model_parallel_size": state.groups.model_parallel_size,
@@ -56,15 +60,15 @@ def capture(
         "counters": dict(state.counters),
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
         "aliases": state.aliases(),
-        "tensors": _described(state, buckets, keys),
-        "optimizer": _optimizer(state) if save_optimizer else None,
+        "tensors": _described(state, buckets, keys, places),
+        "optimizer": _optimizer(state, places, counters) if save_optimizer else None,
         "lr_scheduler": schedule,
         "client_state": client,
     }
     blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
     if torch.distributed.get_rank() == 0:
         blobs = {**blobs, **client_tensors, **schedule_tensors}
-    return Snapshot(_pieces(state, buckets, keys), blobs), index
+    return Snapshot(_pieces(state, buckets, keys, places), blobs), index
 
 
 def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
@@ -72,7 +76,22 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
     return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
-def _described(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[str, TensorEntry]:
+def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters]) -> Places:
+    """Where every parameter is saved. Tiles whose states are not alike, as one is frozen, are saved each by itself."""
+    found: dict[str, Place] = {}
+    kinds: dict[str, list[Any]] = {}
+    for bucket in state.buckets:
+        for segment in bucket.layout.segments:
+            place = found[segment.name] = state.place(segment)
+            kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(segment.name)
+            kinds.setdefault(place.name, []).append(kind)
+    apart = {name for name, of_tiles in kinds.items() if any(kind != of_tiles[0] for kind in of_tiles)}
+    segments = (segment for bucket in state.buckets for segment in bucket.layout.segments)
+    own = {segment.name: state.own_place(segment) for segment in segments if found[segment.name].name in apart}
+    return {**found, **own}
+
+
+def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[str, TensorEntry]:
     """Everything that is saved of the module, in its order."""
     found = {}
     for bucket in buckets:
@@ -80,21 +99,23 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[
         trained = dict.fromkeys((MASTER, *keys.get(bucket, ())), torch.float32)
         states = trained if bucket.is_trainable else {CONSTANT: bucket.weights.flat.dtype}
         for segment in bucket.layout.segments:
-            found[segment.name] = TensorEntry(kind, state.full_shape(segment), state.cut(segment), states)
+            place = places[segment.name]
+            found[place.name] = TensorEntry(kind, place.shape, place.cut, states)
     for name, value in state.buffers().items():
         found[name] = TensorEntry("buffer", tuple(value.shape), None, {CONSTANT: value.dtype})
-    order = state.module.state_dict(keep_vars=True)
+    order = dict.fromkeys(places[n].name if n in places else n for n in state.module.state_dict(keep_vars=True))
     return {name: found[name] for name in [*(n for n in order if n in found), *found]}
 
 
-def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys) -> dict[Piece, States]:
+def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[Piece, States]:
     """This rank's shard of every bucket; what tensor-parallel ranks hold in common, and buffers, are saved by the first rank."""
     rank, found = state.groups.model_parallel_rank, {}
     for bucket in buckets:
         for segment in bucket.layout.segments:
             start, stop = bucket.saved_part(segment)
             if start < stop and (rank == 0 or segment.name in state.partitions):
-                piece = Piece(segment.name, rank, start, stop)
+                name, _, _, first = places[segment.name]
+                piece = Piece(name, rank, first + start, first + stop, segment.name)
                 found[piece] = _states(bucket, segment, keys.get(bucket, []), start, stop)
     if torch.distributed.get_rank() == 0:
         buffers = {name: value.contiguous().view(-1) for name, value in state.buffers().items() if value.numel()}
@@ -141,17 +162,22 @@ def _part(bucket: Bucket, vector: Vector, dtype: torch.dtype, start: int, stop: 
     return LazyTensor(dtype, (stop - start,), read, parts)
 
 
-def _optimizer(state: TrainingState) -> dict[str, Any]:
-    """Class and settings of the optimizer, the scalar state that most parameters have, and that of the others. Collective."""
-    found: dict[str, dict[str, float]] = {}
+def _counters(state: TrainingState) -> dict[str, Counters]:
+    """The optimizer's scalar state of the parameters that have any. Collective."""
+    found: dict[str, Counters] = {}
     for part in comm.all_gathered_objects(state.optimizer.counters(), state.groups.data):
         found.update(part)
+    return found
+
+
+def _optimizer(state: TrainingState, places: Places, found: dict[str, Counters]) -> dict[str, Any]:
+    """Class and settings of the optimizer, the scalar state that most parameters have, and that of the others."""
     counts = Counter(tuple(sorted(counters.items())) for counters in found.values())
     common = dict(counts.most_common(1)[0][0]) if counts else {}
     names = [s.name for bucket in state.buckets if bucket.is_trainable for s in bucket.layout.segments]
     return {
         "type": type(state.optimizer.torch_optimizer).__name__,
         "counters": common,
-        "counters_of": {name: found.get(name) for name in names if found.get(name) != common},
+        "counters_of": {places[name].name: found.get(name) for name in names if found.get(name) != common},
         "groups": [plain_settings(group) for group in state.optimizer.param_groups],
     }

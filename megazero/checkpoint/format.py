@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.ranges import Cut, shard_shape
+from megazero.checkpoint.ranges import Cut, shard_shape, tiles_of
 
 try:
     from isal.isal_zlib import crc32  # zlib's numbers, several times as fast
@@ -105,7 +105,7 @@ class TensorEntry:
     def as_json(self, pieces: list[Any]) -> dict[str, Any]:
         """The entry in the index."""
         codes = {state: dtype_code(dtype) for state, dtype in self.states.items()}
-        cut = self.cut and asdict(self.cut)
+        cut = self.cut and {key: value for key, value in asdict(self.cut).items() if value != ()}
         return {"kind": self.kind, "shape": list(self.shape), "cut": cut, "states": codes, "pieces": pieces}
 
     @classmethod
@@ -119,10 +119,13 @@ class TensorEntry:
         if not all(map(is_count, shape)):
             raise ValueError(f"shape {shape}")
         if cut is not None:
-            cut = Cut(cut["dim"], cut["stride"], cut["padded"])
-            if not all(map(is_count, (cut.dim, cut.stride, cut.padded))) or not 1 <= cut.stride <= max(1, cut.padded):
+            cut = Cut(cut["dim"], cut["stride"], cut["padded"], tuple(map(tuple, cut.get("tiles", ()))))
+            numbers = (cut.dim or 0, cut.stride, cut.padded, *(start for bounds in cut.tiles for start in bounds))
+            is_known = cut.tiles or cut.dim is not None
+            if not all(map(is_count, numbers)) or not is_known or not 1 <= cut.stride <= max(1, cut.padded):
                 raise ValueError(f"{cut}")
-            shard_shape(shape, cut, size)  # raises where it cannot be
+            for tile, own in [(tile, own) for _, tile, own in tiles_of(shape, cut)] if cut.tiles else [(shape, cut)]:
+                shard_shape(tile, own, size)  # raises where it cannot be
         return cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import TensorEntry
-from megazero.checkpoint.ranges import shard_shape
+from megazero.checkpoint.ranges import holders, shard_shape
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.writer import Piece, Snapshot, States, whole_index, write_rank_file
 
@@ -75,7 +75,9 @@ def _plan(entries: dict[str, TensorEntry], model_parallel_size: int, data_parall
     for rank in range(model_parallel_size):
         held = []
         for name, entry in entries.items():
-            if entry.cut is not None or rank == 0:  # what is not cut is the same on all ranks, and the first saves it
+            if rank < holders(
+                entry.cut, model_parallel_size
+            ):  # what is not cut is the same on all ranks, and the first saves it
                 held.append((name, math.prod(shard_shape(entry.shape, entry.cut, model_parallel_size))))
         total, offset = sum(numel for _, numel in held), 0
         ends = [total * part // data_parallel_size for part in range(data_parallel_size + 1)]

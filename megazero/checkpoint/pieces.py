@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megazero.checkpoint.format import TensorEntry
-from megazero.checkpoint.ranges import RangeMap, shard_shape, shards_to_full
+from megazero.checkpoint.ranges import RangeMap, holders, shard_shape, shards_to_full
 from megazero.checkpoint.tensor_file import CheckedFile
 
 
@@ -44,7 +44,7 @@ class Pieces:
         rank, start, stop, self._file = (_integers([row[i] for row in rows]) for i in range(4))
         offsets = _integers([row[4] for row in rows]).reshape(len(rows), len(dtypes))
         self._offset = dict(zip(entry.states, offsets.T, strict=True))
-        ranks, numel, length = size if cut else 1, math.prod(shard_shape(shape, cut, size)), stop - start
+        ranks, numel, length = holders(cut, size), math.prod(shard_shape(shape, cut, size)), stop - start
         is_wrong = (rank < 0) | (rank >= ranks) | (start < 0) | (start >= stop) | (stop > numel)
         is_wrong |= (self._file < 0) | (self._file >= len(files))
         nbytes = np.array([file.nbytes for file in files])[np.clip(self._file, 0, len(files) - 1)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +23,19 @@ Integers = npt.NDArray[np.int64]
 class Cut:
     """How a full parameter is cut over the tensor-parallel ranks: `mpu.Partition` with the padded size.
 
+    Where it is that of a `TiledLinear`, its tiles are cut on their own, and a rank's parts of them lie one behind the other.
+
     Attributes:
-        dim: the dimension that is cut.
-        stride: number of matrices that are stacked along it, each cut on its own.
-        padded: size of the dimension that is cut; rows beyond the parameter's own are padding.
+        dim: the dimension that is cut; None for tiles that every rank has all of.
+        stride: number of matrices that are stacked along it, each cut on its own. 1 with tiles.
+        padded: size of the dimension that is cut; rows beyond the parameter's own are padding. With tiles there is none.
+        tiles: where tiles begin along every dimension, and its size; () for a parameter in one piece.
     """
 
-    dim: int
+    dim: int | None
     stride: int
     padded: int
+    tiles: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,21 @@ class RangeMap:
 
     def sources_from(self, start: int, stop: int) -> RangeMap:
         """The part of the map whose sources lie in [start, stop), counted from `start`."""
-        window = RangeMap.of([0], [start], [stop - start])
-        return window.then(self)
+        low, high = np.maximum(self.source, start), np.minimum(self.source + self.length, stop)
+        part = RangeMap(low - start, self.target + low - self.source, high - low)
+        return part._rows(low < high)
 
     def then(self, other: RangeMap) -> RangeMap:
         """This map followed by `other`, where both are defined; sorted by source, neighbours joined."""
+        if not len(self.target):
+            return self
+        # Most of `other` is of no interest to a small part of a large parameter.
+        first, end = self.target.min(), (self.target + self.length).max()
+        other = other._rows((other.source < end) & (other.source + other.length > first))
         by_target, by_source = np.argsort(self.target), np.argsort(other.source)
         a_source, a_target, a_length = self.source[by_target], self.target[by_target], self.length[by_target]
         b_source, b_target, b_length = other.source[by_source], other.target[by_source], other.length[by_source]
-        if not len(a_source) or not len(b_source):
+        if not len(b_source):
             return RangeMap.of([], [], [])
         # Between two neighbouring ends of ranges, every integer has the same row on both sides, or none.
         points = np.unique(np.concatenate([a_target, a_target + a_length, b_source, b_source + b_length]))
@@ -78,6 +89,9 @@ class RangeMap:
         is_mapped = (a >= 0) & (start < a_target[a] + a_length[a]) & (b >= 0) & (start < b_source[b] + b_length[b])
         a, b, start, length = a[is_mapped], b[is_mapped], start[is_mapped], length[is_mapped]
         return RangeMap(a_source[a] + start - a_target[a], b_target[b] + start - b_source[b], length)._joined()
+
+    def _rows(self, wanted: npt.NDArray[np.bool_]) -> RangeMap:
+        return RangeMap(self.source[wanted], self.target[wanted], self.length[wanted])
 
     def _joined(self) -> RangeMap:
         order = np.argsort(self.source)
@@ -89,13 +103,37 @@ class RangeMap:
         return RangeMap(source[first], target[first], np.add.reduceat(length, first))
 
 
+def holders(cut: Cut | None, size: int) -> int:
+    """How many of `size` tensor-parallel ranks have parts of their own: one, where all of them have everything."""
+    return 1 if cut is None or cut.dim is None else size
+
+
+def tiles_of(shape: Sequence[int], cut: Cut) -> list[tuple[tuple[int, ...], tuple[int, ...], Cut | None]]:
+    """The tiles of a parameter in their order, the last dimension's first: where each begins, its shape, and how it is cut.
+
+    Raises:
+        ValueError: they are not those of a parameter of this shape.
+    """
+    if len(cut.tiles) != len(shape) or any(
+        (bounds[0], bounds[-1]) != (0, length) or any(a >= b for a, b in pairwise(bounds))
+        for bounds, length in zip(cut.tiles, shape, strict=True)
+    ):
+        raise ValueError(f"a parameter of shape {tuple(shape)} cannot have the tiles of {cut}")
+    found = []
+    for spans in product(*map(pairwise, cut.tiles)):
+        tile = tuple(stop - start for start, stop in spans)
+        own = None if cut.dim is None else Cut(cut.dim, 1, tile[cut.dim])
+        found.append((tuple(start for start, _ in spans), tile, own))
+    return found
+
+
 def shard_shape(shape: Sequence[int], cut: Cut | None, size: int) -> tuple[int, ...]:
     """The shape of what each of `size` tensor-parallel ranks holds of a parameter of the full `shape`.
 
     Raises:
         ValueError: it cannot be cut so.
     """
-    if cut is None:
+    if cut is None or cut.dim is None:
         return tuple(shape)
     rest = cut.padded % (size * cut.stride)
     if rest or cut.padded < shape[cut.dim] or (cut.padded > shape[cut.dim] and cut.stride > 1):
@@ -111,6 +149,11 @@ def shard_to_full(shape: Sequence[int], cut: Cut | None, rank: int, size: int) -
     """
     if cut is None:
         return RangeMap.of([0], [0], [math.prod(shape)])
+    if cut.tiles:
+        tiles = tiles_of(shape, cut)
+        maps = [shard_to_full(tile, own, rank, size).then(_tile_to_full(shape, at, tile)) for at, tile, own in tiles]
+        return _one_behind_the_other(maps, [math.prod(shard_shape(tile, own, size)) for _, tile, own in tiles])
+    assert cut.dim is not None, "only tiles may be whole"
     rows_of_shard = shard_shape(shape, cut, size)[cut.dim]
     outer, rows, inner = math.prod(shape[: cut.dim]), shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     chunk = rows_of_shard // cut.stride
@@ -129,7 +172,21 @@ def shards_to_full(shape: Sequence[int], cut: Cut | None, size: int) -> RangeMap
     Raises:
         ValueError: the parameter cannot be cut so.
     """
-    numel = math.prod(shard_shape(shape, cut, size))
-    maps = [shard_to_full(shape, cut, rank, size) for rank in range(size if cut else 1)]
-    source = [each.source + rank * numel for rank, each in enumerate(maps)]
+    maps = [shard_to_full(shape, cut, rank, size) for rank in range(holders(cut, size))]
+    return _one_behind_the_other(maps, [math.prod(shard_shape(shape, cut, size))] * len(maps))
+
+
+def _tile_to_full(shape: Sequence[int], at: Sequence[int], tile: Sequence[int]) -> RangeMap:
+    """Elements of a flattened tile that begins at `at` -> elements of the flattened parameter, a row of the tile at a time."""
+    width, rows = tile[-1], np.arange(math.prod(tile[:-1]))
+    target, step, rest = np.full(rows.shape, at[-1]), shape[-1], rows
+    for first, length, whole in zip(at[-2::-1], tile[-2::-1], shape[-2::-1], strict=True):
+        target, rest, step = target + (first + rest % length) * step, rest // length, step * whole
+    return RangeMap(rows * width, target, np.full(rows.shape, width))
+
+
+def _one_behind_the_other(maps: Sequence[RangeMap], numels: Sequence[int]) -> RangeMap:
+    """The maps as one, whose sources are those of the first, of `numels[0]` elements, then those of the second, ..."""
+    starts = np.cumsum(numels) - numels
+    source = [each.source + start for each, start in zip(maps, starts, strict=True)]
     return RangeMap(*map(np.concatenate, (source, [each.target for each in maps], [each.length for each in maps])))

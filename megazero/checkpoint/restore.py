@@ -16,11 +16,11 @@ from megazero import comm
 from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.training_state import TrainingState, set_rng_states
+from megazero.checkpoint.training_state import Place, TrainingState, set_rng_states
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.muon import MOMENTUM, Muon
 from megazero.zero.bucket import MASTER
-from megazero.zero.layout import NO_GROUP
+from megazero.zero.layout import NO_GROUP, Segment
 
 logger = get_logger(__name__)
 
@@ -45,18 +45,19 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     for tile in (tile for bucket in state.buckets for tile in bucket.tiles):
         with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
             for segment, part, start in tile.bucket.weight_parts(tile):
-                entry = reader.tensors.get(segment.name)
+                place = _place(state, reader, segment)
+                entry = reader.tensors.get(place.name)
                 if entry is None:
                     continue
                 # A parameter may have been frozen when it was saved and be trained now, or the other way round.
                 to_read = [(start, entry.weight_state, part)]
                 for key in (key for key in keys if key in entry.states):
                     parts = state.optimizer.parts_of(states, tile, key, segment)
-                    to_read += [(at.start, key, view) for view, at in parts]
-                cut = state.cut(segment)
+                    to_read += [(here.start, key, view) for view, here in parts]
                 to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once
                 for first, key, out in to_read:
-                    reader.read_part(segment.name, key, out, cut=cut, rank=rank, size=size, start=first)
+                    at = place.start + first
+                    reader.read_part(place.name, key, out, cut=place.cut, rank=rank, size=size, start=at)
     for name, buffer in state.buffers().items():
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
@@ -73,10 +74,16 @@ def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
             f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
             "or start it anew with --no-load-optim (load_optimizer_states=False)."
         )
-    keys_of = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+    saved_keys = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
+    saved_counters, saved_as = (
+        _saved_counters(reader),
+        {s.name: _place(state, reader, s).name for s in _segments(state)},
+    )
+    keys_of = {name: saved_keys[saved] for name, saved in saved_as.items() if saved in saved_keys}
     if wanted == Muon.__name__:
         _check_matrices(state, reader, keys_of)
-    state.optimizer.allocate_state(keys_of, _saved_counters(reader))
+    counters = {name: saved_counters[saved] for name, saved in saved_as.items() if saved in saved_counters}
+    state.optimizer.allocate_state(keys_of, counters)
     return sorted({key for keys in keys_of.values() for key in keys})
 
 
@@ -157,9 +164,18 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
         logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
 
 
+def _segments(state: TrainingState) -> list[Segment]:
+    return [segment for bucket in state.buckets for segment in bucket.layout.segments]
+
+
+def _place(state: TrainingState, reader: Reader, segment: Segment) -> Place:
+    """Where the checkpoint has a parameter: a tile in the whole layer's, unless it was saved by itself."""
+    place = state.place(segment)
+    return place if place.name in reader.tensors or segment.name not in reader.tensors else state.own_place(segment)
+
+
 def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
-    segments = [segment for bucket in state.buckets for segment in bucket.layout.segments]
-    wanted = {s.name: state.full_shape(s) for s in segments}
+    wanted = {place.name: place.shape for place in (_place(state, reader, segment) for segment in _segments(state))}
     wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
     saved = {name: entry.shape for name, entry in reader.tensors.items()}
     names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()
@@ -178,7 +194,7 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
 def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, list[str]]) -> None:
     """Raises where Muon updates other parameters than it did: what it keeps of them, AdamW does not, and the other way round."""
     groups = state.optimizer.param_groups
-    for segment in [s for bucket in state.buckets for s in bucket.layout.segments if s.group != NO_GROUP]:
+    for segment in [segment for segment in _segments(state) if segment.group != NO_GROUP]:
         is_matrix, keys = bool(groups[segment.group].get("use_muon")), keys_of.get(segment.name)
         if keys and (MOMENTUM in keys) != is_matrix:
             now, then = ("Muon", "AdamW") if is_matrix else ("AdamW", "Muon")

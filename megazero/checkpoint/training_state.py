@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.checkpoint.ranges import Cut
+from megazero.checkpoint.ranges import Cut, holders, tiles_of
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.mpu.random import RngState
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Segment
 from megazero.zero.optimizer import BucketOptimizer
+from megazero.zero.tiling import TilePlace
 
 _TRACKED = "tracker/"  # what the names of the tracker's streams begin with
+
+
+class Place(NamedTuple):
+    """Where a parameter of the module lies in a checkpoint.
+
+    Attributes:
+        name: of what is saved: its own, or a whole layer's parameter that it is a tile of.
+        shape: of that, uncut and without padding.
+        cut: of that.
+        start: where it begins in what a tensor-parallel rank has of that, flattened.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut | None
+    start: int
 
 
 @dataclass
@@ -25,6 +43,7 @@ class TrainingState:
     module: nn.Module
     groups: ParallelGroups
     partitions: dict[str, Partition]
+    tiles: dict[str, TilePlace]
     buckets: list[Bucket]
     optimizer: BucketOptimizer
     lr_scheduler: Any | None
@@ -48,10 +67,6 @@ class TrainingState:
                 found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())
 
-    def cut(self, segment: Segment) -> Cut | None:
-        """How a parameter is cut over the tensor-parallel ranks."""
-        return cut_of(self.partitions.get(segment.name), segment.shape, self.groups.model_parallel_size)
-
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers -> the name under which they are saved."""
         saved = {name for bucket in self.buckets for name in bucket.parameters}
@@ -61,10 +76,27 @@ class TrainingState:
         first = {id_: next((n for n in same if n in saved), same[0]) for id_, same in names.items()}
         return {name: first[id_] for id_, same in names.items() for name in same if name != first[id_]}
 
-    def full_shape(self, segment: Segment) -> tuple[int, ...]:
-        """The shape of a parameter, uncut and without padding."""
-        partition = self.partitions.get(segment.name)
-        return segment.shape if partition is None else partition.full_shape(segment.shape)
+    def own_place(self, segment: Segment) -> Place:
+        """Where a parameter lies in a checkpoint that has it as the module has it."""
+        partition, size = self.partitions.get(segment.name), self.groups.model_parallel_size
+        shape = segment.shape if partition is None else partition.full_shape(segment.shape)
+        return Place(segment.name, shape, cut_of(partition, segment.shape, size), 0)
+
+    def place(self, segment: Segment) -> Place:
+        """As `own_place`, but a tile's place is in the whole layer's parameter."""
+        own, tile = self.own_place(segment), self.tiles.get(segment.name)
+        if tile is None:
+            return own
+        spans = [bounds[i : i + 2] for bounds, i in zip(tile.bounds, tile.number, strict=True)]
+        dim = None if own.cut is None else own.cut.dim
+        is_plain = dim is None or own.cut == Cut(dim, 1, own.shape[dim])
+        if not is_plain or own.shape != tuple(stop - start for start, stop in spans):
+            return own  # of a layer that keeps its parameters in another way
+        shape = tuple(bounds[-1] for bounds in tile.bounds)
+        cut = Cut(dim, 1, 0 if dim is None else shape[dim], tile.bounds)
+        first = tuple(start for start, _ in spans)
+        before = sum(math.prod(sizes) for at, sizes, _ in tiles_of(shape, cut) if at < first)
+        return Place(tile.whole, shape, cut, before // holders(cut, self.groups.model_parallel_size))
 
 
 def cut_of(partition: Partition | None, shard_shape: tuple[int, ...], size: int) -> Cut | None:

@@ -27,16 +27,21 @@ States = dict[str, Tensor | LazyTensor]
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter."""
+    """Elements [start, stop) of the flattened part that a tensor-parallel rank has of a parameter.
+
+    Attributes:
+        own: the name in the module, where it is another one: that of a tile.
+    """
 
     name: str
     model_parallel_rank: int
     start: int
     stop: int
+    own: str = ""
 
     def key(self, state: str) -> str:
         """What is saved of it under this name is called so in the rank's file."""
-        return f"{state}/{self.name}"
+        return f"{state}/{self.own or self.name}"
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Snapshot:
     """What one rank has to write.
 
     Attributes:
-        pieces: what is saved of each; there is one of a parameter at most.
+        pieces: what is saved of each; there is one of a parameter, or of a tile of it, at most.
         blobs: tensors of this rank, not of the model, by key; the index holds their places under "blobs", by rank.
     """
 
@@ -103,7 +108,7 @@ def write_rank_file(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, An
     return {
         "file": {"bytes": written.nbytes, "crc32": written.crc32},
         "pieces": [
-            [*piece, {state: at[piece.key(state)] for state in saved}] for piece, saved in snapshot.pieces.items()
+            [*piece[:4], {state: at[piece.key(state)] for state in saved}] for piece, saved in snapshot.pieces.items()
         ],
         "blobs": {key: [rank, at[key], dtype_code(t.dtype), list(t.shape)] for key, t in snapshot.blobs.items()},
     }

@@ -224,19 +224,7 @@ class GPT2Config:
             )
 
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and full shape (unsharded, vocabulary without padding) of every parameter of a `GPT2Model`, in its order.
-
-        Raises:
-            ValueError: the model's MLPs are tiled, which no other framework's files know.
-        """
-        if self.memory_centric_tiled_linear:
-            raise ValueError(
-                "the model was trained with --memory-centric-tiled-linear: its MLPs have a weight for each tile, which cannot "
-                "be matched with whole layers here. Use a checkpoint that was trained without the flag."
-            )
-        return self._whole_shapes()
-
-    def _whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and full shape (uncut, vocabulary without padding) of every parameter of a `GPT2Model`, in its order."""
         h, f = self.hidden_size, self.mlp_size
         block: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (h,),
@@ -264,7 +252,7 @@ class GPT2Config:
 
     def num_parameters(self) -> int:
         """Logical parameters: the vocabulary without padding, the tied head counted once."""
-        return sum(math.prod(shape) for shape in self._whole_shapes().values())
+        return sum(math.prod(shape) for shape in self.full_shapes().values())
 
     def flops_per_token(self, seq_length: int) -> int:
         """Model FLOPs per token of a forward and a backward pass, without recomputation.

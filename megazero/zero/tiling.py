@@ -10,8 +10,8 @@ the tiled one does once: each x_i enters the parallel region before its tiles, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,20 @@ Product = Tensor | tuple[Tensor, Tensor | None]  # what a layer returns: its bia
 
 class SplitInputError(ValueError, AssertionError):
     """The input does not come in the pieces that the layer takes."""
+
+
+class TilePlace(NamedTuple):
+    """Which part of the whole layer's parameter a tile's own parameter is.
+
+    Attributes:
+        whole: the name of the whole layer's.
+        bounds: where tiles begin along each of its dimensions, and its size.
+        number: the tile's, along each dimension.
+    """
+
+    whole: str
+    bounds: tuple[tuple[int, ...], ...]
+    number: tuple[int, ...]
 
 
 class TiledLinear(nn.Module):
@@ -127,6 +141,14 @@ class TiledLinear(nn.Module):
                 for in_id, tile in enumerate(row):
                     self._fill(tile, out_id, in_id, values)
 
+    def tile_places(self) -> Iterator[tuple[str, TilePlace]]:
+        """The name of every tile's weight and bias, and which part of the whole layer's it is."""
+        rows, columns = tuple(self.out_parts), tuple(self.in_parts)
+        for out_id in range(self.out_splits):
+            for in_id in range(self.in_splits):
+                yield f"linears.{out_id}.{in_id}.weight", TilePlace("weight", (rows, columns), (out_id, in_id))
+            yield f"linears.{out_id}.{self.in_splits - 1}.bias", TilePlace("bias", (rows,), (out_id,))
+
     def extra_repr(self) -> str:
         """The sizes of the whole layer and the numbers of tiles."""
         splits = f"in_splits={self.in_splits}, out_splits={self.out_splits}"
@@ -207,6 +229,16 @@ class TiledLinearReturnBias(TiledLinear):
     def _combine(self, outputs: list[Any]) -> tuple[Tensor, Tensor | None]:
         biases = [bias for _, bias in outputs if bias is not None]
         return torch.cat([out for out, _ in outputs], dim=-1), torch.cat(biases) if biases else None
+
+
+def tile_places(model: nn.Module) -> dict[str, TilePlace]:
+    """What the parameters of a model's tiles are parts of, by their full names."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, place in module.tile_places() if isinstance(module, TiledLinear) else ():
+            whole = ".".join(filter(None, (prefix, place.whole)))
+            found[".".join(filter(None, (prefix, name)))] = place._replace(whole=whole)
+    return found
 
 
 def _enter(tile: nn.Module, piece: Tensor) -> Tensor:

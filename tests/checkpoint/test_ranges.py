@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,33 @@ def test_any_range_of_any_shard_comes_from_any_pieces_of_other_shards(case, data
         assert torch.equal(found, shard[start:stop]) and plan.numel == wanted.numel
 
 
+@st.composite
+def tiled(draw) -> tuple[int, Cut]:
+    """A number of ranks, and the cut of a parameter in tiles, each of which divides by it."""
+    size, dims = draw(st.sampled_from(SIZES)), draw(st.integers(1, 3))
+    dim = draw(st.none() | st.integers(0, dims - 1))
+    lengths = [draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for _ in range(dims)]
+    bounds = [np.cumsum([0, *of_dim]) * (size if d == dim else 1) for d, of_dim in enumerate(lengths)]
+    padded = 0 if dim is None else int(bounds[dim][-1])
+    return size, Cut(dim, 1, padded, tuple(tuple(map(int, each)) for each in bounds))
+
+
+@settings(max_examples=200)
+@given(tiled())
+def test_a_rank_has_its_parts_of_tiles_one_behind_the_other(case):
+    size, cut = case
+    shape = tuple(bounds[-1] for bounds in cut.tiles)
+    full = torch.arange(int(np.prod(shape))).view(shape)
+    tiles = [full[tuple(slice(*span) for span in spans)] for spans in product(*map(pairwise, cut.tiles))]
+    for rank in range(size):
+        parts = [tile if cut.dim is None else tile.chunk(size, cut.dim)[rank] for tile in tiles]
+        want = torch.cat([part.reshape(-1) for part in parts])
+        ranges, found = shard_to_full(shape, cut, rank, size), torch.full_like(want, -1)
+        for source, target, length in zip(ranges.source, ranges.target, ranges.length, strict=True):
+            found[source : source + length] = full.view(-1)[target : target + length]
+        assert torch.equal(found, want) and len(want) == int(np.prod(shard_shape(shape, cut, size)))
+
+
 def test_ranges_that_go_on_are_joined_so_that_an_unchanged_cut_reads_one_range():
     shape, cut = (1000, 64), Cut(1, 1, 64)
     ranges = shard_to_full(shape, cut, 1, 2)
@@ -103,3 +132,11 @@ def test_ranges_that_go_on_are_joined_so_that_an_unchanged_cut_reads_one_range()
 def test_a_cut_that_cannot_be_is_refused(cut):
     with pytest.raises(ValueError, match="cannot be cut for 2 ranks"):
         shard_to_full((6, 3) if cut.padded != 4 else (5, 3), cut, 0, 2)
+
+
+@pytest.mark.parametrize("tiles", [((0, 6),), ((0, 7), (0, 3)), ((1, 6), (0, 3)), ((0, 4, 4, 6), (0, 3))], ids=str)
+def test_tiles_that_cannot_be_are_refused(tiles):
+    with pytest.raises(ValueError, match="cannot have the tiles"):
+        shard_to_full((6, 3), Cut(0, 1, 6, tiles), 0, 2)
+    with pytest.raises(ValueError, match="cannot be cut for 2 ranks"):
+        shard_to_full((6, 3), Cut(0, 1, 6, ((0, 3, 6), (0, 3))), 0, 2)

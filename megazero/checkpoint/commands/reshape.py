@@ -43,9 +43,11 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
 
 
 def _new_cut(name: str, entry: TensorEntry, size: int) -> Cut | None:
-    """The cut over `size` ranks; where a vocabulary does not divide, with as little padding as possible."""
-    cut, shape = entry.cut, entry.shape
-    if cut is None or cut.padded % (size * cut.stride) == 0:
+    """The cut over `size` ranks, without tiles; where a vocabulary does not divide, with as little padding as possible."""
+    cut, shape = entry.cut and replace(entry.cut, tiles=()), entry.shape
+    if cut is None or cut.dim is None:
+        return None
+    if cut.padded % (size * cut.stride) == 0:
         return cut
     if cut.stride > 1:
         raise ValueError(

@@ -1,0 +1,100 @@
+"""Checkpoints of tiled layers hold the whole layers' parameters: they go on with other tiles, or with none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero import mpu
+from megazero.checkpoint.commands.reshape import reshape
+from megazero.checkpoint.reader import Reader
+from megazero.engine import Engine
+from megazero.model.gpt2 import GPT2Model
+from megazero.zero import TiledLinear
+from tests.model.plain_gpt2 import random_tokens
+from tests.ranks import run_ranks
+from tests.zero.models import make_engine
+from tests.zero.test_tiled_gpt2 import CONFIG
+
+
+def make(size: int, stage: int, factor: int) -> Engine:
+    """A GPT-2 with MLPs of `factor` times 4 `factor` tiles; 0: with whole ones."""
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(size)
+    mpu.model_parallel_cuda_manual_seed(factor)  # values that a load replaces
+    tiles = {"memory_centric_tiled_linear": True, "tile_factor": factor} if factor else {}
+    return make_engine(GPT2Model(replace(CONFIG, **tiles)), stage)
+
+
+def train(engine: Engine, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        text = random_tokens(2, 11, 131)
+        loss = engine(text[:, :-1], targets=text[:, 1:]).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check_same(folder: str, tag: str, other: str) -> None:
+    got, want = Reader(folder, tag), Reader(folder, other)
+    assert list(got.tensors) == list(want.tensors) and len(want.tensors) == len(CONFIG.full_shapes())
+    for name, entry in want.tensors.items():
+        assert list(entry.states) == ["master", "exp_avg", "exp_avg_sq"] and not got.missing(name)
+        for state in entry.states:
+            assert torch.equal(got.read(name, state), want.read(name, state)), f"{state} of {name} in {tag}"
+
+
+def any_tiles_case(folder: str) -> None:
+    engine = make(1, 1, 0)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="whole")
+    want = train(engine, 2)
+    engine.destroy()
+    before = "whole"
+    for size, stage, factor in ((1, 3, 2), (2, 2, 2), (2, 3, 3), (2, 1, 0), (1, 2, 3), (1, 3, 0)):
+        engine = make(size, stage, factor)
+        engine.load_checkpoint(folder, tag=before)
+        tag = before = f"{size}-{stage}-{factor}"
+        engine.save_checkpoint(folder, tag=tag)
+        check_same(folder, tag, "whole")
+        tiles = [entry.cut.tiles for entry in Reader(folder, tag).tensors.values() if entry.cut and entry.cut.tiles]
+        assert len(tiles) == (4 * CONFIG.num_layers if factor else 0)
+        assert train(engine, 2) == pytest.approx(want, rel=1e-5), tag
+        engine.destroy()
+    if torch.distributed.get_rank() == 0:
+        path = reshape(Reader(folder, "2-3-3"), f"{folder}/reshaped", 2, 1)
+        assert not any(entry.cut and entry.cut.tiles for entry in Reader(path.parent, path.name).tensors.values())
+        path.rename(f"{folder}/reshaped-2-3-3")
+        check_same(folder, "reshaped-2-3-3", "whole")
+
+
+def test_states_are_equal_and_losses_go_on_whatever_tiles_there_are_and_were(tmp_path):
+    run_ranks(2, any_tiles_case, str(tmp_path))
+
+
+def frozen_tile_case(folder: str) -> None:
+    engine = make(1, 2, 2)
+    (layer, *_) = (module for module in engine.module.modules() if isinstance(module, TiledLinear))
+    layer.linears[0][0].weight.requires_grad_(False)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="frozen")
+    want = train(engine, 2)
+    name = "transformer.layers.0.mlp.dense_h_to_4h"
+    saved = Reader(folder, "frozen").tensors
+    assert f"{name}.linears.0.0.weight" in saved and f"{name}.weight" not in saved and f"{name}.bias" in saved
+    engine.load_checkpoint(folder, tag="frozen")
+    assert train(engine, 2) == want
+    engine.destroy()
+    engine = make(1, 2, 0)
+    with pytest.raises(ValueError, match=f"the first is {name}.*weight: saved"):
+        engine.load_checkpoint(folder, tag="frozen")
+    engine.destroy()
+
+
+def test_a_layer_whose_tiles_are_not_trained_alike_is_saved_tile_by_tile(tmp_path):
+    run_ranks(2, frozen_tile_case, str(tmp_path))
