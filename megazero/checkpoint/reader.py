@@ -60,9 +60,9 @@ class Reader:
 
     def __init__(self, directory: str | Path, tag: str | None = None, content: bytes | None = None) -> None:
         looks_for_files = content is None
-        # The parameter that was read last and what it was to a rank, and the range that was located last: its states lie alike.
-        self._opened: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
-        self._located: tuple[tuple[Any, ...], RangeMap] | None = None
+        # What was located last, and what was wanted: the states of a parameter lie alike.
+        self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
+        self._maps: dict[tuple[Any, ...], tuple[Pieces, RangeMap]] = {}  # of a layer whose tiles are read in turns
         tag = latest_tag(directory) if tag is None else check_tag(tag)
         if tag is None:
             why = f"it has no file `latest`. {_NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
@@ -118,13 +118,10 @@ class Reader:
         if not out.numel():
             return
         dtype = self._dtype(name, state)
-        shard = (name, cut, rank, size)
-        if self._opened is None or self._opened[0] != shard:
-            self._opened = (shard, self._pieces(name), shard_to_full(self.entry(name).shape, cut, rank, size))
-        wanted = (*shard, start, out.numel())
+        wanted = (name, cut, rank, size, start, out.numel())
         if self._located is None or self._located[0] != wanted:
-            self._located = (wanted, self._locate(name, start, start + out.numel()))
-        (_, pieces, _), (_, plan) = self._opened, self._located
+            self._located = (wanted, *self._locate(*wanted))
+        _, pieces, plan = self._located
         is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         target = out.detach() if is_direct else torch.empty(out.shape, dtype=dtype)
         if plan.numel < out.numel():
@@ -206,15 +203,21 @@ class Reader:
         with self.well_formed(name):
             return Pieces(self.index["tensors"][name]["pieces"], entry, self.size, self.files)
 
-    def _locate(self, name: str, start: int, stop: int) -> RangeMap:
-        """Where the pieces of the opened parameter hold elements [start, stop) of what it is to the rank."""
-        assert self._opened is not None
-        _, pieces, shard = self._opened
-        wanted = shard.sources_from(start, stop)
+    def _locate(
+        self, name: str, cut: Cut | None, rank: int, size: int, start: int, length: int
+    ) -> tuple[Pieces, RangeMap]:
+        """A parameter's pieces, and where they hold what `read_part` is asked for."""
+        key = (name, cut, rank, size)
+        if key not in self._maps:
+            if len(self._maps) == 2:  # weight and bias
+                self._maps.clear()
+            self._maps[key] = self._pieces(name), shard_to_full(self.entry(name).shape, cut, rank, size)
+        pieces, to_full = self._maps[key]
+        wanted = to_full.sources_from(start, start + length)
         plan = wanted.then(pieces.full_to_saved)
         if plan.numel != wanted.numel:
             raise CheckpointError(f"{self.path}: the index lists {plan.numel} of {wanted.numel} elements of {name}")
-        return plan
+        return pieces, plan
 
     @contextmanager
     def well_formed(self, what: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megazero.checkpoint.ranges import Cut, holders, tiles_of
+from megazero.checkpoint.ranges import Cut, holders
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.mpu.random import RngState
@@ -94,8 +94,7 @@ class TrainingState:
             return own  # of a layer that keeps its parameters in another way
         shape = tuple(bounds[-1] for bounds in tile.bounds)
         cut = Cut(dim, 1, 0 if dim is None else shape[dim], tile.bounds)
-        first = tuple(start for start, _ in spans)
-        before = sum(math.prod(sizes) for at, sizes, _ in tiles_of(shape, cut) if at < first)
+        before = sum(math.prod(own.shape[:d]) * spans[d][0] * math.prod(shape[d + 1 :]) for d in range(len(shape)))
         return Place(tile.whole, shape, cut, before // holders(cut, self.groups.model_parallel_size))
 
 
