@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megazero import comm
-from megazero.activation_checkpointing import call
+from megazero.activation_checkpointing import call, storage
 from megazero.comm import lane
 from megazero.nvme import Region, SwapFile
 from megazero.zero import home
@@ -519,7 +519,8 @@ class PretendedCuda(Held):
                 patch.setattr(module, "backend_of", lambda group: "fake")
             patch.setattr(call, "Tensor", FakeTensor)  # which it keeps as any of that very class
             pool = SimpleNamespace(empty=lambda nbytes: self.aligned_empty(nbytes, pin=True), spare_nbytes=0)
-            patch.setattr(home, "PagePool", lambda: pool)
+            for module in (home, storage):
+                patch.setattr(module, "PagePool", lambda **_: pool)
             if self.over_gloo:
                 lanes = [HostLane(self), HostLane(self)]
                 patch.setattr(comm.channel, "_open_lanes", lambda *_: ("pretended", lanes))

@@ -19,11 +19,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero import comm, training
+from megazero.activation_checkpointing import storage
 from megazero.arguments import load_config
 from megazero.checkpoint import saver
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.comm.meeting import Meeting
 from megazero.job import Job
+from megazero.plan.activations import Shape, plan_activations
 from megazero.training import train_step
 from megazero.zero import GatheredParameters, access, arrival, home, link, nvme_home
 from megazero.zero.homes import TILE_MULTIPLE
@@ -272,10 +274,6 @@ def without_settling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(arrival.Arrival, "settle", lambda self: setattr(self, "ahead", None))
 
 
-def without_announcing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
-
 def without_waiting_until_a_buffer_is_full(patch: pytest.MonkeyPatch) -> None:
     write = nvme_home.SwappedVector._write
     patch.setattr(
@@ -301,12 +299,17 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "crossings keep nothing": (without_keeping_memory, *CASES["offloaded"]),
     "gradients are not waited for": (without_waiting_for_what_comes, *CASES["offloaded"]),
     "sums between sets do not wait for gradients": (without_waiting_for_streams, *CASES["sets of ranks"]),
-    "activations are not announced": (without_announcing, *CASES["activations in host memory"]),
+    "activations are not kept while they are sent": (without_keeping_memory, *CASES["activations in host memory"]),
     "buffers are written before they are full": (without_waiting_until_a_buffer_is_full, *CASES["on nvme"]),
     "a snapshot is not waited for": (without_synchronizing, *CASES["fp16, O sharded"]),
 }
 MORE_MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "activations do not wait": (without_waiting_for_streams, *CASES["activations in host memory"]),
+    "activations are not waited for": (without_holding_back, *MORE["activations in host memory, alone"]),
+    "activations are fetched before they have come": (
+        without_waiting_for_what_comes,
+        *CASES["activations in host memory"],
+    ),
     "collectives are not waited for": (without_waiting_for_collectives, *CASES["all sharded"]),
     "the outbox is not waited for": (without_waiting_for_the_outbox, *MORE["O on the host"]),
     "a shard is written to while it is read": (without_settling, *CASES["offloaded"]),
@@ -326,6 +329,28 @@ def steps_and_more(job: Job) -> None:
 def test_what_is_left_out_is_found(mutant):
     without, flags, ranks = {**MUTANTS, **MORE_MUTANTS}[mutant]
     assert run(flags, ranks, does=steps_and_more, without=without).races
+
+
+@pytest.mark.parametrize(
+    "contiguous", ["", f" --partition-activations --contiguous-checkpointing --num-checkpoints {LAYERS}"]
+)
+def test_activations_take_as_much_host_memory_as_is_planned_and_the_same_in_every_step(contiguous):
+    taken: list[int] = []
+
+    def note(patch: pytest.MonkeyPatch) -> None:
+        pool = storage.PagePool()
+
+        def empty(nbytes: int) -> torch.Tensor:
+            taken.append(nbytes)
+            return pool.empty(nbytes)
+
+        patch.setattr(storage, "PagePool", lambda **_: SimpleNamespace(empty=empty))
+
+    flags = f"--bf16 {IN_CPU}{contiguous}"
+    run(flags, 1, does=two_steps, without=note)
+    config = load_config(f"{COMMON} {flags}".split(), world_size=1)
+    plan = plan_activations(config.model, Shape(1, 32, 1, torch.bfloat16), config.checkpoint_settings())
+    assert sum(taken) == 2 * plan.kept_on_host > 0
 
 
 # ---- other worlds

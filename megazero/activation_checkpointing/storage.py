@@ -8,8 +8,8 @@ swap file. So a call costs one copy to put away, and one copy and one all-gather
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,11 @@ from torch import Tensor
 from megazero import comm
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.comm import Channel, Work
-from megazero.nvme import SwapFile, Transfer, aligned_empty, padded
+from megazero.comm.lane import Finished
+from megazero.nvme import PagePool, SwapFile, Transfer, aligned_empty, padded
+from megazero.zero.arrival import Arrival
+from megazero.zero.home import MemoryVector
+from megazero.zero.link import Link
 
 # Bytes. cuBLAS chooses its algorithm by the alignment of its operands up to this, and another one may round differently.
 _ALIGNMENT = 256
@@ -60,9 +64,8 @@ class _Place:
 class _Arena:
     """One storage with a slot for each of `count` calls that keep `nbytes` each. It lives as long as what lies in it."""
 
-    def __init__(self, count: int, nbytes: int, device: torch.device, is_pinned: bool) -> None:
-        self.nbytes, self.count = nbytes, count
-        self.memory = torch.empty(count * nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+    def __init__(self, count: int, nbytes: int, memory: Tensor) -> None:
+        self.nbytes, self.count, self.memory = nbytes, count, memory
         self.free = list(range(count))[::-1]
 
     def take(self) -> tuple[int, Tensor]:
@@ -83,26 +86,17 @@ class _Arena:
 
 
 class _InMemory:
-    """The bytes of one call in memory, on the device or, over a side stream, in pinned memory of the host."""
+    """The bytes of one call in memory, where the device computes."""
 
-    def __init__(self, home: Tensor, storage: Storage, arena: _Arena | None = None, slot: int = 0) -> None:
-        self.home, self._storage = home, storage
-        self._arena, self._slot = arena, slot
+    def __init__(self, home: Tensor, arena: _Arena | None = None, slot: int = 0) -> None:
+        self.home, self._arena, self._slot = home, arena, slot
 
     def buffer(self) -> Tensor:
         """Where the bytes are written to, on the device."""
-        if self._storage.side_stream is None:
-            return self.home
-        return torch.empty_like(self.home, device=self._storage.device)
+        return self.home
 
     def put(self, buffer: Tensor) -> None:
-        """Starts to copy them to where they rest, if that is somewhere else."""
-        side = self._storage.side_stream
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.home.copy_(buffer, non_blocking=True)
-            buffer.record_stream(side)
+        """They are where they rest."""
 
     def bring(self) -> Tensor:
         """The bytes, where they rest."""
@@ -112,6 +106,22 @@ class _InMemory:
         """Gives the slot back."""
         if self._arena is not None:
             self._arena.free.append(self._slot)
+
+
+class _OnHost(_InMemory):
+    """The bytes of one call in pinned memory of the host, over a link."""
+
+    def __init__(self, link: Link, home: Tensor, arena: _Arena | None, slot: int) -> None:
+        super().__init__(home, arena, slot)
+        self._link, self.vector = link, MemoryVector(home, link)
+
+    def buffer(self) -> Tensor:
+        """Memory of the device, from which they are sent."""
+        return torch.empty_like(self.home, device=self._link.device)
+
+    def put(self, buffer: Tensor) -> None:
+        """Starts to copy them."""
+        self.vector.send(buffer)
 
 
 class _OnDrive:
@@ -165,7 +175,7 @@ class Kept:
             OSError: the swap file cannot be made, or the disk is full; the message names rank and directory.
         """
         self._rest: _InMemory | _OnDrive | None = None  # stays None if there is no room; None again when it is given up
-        self._back: tuple[Tensor, Work | None] | None = None
+        self._back: tuple[Tensor, Work] | None = None
         self._storage, self._channel = storage, channel
         self._parts, self._part = (channel.size, channel.rank) if channel else (1, 0)
         self._places: list[_Place] = []
@@ -202,24 +212,24 @@ class Kept:
                 "the first time. Use backward(retain_graph=True) the first time."
             )
         (whole, work), self._back = self._back or self._gathered(self._rest), None
-        if work is not None:
-            work.wait()
-        if self._storage.side_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._storage.side_stream)
-            whole.record_stream(torch.cuda.current_stream())
+        work.wait()
         return [place.read(whole.view(self._parts, -1)) for place in self._places]
 
-    def _gathered(self, rest: _InMemory | _OnDrive) -> tuple[Tensor, Work | None]:
+    def _gathered(self, rest: _InMemory | _OnDrive) -> tuple[Tensor, Work]:
         """The buffers of all ranks on the device, when the work is done."""
-        own, side = rest.bring(), self._storage.side_stream
-        with nullcontext() if side is None else torch.cuda.stream(side):
-            whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
-            # From a drive it came into a buffer that goes now: the copy must have ended.
-            whole.view(self._parts, -1)[self._part].copy_(own, non_blocking=isinstance(rest, _InMemory))
-            if self._channel is None:
-                return whole, None
-            self._storage.gathers += 1
-            return whole, self._channel.all_gather_(whole, "activation checkpoint")
+        whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
+        part = whole.view(self._parts, -1)[self._part]
+        if isinstance(rest, _OnHost):
+            return whole, Arrival(whole.device, comes_ahead=False).fill(rest.vector, part, partial(self._gather, whole))
+        part.copy_(rest.bring())  # from a drive it came into a buffer that goes now: the copy has ended
+        return whole, self._gather(whole)
+
+    def _gather(self, whole: Tensor) -> Work:
+        """Starts to bring the other ranks' parts."""
+        if self._channel is None:
+            return Finished()
+        self._storage.gathers += 1
+        return self._channel.all_gather_(whole, "activation checkpoint")
 
     def release(self) -> None:
         """Gives up what is kept, and its place."""
@@ -238,7 +248,7 @@ class Storage:
     Attributes:
         kept_bytes: that this rank keeps now, in copies, wherever they rest. What is held by reference is not counted.
         gathers: all-gathers that were started.
-        side_stream: what copies to and from the host go through, in order; None where nothing rests there.
+        link: between the host's memory and the device; None where nothing rests there.
     """
 
     def __init__(self, settings: CheckpointSettings) -> None:
@@ -249,12 +259,13 @@ class Storage:
         self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
         self._swap: SwapFile | None = None  # made when it is needed
         is_offloaded = settings.checkpoint_in_cpu and comm.has_streams(self.device)
-        self.side_stream = torch.cuda.Stream() if is_offloaded else None
+        self.link = Link.to(self.device, pin=True) if is_offloaded else None
+        self._pages = PagePool(sizes_vary=True)
 
     def copies(self, channel: Channel | None) -> bool:
         """Whether a `Kept` would keep other memory than the tensors themselves."""
         settings = self.settings
-        is_elsewhere = self.side_stream is not None or settings.checkpoint_nvme_path is not None
+        is_elsewhere = self.link is not None or settings.checkpoint_nvme_path is not None
         return channel is not None or settings.contiguous_checkpointing or is_elsewhere
 
     def rest(self, nbytes: int) -> _InMemory | _OnDrive:
@@ -265,16 +276,30 @@ class Storage:
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
                 self._swap = SwapFile(settings.checkpoint_nvme_path, rank)
             return _OnDrive(self._swap, nbytes)
-        is_pinned = self.side_stream is not None
-        device = torch.device("cpu") if is_pinned else self.device
-        if not settings.contiguous_checkpointing:
-            return _InMemory(torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned), self)
+        if self.link is not None:
+            self.link.to_device.finish()  # of the backward before, so that its pages are there again
+            self.link.to_host.make_room()  # before the device's memory is taken that the next ones are sent from
+        arena, slot = None, 0
+        if settings.contiguous_checkpointing:
+            arena = self._arena(nbytes)
+            slot, home = arena.take()
+        else:
+            home = self._memory(nbytes)
+        return _InMemory(home, arena, slot) if self.link is None else _OnHost(self.link, home, arena, slot)
+
+    def _arena(self, nbytes: int) -> _Arena:
         arena = self._arenas.get(nbytes)
         if arena is None:
-            assert settings.num_checkpoints is not None  # the settings were checked
-            arena = self._arenas[nbytes] = _Arena(settings.num_checkpoints, nbytes, device, is_pinned)
-        slot, home = arena.take()
-        return _InMemory(home, self, arena, slot)
+            count = self.settings.num_checkpoints
+            assert count is not None  # the settings were checked
+            arena = self._arenas[nbytes] = _Arena(count, nbytes, self._memory(count * nbytes))
+        return arena
+
+    def _memory(self, nbytes: int) -> Tensor:
+        """A uint8 tensor [nbytes] where calls rest."""
+        if self.link is not None:
+            return self._pages.empty(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def reset(self) -> None:
         """Forgets the arenas: new calls take new ones. What lies in the old ones stays valid."""

@@ -47,10 +47,15 @@ class PagePool:
     """Makes buffers as `aligned_empty(pin=True)` does, and uses them again for others of the same size: to lock pages takes long.
 
     A buffer comes back by itself, with the last tensor on it.
+
+    Args:
+        sizes_vary: a buffer is used for smaller ones too. Those that have become too small go when nobody has any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes_vary: bool = False) -> None:
+        self._sizes_vary = sizes_vary
         self._spare: dict[int, list[_Pages]] = {}  # by bytes
+        self._mapped = 0  # buffers
 
     @property
     def spare_nbytes(self) -> int:
@@ -61,12 +66,27 @@ class PagePool:
         """A uint8 tensor [nbytes], uninitialised; errors as of `aligned_empty`."""
         if nbytes <= 0:
             return aligned_empty(nbytes)
-        spare = self._spare.setdefault(nbytes, [])
-        pages = spare.pop() if spare else _map(nbytes, pin=True)
+        spare = self._spare.setdefault(self._size_for(nbytes), [])
+        pages = spare.pop() if spare else self._map(nbytes)
         # An object that ends with the tensor, where the pages do not.
         lent = (ctypes.c_char * nbytes).from_buffer(pages)
         weakref.finalize(lent, spare.append, pages).atexit = False
         return torch.frombuffer(lent, dtype=torch.uint8)
+
+    def _size_for(self, nbytes: int) -> int:
+        """Of the smallest buffer there is for so many bytes; their own number where there is none."""
+        if not self._sizes_vary:
+            return nbytes
+        size = min((size for size, spare in self._spare.items() if spare and size >= nbytes), default=None)
+        if size is None and sum(map(len, self._spare.values())) == self._mapped:
+            self._spare.clear()
+            self._mapped = 0
+        return nbytes if size is None else size
+
+    def _map(self, nbytes: int) -> _Pages:
+        pages = _map(nbytes, pin=True)
+        self._mapped += 1
+        return pages
 
 
 def _map(nbytes: int, pin: bool) -> _Pages:

@@ -263,7 +263,7 @@ def test_cpu_without_a_device_copies_nothing(one_rank):
     ours, seen = checkpointer("in cpu"), []
     x = torch.ones(5, requires_grad=True)
     ours.checkpoint(lambda x: (seen.append(x.data_ptr()), x.sin())[1], x).sum().backward()
-    assert seen == [x.data_ptr()] * 2 and ours.storage.side_stream is None
+    assert seen == [x.data_ptr()] * 2 and ours.storage.link is None
 
 
 def test_profile_sums_the_calls_in_forward_and_backward(one_rank):
@@ -288,7 +288,7 @@ def test_on_a_device_every_mode_is_bit_equal_and_cpu_is_pinned(one_rank, mode):
             assert_same(run(blocks, x, None, call), want)
     y = ours.checkpoint(blocks[0], x)
     if "cpu" in mode:
-        assert calls_of(y)[0].kept._rest.home.is_pinned() and ours.storage.side_stream is not None
+        assert calls_of(y)[0].kept._rest.home.is_pinned() and ours.storage.link is not None
     y.sum().backward()
     assert ours.storage.kept_bytes == 0
 

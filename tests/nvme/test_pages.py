@@ -77,6 +77,23 @@ def test_pages_of_one_size_are_locked_once_and_used_again(runtime):
     assert runtime.locked == {}
 
 
+def test_a_pool_of_sizes_that_vary_uses_large_buffers_for_small_ones_and_drops_those_that_are_too_small(runtime):
+    pool = PagePool(sizes_vary=True)
+    for sizes in ((3, 5), (5, 3), (2, 4), (3,)):  # pages
+        buffers = [pool.empty(pages * PAGE) for pages in sizes]
+        assert [buffer.nbytes for buffer in buffers] == [pages * PAGE for pages in sizes]
+        assert len({buffer.data_ptr() for buffer in buffers}) == len(sizes) and runtime.calls == 2
+        del buffers
+        assert pool.spare_nbytes == 8 * PAGE
+    kept = pool.empty(PAGE)
+    assert pool.empty(6 * PAGE).nbytes == 6 * PAGE and len(runtime.locked) == 3, "somebody has one of the others"
+    del kept
+    large = pool.empty(7 * PAGE)
+    assert list(runtime.locked.values()) == [7 * PAGE], "nobody had any of the others"
+    del large, pool
+    assert runtime.locked == {}
+
+
 def test_a_pool_gives_nothing_for_nothing():
     pool = PagePool()
     assert pool.empty(0).nbytes == 0 and pool.spare_nbytes == 0
