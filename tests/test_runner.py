@@ -21,7 +21,7 @@ from megazero.runner import main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
-from megazero.runner.environment import parse_environment, visible_devices
+from megazero.runner.environment import exported, parse_environment, visible_devices
 from megazero.runner.hosts import is_this_machine, parse_hostfile, select
 from megazero.runner.processes import run_nodes
 from tests.ranks import free_port
@@ -144,6 +144,20 @@ def test_slots_count_within_the_visible_devices():
     )
     with pytest.raises(ValueError, match="slot 2 does not exist: CUDA_VISIBLE_DEVICES=4,5 leaves 2 devices"):
         visible_devices([2], "4,5")
+
+
+def test_other_nodes_get_the_settings_of_torch_and_of_what_carries_data(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wanted = {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": "/code",
+    }
+    for key, value in {**wanted, "CUDA_VISIBLE_DEVICES": "3", "SECRET": "1"}.items():
+        monkeypatch.setenv(key, value)
+    found = exported()
+    assert wanted.items() <= found.items() and not {"CUDA_VISIBLE_DEVICES", "SECRET", "HOME"} & found.keys()
 
 
 def test_environment_file():

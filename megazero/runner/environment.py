@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")  # to other nodes
+# To other nodes. Also of torch's allocators (PYTORCH_CUDA_ALLOC_CONF): else these alone would run out of memory in pieces.
+EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")
 
 
 def exported() -> dict[str, str]:
