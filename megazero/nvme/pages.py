@@ -112,4 +112,10 @@ def _pin(pages: _Pages) -> None:
             f"CUDA could not pin a buffer of {len(pages)} bytes of host memory (cudaHostRegister returned {code}). Free host "
             "memory, use smaller or fewer buffers (buffer_count, sub_group_size), or set pin_memory to false."
         )
-    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False  # at exit the driver does it
+    weakref.finalize(pages, _unpin, torch.cuda.current_device(), address).atexit = False  # at exit the driver does it
+
+
+def _unpin(device: int, address: int) -> None:
+    """In whatever thread the last tensor goes: a new one is on the first device, and would start CUDA there."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,22 +14,38 @@ from megazero.nvme import PAGE, PagePool, aligned_empty, padded
 from megazero.zero.home import MemoryHome
 
 
+class Threads(threading.local):
+    """The current device of each thread: the first one, until it is told another."""
+
+    device = 0
+
+
 class Runtime:
-    """CUDA's runtime, as far as it locks pages: what is locked now, and how often it was asked."""
+    """CUDA's runtime, as far as it locks pages: what is locked now, how often it was asked, and on which devices it works."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         self.calls = 0
         self.code = 0
+        self.threads, self.devices = Threads(), set[int]()
+        self.threads.device = 3  # of the main one
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.threads.device = self.threads.device, index
+        yield
+        self.threads.device = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         assert address % PAGE == 0 and address not in self.locked and flags == 1
+        self.devices.add(self.threads.device)
         self.calls += 1
         if not self.code:
             self.locked[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.devices.add(self.threads.device)
         del self.locked[address]
         return 0
 
@@ -36,8 +55,11 @@ def runtime(monkeypatch) -> Runtime:
     pretended = Runtime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pretended)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pretended.threads.device)
+    monkeypatch.setattr(torch.cuda, "device", pretended.device)
     yield pretended
     gc.collect()
+    assert pretended.devices == {3}, "CUDA was started on another device than this process computes on"
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 5 * PAGE, 3_000_000])
@@ -50,6 +72,14 @@ def test_as_many_pages_are_locked_as_were_asked_for_until_the_last_tensor_is_gon
     assert len(runtime.locked) == 1
     del part
     assert runtime.locked == {}
+
+
+def test_pages_whose_last_tensor_goes_in_another_thread_are_unlocked_on_the_device_that_they_were_locked_for(runtime):
+    buffers = [aligned_empty(PAGE, pin=True)]
+    thread = threading.Thread(target=buffers.clear)
+    thread.start()
+    thread.join()
+    assert runtime.locked == {} and runtime.devices == {3}
 
 
 def test_what_cannot_be_locked_is_told_with_what_to_change(runtime):
