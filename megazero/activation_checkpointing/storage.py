@@ -127,14 +127,16 @@ class _OnHost(_InMemory):
 class _OnDrive:
     """The bytes of one call in the swap file; in memory while they are written and from `start` on."""
 
-    def __init__(self, swap: SwapFile, nbytes: int) -> None:
-        self._swap, self._region, self._nbytes = swap, swap.allocate(nbytes), nbytes
+    def __init__(self, swap: SwapFile, nbytes: int, pages: PagePool | None) -> None:
+        """`pages` are locked ones, where there is a device to copy from and to."""
+        self._swap, self._region, self._nbytes, self._pages = swap, swap.allocate(nbytes), nbytes, pages
         self._write: Transfer | None = None
         self._read: tuple[Tensor, Transfer] | None = None
 
     def buffer(self) -> Tensor:
         """Whole pages of host memory for the bytes."""
-        return aligned_empty(padded(self._nbytes), pin=True)
+        nbytes = padded(self._nbytes)
+        return aligned_empty(nbytes) if self._pages is None else self._pages.empty(nbytes)
 
     def put(self, buffer: Tensor) -> None:
         """Starts to write; the transfer holds the memory until it has ended."""
@@ -275,7 +277,7 @@ class Storage:
             if self._swap is None:
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
                 self._swap = SwapFile(settings.checkpoint_nvme_path, rank)
-            return _OnDrive(self._swap, nbytes)
+            return _OnDrive(self._swap, nbytes, self._pages if comm.has_streams(self.device) else None)
         if self.link is not None:
             self.link.to_device.finish()  # of the backward before, so that its pages are there again
             self.link.to_host.make_room()  # before the device's memory is taken that the next ones are sent from
