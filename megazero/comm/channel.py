@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +18,9 @@ from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
+
+# Over NCCL, of each group: what its channels have in common, by their shard size and time limit.
+_native_levels: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], list[ProcessGroup]]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -37,7 +41,8 @@ class Channel:
 
     On gloo, sums are taken in ascending rank order, in fp32 for 16-bit buffers, so that an all-reduce equals a reduce-scatter and
     an all-gather bit for bit; data moves through shared memory where all ranks run on one host, else point to point. On NCCL
-    they are NCCL's own collectives, on a communicator of the channel's own.
+    they are NCCL's own collectives, on a communicator that all channels of the group have in common, and nobody else: each takes
+    some 500 MB of a GPU (NVIDIA/nccl#964), and NCCL asks for one order of collectives anyway.
 
     With `shard_size` the group falls into sets of so many neighbours, as those of a node (MiCS, arXiv:2205.00119, sec. 3).
     Buffers are cut over a set, and gathered within it; sums are over the whole group, first within each set, then between
@@ -169,12 +174,15 @@ def _open_lanes(
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
     ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
     mine, across = ranks[first * size :][:size], ranks[rank::size]
-    is_native, is_one_set = backend_of(group) != "gloo", len(across) == 1
-    if is_native or not is_one_set:  # groups are to be made
+    is_one_set = len(across) == 1
+    if backend_of(group) != "gloo":
+        levels, key = _native_levels.setdefault(group, {}), (size, timeout_s)
+        if key not in levels:
+            even_out_groups(group)
+            levels[key] = [new_group_like(group, part, timeout_s) for part in (mine, across) if len(part) > 1]
+        return "native", [NativeLane(*levels[key])] * 2
+    if not is_one_set:  # groups are to be made
         even_out_groups(group)
-    if is_native:
-        levels = [new_group_like(group, members, timeout_s) for members in (mine, across) if len(members) > 1]
-        return "native", [NativeLane(*levels)] * 2
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"
     within = group if is_one_set else new_group_like(group, mine, timeout_s)
     kind, transports = _open_transports(within, 2, name, timeout_s)

@@ -175,7 +175,7 @@ class NativeLane:
     """
 
     def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
-        """Communicates nothing; nobody else uses the groups.
+        """Communicates nothing; nobody but lanes uses the groups.
 
         Args:
             group: the ranks that a buffer is cut over.

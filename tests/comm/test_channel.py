@@ -89,6 +89,28 @@ def test_native_collectives_work_in_place():
     run_ranks(3, native_case)
 
 
+def shared_communicators_case():
+    def known() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    one, counts = open_channel("native"), [known()]
+    other = open_channel("native")
+    counts.append(known())
+    sets = open_channel("native", shard_size=2)
+    counts.append(known())
+    assert counts[1] == counts[0] < counts[2], "the second channel has the communicator of the first one"
+    buffers = [torch.full([4], 1.0 + dist.get_rank()) for _ in range(3)]
+    works = [channel.all_reduce_(buffer) for channel, buffer in zip((one, other, sets), buffers, strict=True)]
+    for work, buffer in zip(works, buffers, strict=True):
+        work.wait()
+        assert buffer.eq(10).all()
+    assert one.traffic["all_reduce"].collectives == other.traffic["all_reduce"].collectives == 1
+
+
+def test_channels_of_one_group_have_one_communicator_in_common():
+    run_ranks(4, shared_communicators_case)
+
+
 def lanes_case(way):
     channel = open_channel(way)
     rank, size, n, count = channel.rank, channel.size, 333, 30
