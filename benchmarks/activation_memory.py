@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from harness import MACHINE, check_close, gpt2_config, in_turns, make_parser, memory_timeline, table
+from harness import check_close, gpt2_config, in_turns, machine_of, make_parser, memory_timeline, table
 from torch import Tensor
 
 from megazero import activation_checkpointing, comm, mpu
@@ -254,7 +254,7 @@ def main() -> None:
     if comm.world().rank() == 0:
         print(table("way", result), file=sys.stderr)
         ranks = torch.distributed.get_world_size()
-        machine = {"machine": f"{MACHINE}, 1 thread a rank", "ranks": ranks, "torch": torch.__version__}
+        machine = {"machine": machine_of(comm.local_device()), "ranks": ranks, "torch": torch.__version__}
         question = "activations: bytes kept between forward and backward, and time of a step, by way"
         print(json.dumps({"question": question, **vars(args), **machine, "ways": result}))
     comm.barrier()

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import MACHINE, check_close, in_turns, make_parser, memory_timeline
+from harness import check_close, in_turns, machine_of, make_parser, memory_timeline
 from torch import Tensor
 
 from megazero import comm, mpu
@@ -122,7 +122,7 @@ def main() -> None:
     result = {f"hidden {hidden}": measure(hidden, args) for hidden in args.hidden}
     question = "head and loss, forward and backward: time and memory of the whole logits, and of chunks"
     about = {"vocabulary": VOCAB, "tokens": args.tokens, "dtype": args.dtype, "rounds": args.rounds}
-    machine = {"machine": f"{MACHINE}, 1 thread", "torch": torch.__version__}
+    machine = {"machine": machine_of(comm.local_device()), "torch": torch.__version__}
     print(json.dumps({"question": question, **about, **machine, **result}))
 
 

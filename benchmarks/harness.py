@@ -23,11 +23,18 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megazero.logging import counted
 from megazero.model.config import GPT2Config
 
 MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
 MIB = 2**20
 _MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+def machine_of(device: torch.device) -> str:
+    """What computes: the GPU's name, or this machine's processor and how many threads a rank has."""
+    threads = counted(torch.get_num_threads(), "thread")
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{MACHINE}, {threads} a rank"
 
 
 def make_parser(about: str | None, **sizes: int) -> argparse.ArgumentParser:
