@@ -48,6 +48,8 @@ class TiledLinear(nn.Module):
     Input [..., in_features] and output [..., out_features] are those of the whole layer, gradients too, to round-off: a product
     over `in_splits` tiles is rounded once more per tile. Only the last tile of each row of tiles has a bias.
 
+    `load_state_dict` takes a whole layer's `weight` and `bias` as well as tiles.
+
     Initial values are those of the whole layer, for the same seed, and so is the random generator's position afterwards: one
     whole layer is built for a moment (its weight on the CPU, where the layer is one of `mpu`'s) and its values are cut.
 
@@ -112,6 +114,7 @@ class TiledLinear(nn.Module):
                             tile.is_tile = True  # type: ignore[assignment]
                         row.append(tile)
                     self.linears.append(row)  # zero.Init shards the row's tiles now, before it sees the next ones
+        self.register_load_state_dict_pre_hook(_cut_whole)
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Any:
         """[..., in_features], or a sequence of pieces of it, -> [..., out_features], or the list of its pieces.
@@ -239,6 +242,19 @@ def tile_places(model: nn.Module) -> dict[str, TilePlace]:
             whole = ".".join(filter(None, (prefix, place.whole)))
             found[".".join(filter(None, (prefix, name)))] = place._replace(whole=whole)
     return found
+
+
+def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: cuts what there is of a whole layer's parameters, as checkpoints have them, into tiles."""
+    names, wholes = {name for name, _ in tiled.named_parameters()}, set()
+    for name, place in tiled.tile_places():
+        whole = state.get(prefix + place.whole)
+        if whole is not None and name in names:
+            spans = [slice(*bounds[i : i + 2]) for bounds, i in zip(place.bounds, place.number, strict=True)]
+            state[prefix + name] = whole[tuple(spans)]
+            wholes.add(prefix + place.whole)
+    for name in wholes:
+        del state[name]
 
 
 def _enter(tile: nn.Module, piece: Tensor) -> Tensor:

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.testing import assert_close
 
 from megazero import mpu
 from megazero.checkpoint.commands.reshape import reshape
 from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine
+from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from megazero.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from megazero.zero import TiledLinear
 from tests.model.plain_gpt2 import random_tokens
 from tests.ranks import run_ranks
@@ -19,14 +23,18 @@ from tests.zero.models import make_engine
 from tests.zero.test_tiled_gpt2 import CONFIG
 
 
+def config_with(factor: int) -> GPT2Config:
+    """MLPs have `factor` times 4 `factor` tiles; 0: they are whole."""
+    tiles = {"memory_centric_tiled_linear": True, "tile_factor": factor} if factor else {}
+    return replace(CONFIG, **tiles)
+
+
 def make(size: int, stage: int, factor: int) -> Engine:
-    """A GPT-2 with MLPs of `factor` times 4 `factor` tiles; 0: with whole ones."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(size)
     mpu.model_parallel_cuda_manual_seed(factor)  # values that a load replaces
-    tiles = {"memory_centric_tiled_linear": True, "tile_factor": factor} if factor else {}
-    return make_engine(GPT2Model(replace(CONFIG, **tiles)), stage)
+    return make_engine(GPT2Model(config_with(factor)), stage)
 
 
 def train(engine: Engine, steps: int) -> list[float]:
@@ -98,3 +106,21 @@ def frozen_tile_case(folder: str) -> None:
 
 def test_a_layer_whose_tiles_are_not_trained_alike_is_saved_tile_by_tile(tmp_path):
     run_ranks(2, frozen_tile_case, str(tmp_path))
+
+
+def fp32_case(folder: str) -> None:
+    mpu.initialize_model_parallel(1)
+    models = [nn.Sequential(TiledLinear(6, 7, in_splits=2, out_splits=splits), nn.Linear(7, 1)) for splits in (2, 3)]
+    models.append(nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 1)))
+    engine, x = make_engine(models[0], 3), torch.randn(3, 6)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    want = engine(x).detach()
+    for model in models[1:]:
+        assert_close(load_state_dict_from_zero_checkpoint(model, folder)(x), want)
+    engine.destroy()
+
+
+def test_the_fp32_weights_of_tiles_are_loaded_into_models_with_other_tiles_and_none(tmp_path):
+    run_ranks(1, fp32_case, str(tmp_path))

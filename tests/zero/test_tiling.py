@@ -133,6 +133,21 @@ class Returning(nn.Linear):
         return F.linear(x, self.weight), self.bias
 
 
+def test_the_state_of_a_whole_layer_is_loaded_and_that_of_tiles():
+    whole, tiled = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(TiledLinear(5, 7, in_splits=2, out_splits=3))
+    given = whole.state_dict()
+    tiled.load_state_dict(given)
+    assert list(given) == ["0.weight", "0.bias"], "the caller's stays as it is"
+    x = torch.randn(3, 5)
+    assert_close(tiled(x), whole(x))
+    tiled.load_state_dict(tiled.state_dict())
+    assert_close(tiled(x), whole(x))
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.linears.2.0.weight"):
+        tiled.load_state_dict(nn.Sequential(nn.Linear(5, 6)).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*0.linears.0.1.bias"):
+        tiled.load_state_dict({"0.weight": whole[0].weight})
+
+
 def test_a_layer_that_returns_its_bias_returns_all_of_it_once():
     for bias in (True, False):
         linear = nn.Linear(7, 11, bias=bias, **where)
