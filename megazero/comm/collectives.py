@@ -29,7 +29,8 @@ def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [x]
     own = x.contiguous()
-    if x.device.type == "cpu" and backend_of(group) == "nccl":  # which takes nothing of host memory
+    # NCCL takes nothing of host memory. The backend is asked for last: under torch.compile, torch 2.8 cannot tell it.
+    if x.device.type != local_device().type and backend_of(group) == "nccl":
         own = own.to(local_device())
     out = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(out, own, group=group)
