@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from argparse import Namespace
+from types import FrameType
 
 
 def end_with_launcher() -> None:
@@ -105,6 +107,12 @@ def run_ranks(args: Namespace) -> int:
     return 0
 
 
+def _is_in_agent(frame: FrameType) -> bool:
+    """Whether torchrun's agent runs here, which starts the ranks and waits for them."""
+    module = frame.f_globals["__name__"]
+    return frame.f_code.co_name == "run" and module.startswith("torch.distributed.elastic.agent")
+
+
 def main() -> None:
     """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
@@ -121,7 +129,9 @@ def main() -> None:
             raise ValueError(f"--nproc-per-node must be at least 1, got {ranks}.")
         share_cores(ranks)
         sys.exit(run_ranks(args))
-    except (ValueError, AssertionError) as error:  # torchrun asserts some of its options
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:  # torchrun asserts some of its options
+        if any(_is_in_agent(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise  # the options were good, and the ranks may have run for days: a fault of torchrun's own
         sys.exit(f"error: torchrun cannot start with these options: {error} (see torchrun --help)")
 
 

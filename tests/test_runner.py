@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megazero import launch
 from megazero.cgroups import available_cores
@@ -597,8 +598,11 @@ def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):
         (["--nproc-per-node", "x"], "x"),
         (["--nproc-per-node", "0"], "--nproc-per-node must be at least 1, got 0"),
         (["--nnodes", "two"], "'two'"),
+        (["--nnodes", "1:2:3"], "nnodes=1:2:3"),
         (["--nnodes", "0"], ""),  # older torchruns do not say more
+        (["--standalone", "--log-dir", "/proc/self/none"], "'/proc/self/none'"),
         (["--max-restarts", "-1"], ""),
+        (["--monitor-interval", "-1"], ""),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:port"], "'host:port'"),
         (["--rdzv-backend", "pigeon"], "'pigeon'"),
     ],
@@ -608,6 +612,16 @@ def test_options_that_torchrun_does_not_understand_are_one_line(monkeypatch, opt
     with pytest.raises(SystemExit, match=f"error: torchrun cannot start with these options: .*{said}") as ended:
         launch.main()
     assert "\n" not in str(ended.value)
+
+
+def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeypatch):
+    def fault(*_):
+        raise ValueError("of the agent")
+
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", fault)
+    monkeypatch.setattr(sys, "argv", ["launch", "--standalone", "--no-python", "true"])
+    with pytest.raises(ValueError, match="of the agent"):
+        launch.main()
 
 
 @pytest.mark.parametrize(
