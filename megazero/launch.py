@@ -40,6 +40,7 @@ os.environ.setdefault(_LOG_LEVEL, "ERROR")
 from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
+from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: E402
 
 from megazero.cgroups import available_cores  # noqa: E402
 
@@ -99,9 +100,10 @@ def run_ranks(args: Namespace) -> int:
     except SignalException as error:
         print(f"torchrun was ended by {error.sigval.name}, and with it all ranks of this node.", file=sys.stderr)
         return 128 + error.sigval
-    except (DistNetworkError, DistStoreError) as error:
-        reason = str(error).splitlines()[0]
-        hint = "Is the port free, and the address right?"
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        # Of those of torchrun's c10d rendezvous some name their cause, and some have no text.
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        hint = "Is the port free, the address right, and every node started?"
         print(f"error: the nodes cannot meet at {meeting_point}: {reason} {hint}", file=sys.stderr)
         return 1
     return 0

@@ -646,3 +646,15 @@ def test_port_that_is_taken_is_one_clear_line(folder):
         port = str(taken.getsockname()[1])
         _, messages = finish(start(folder, SHOW, "--master_port", port), status=1)
     assert f"error: the nodes cannot meet at 127.0.0.1:{port}: " in messages and "Traceback" not in messages
+
+
+@pytest.mark.parametrize(
+    ("conf", "said"),
+    [("is_host=0,read_timeout=1", "127.0.0.1, {port}"), ("join_timeout=1", "RendezvousTimeoutError")],
+)
+def test_nodes_that_do_not_meet_over_c10d_are_one_clear_line(monkeypatch, capsys, conf, said):
+    port = free_port()
+    where = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={conf}"]
+    assert launch.run_ranks(launch.run.parse_args([*where, "x.py"])) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: the nodes cannot meet at 127.0.0.1:{port}: ") and said.format(port=port) in last
