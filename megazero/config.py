@@ -62,20 +62,24 @@ class TrainingConfig:
     """Batch sizes, lengths and intervals of the training loop."""
 
     batch_size: int = option(
-        4, "sequences per micro-batch and data-parallel rank", at_least=1, aliases=("--micro-batch-size",)
+        4,
+        "sequences per micro-batch and data-parallel rank",
+        at_least=1,
+        at_most=10**9,
+        aliases=("--micro-batch-size",),
     )
     global_batch_size: int | None = option(
-        None, "sequences per optimizer step (default: micro-batch x data-parallel size)", at_least=1
+        None, "sequences per optimizer step (default: micro-batch x data-parallel size)", at_least=1, at_most=10**9
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
         "START INCREMENT SAMPLES: over SAMPLES samples the global batch grows from START by INCREMENT to its full size",
     )
-    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs", at_least=1)
-    eval_iters: int = option(100, "batches per evaluation; 0: none", at_least=0)
+    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs", at_least=1, at_most=10**9)
+    eval_iters: int = option(100, "batches per evaluation; 0: none", at_least=0, at_most=10**9)
     eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1)
     eval_batch_size: int | None = option(
-        None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1
+        None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1, at_most=10**9
     )
     log_interval: int = option(100, "optimizer steps between log lines", at_least=1)
     exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this", at_least=1)

@@ -15,6 +15,7 @@ def option(
     *,
     choices: Sequence[Any] | None = None,
     at_least: float | None = None,
+    at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
     flag: str | None = None,
@@ -24,12 +25,12 @@ def option(
 
     Args:
         default: the field's default.
-        choices, at_least, above, below: which values `check_options` accepts; None always, where it is the default.
+        choices, at_least, at_most, above, below: which values `check_options` accepts; None always, where it is the default.
         flag: the flag's name where it is not `--` + the field's name with dashes.
         aliases: further flag names that mean the same (old spellings).
     """
     names = {"flag": flag, "aliases": tuple(aliases)}
-    bounds = {"at_least": at_least, "above": above, "below": below}
+    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     return field(default=default, metadata={"help": help, "choices": choices, **bounds, **names})
 
 
@@ -46,7 +47,9 @@ def own_flag(described: Field) -> str:
 def check_options(config: Any) -> None:
     """Raises a ValueError for a field of a configuration dataclass whose value its option does not accept."""
     for each in (each for each in fields(config) if "help" in each.metadata):
-        choices, least, above, below = (each.metadata[name] for name in ("choices", "at_least", "above", "below"))
+        choices, least, most, above, below = (
+            each.metadata[name] for name in ("choices", "at_least", "at_most", "above", "below")
+        )
         flag, value = own_flag(each), getattr(config, each.name)
         if choices and (value not in (each.default, *choices) or isinstance(value, bool)):  # True is no 1
             raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}.")
@@ -58,6 +61,8 @@ def check_options(config: Any) -> None:
             raise ValueError(f"{flag} must lie in [{least}, {below}), got {value}.")
         if least is not None and not value >= least:
             raise ValueError(f"{flag} must be {f'at least {least}' if least else '0 or more'}, got {value}.")
+        if most is not None and not value <= most:
+            raise ValueError(f"{flag} must be at most {most:,}, got {value}.")
 
 
 class Parser(argparse.ArgumentParser):

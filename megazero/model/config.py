@@ -19,21 +19,31 @@ class GPT2Config:
     """Architecture of a GPT-2 (Radford et al. 2019) with Megatron-LM's flag names and defaults.
 
     Raises:
-        ValueError: a size is not positive, a probability not in [0, 1), or heads do not divide the hidden size.
+        ValueError: a size is not positive, or absurd, a probability not in [0, 1), or heads do not divide the hidden size.
     """
 
-    num_layers: int = option(24, "transformer blocks", at_least=1)
-    hidden_size: int = option(1024, "width of the residual stream", at_least=1)
+    # The upper bounds are beyond any model: a slip is told by its flag, before the bytes of a tensor overflow.
+    num_layers: int = option(24, "transformer blocks", at_least=1, at_most=10**4)
+    hidden_size: int = option(1024, "width of the residual stream", at_least=1, at_most=10**6)
     num_attention_heads: int = option(16, "attention heads; must divide the hidden size", at_least=1)
     intermediate_size: int | None = option(
-        None, "width of the MLP; 4 x hidden size when not given", at_least=1, aliases=("--ffn-hidden-size",)
+        None,
+        "width of the MLP; 4 x hidden size when not given",
+        at_least=1,
+        at_most=10**7,
+        aliases=("--ffn-hidden-size",),
     )
-    max_position_embeddings: int = option(512, "learned positions: the longest sequence the model can read", at_least=1)
+    max_position_embeddings: int = option(
+        512, "learned positions: the longest sequence the model can read", at_least=1, at_most=10**9
+    )
     vocab_size: int | None = option(
-        None, "tokens in the vocabulary, before padding; taken from the tokenizer if not given", at_least=1
+        None,
+        "tokens in the vocabulary, before padding; taken from the tokenizer if not given",
+        at_least=1,
+        at_most=10**9,
     )
     make_vocab_size_divisible_by: int = option(
-        128, "the vocabulary is padded to a multiple of this x model-parallel size", at_least=1
+        128, "the vocabulary is padded to a multiple of this x model-parallel size", at_least=1, at_most=10**9
     )
     vocab_chunk_size: int = option(
         0,

@@ -1,5 +1,7 @@
 """The configuration's arithmetic and its checks."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,11 @@ def test_an_mlp_that_does_not_split_is_refused():
     [
         ({"hidden_size": 100, "num_attention_heads": 3}, "--hidden-size 100 .*--num-attention-heads 3"),
         ({"num_layers": 0}, "--num-layers must be at least 1, got 0"),
+        ({"num_layers": 10**12}, "--num-layers must be at most 10,000, got 1000000000000"),
+        ({"hidden_size": 10**12}, "--hidden-size must be at most 1,000,000, got 1000000000000"),
+        ({"intermediate_size": 10**22}, "--intermediate-size must be at most 10,000,000, got"),
+        ({"max_position_embeddings": 10**22}, "--max-position-embeddings must be at most 1,000,000,000, got"),
+        ({"vocab_size": 10**22}, "--vocab-size must be at most 1,000,000,000, got"),
         ({"attention_dropout": 1.0}, "--attention-dropout must lie in .0, 1., got 1.0"),
         ({"hidden_dropout": -0.1}, "--hidden-dropout must lie in .0, 1., got -0.1"),
         ({"layernorm": "fused"}, "--layernorm must be one of torch, apex, got 'fused'"),
@@ -105,6 +112,11 @@ def test_an_mlp_that_does_not_split_is_refused():
 def test_impossible_values_are_refused(options, flag):
     with pytest.raises(ValueError, match=flag):
         GPT2Config(**options)
+
+
+def test_no_size_that_is_accepted_overflows_a_tensor(one_rank):
+    most = {f.name: f.metadata["at_most"] for f in fields(GPT2Config) if f.metadata["at_most"]}
+    GPT2Model(GPT2Config(**{**most, "num_layers": 1}, num_attention_heads=1), device="meta")
 
 
 def test_a_model_of_another_version_or_of_none_is_refused_by_its_checkpoints_name():
