@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 from weakref import ref
 
@@ -16,7 +17,7 @@ from torch.nn.modules.module import (
 from megazero import comm
 from megazero.json_source import read_source
 from megazero.mpu.groups import get_groups, model_parallel_is_initialized
-from megazero.nvme import SwapFile
+from megazero.nvme import AioConfig, SwapFile
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.gathered import GatheredParameters
@@ -61,8 +62,8 @@ class Init:
             configuration's zero_optimization.offload_param says, else the accelerator.
         pin_memory: page-lock the host memory that it takes, for CUDA.
         config_dict_or_path, config, deepspeed_config: a configuration whose fp16 or bf16 section gives the dtype, and whose
-            zero_optimization.offload_param the device and the directory of the swap file; mics_shard_size is the number of ranks
-            to shard over.
+            zero_optimization.offload_param the device and the directory of the swap file, whose requests are those of the aio
+            section; mics_shard_size is the number of ranks to shard over.
         enabled: False makes the context do nothing.
         dtype: of the sharded parameters; by default the configuration's, else each parameter's own.
         mem_efficient_linear: accepted; there is nothing to choose.
@@ -229,4 +230,13 @@ def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str,
             "zero.Init(remote_device='nvme') needs the directory to swap to: give config_dict_or_path with "
             "zero_optimization.offload_param.nvme_path."
         )
-    return NvmeHome(SwapFile(path, torch.distributed.get_rank()), 1 << 22, 4, pin=pin_memory)
+    swap = SwapFile(path, torch.distributed.get_rank(), _aio_of(sections))
+    return NvmeHome(swap, 1 << 22, 4, pin=pin_memory)
+
+
+def _aio_of(sections: Mapping[str, Any]) -> AioConfig:
+    """What a configuration's aio section says to the swap file. What has another type is for `initialize` to refuse."""
+    given: dict[str, Any] = {k: v for k, v in _section(sections, "aio").items() if isinstance(v, int)}
+    if "intra_op_parallelism" in given:
+        given["thread_count"] = given["intra_op_parallelism"]  # as it was called once
+    return AioConfig(**{field.name: given[field.name] for field in fields(AioConfig) if field.name in given})

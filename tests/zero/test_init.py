@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazero import mpu, zero
+from megazero.nvme import AioConfig
 from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
 from tests.zero.models import Block, Toy, make_engine, run, token_batches, train
@@ -332,12 +333,15 @@ def configured_case(folder: str) -> None:
     names = ("empty", "zeros", "ones", "tensor", "full")
     before = [nn.Module.__init__, nn.Linear.__init__, nn.Parameter.__new__, *(getattr(torch, name) for name in names)]
     offload = {"offload_param": {"device": "nvme", "nvme_path": folder}}
-    with zero.Init(config_dict_or_path={"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, **offload}}):
+    aio = {"block_size": 1 << 16, "queue_depth": 2, "intra_op_parallelism": 3, "single_submit": False}
+    sections = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, **offload}, "aio": aio}
+    with zero.Init(config_dict_or_path=sections):
         model = nn.Linear(6, 5)
         after = [nn.Module.__init__, nn.Linear.__init__, nn.Parameter.__new__, *(getattr(torch, n) for n in names)]
         assert after == before and all(a is b for a, b in zip(after, before, strict=True)), "nothing is patched"
         assert torch.ones(2).dtype == torch.float32 and vars(nn.Parameter(torch.ones(2))) == {}
     shard = bucket_of(model.weight).weights.shard
+    assert shard.home.swap._requests._aio == AioConfig(block_size=1 << 16, queue_depth=2, thread_count=3)
     assert shard.resident is None and model.weight.dtype == torch.float32 and not model.weight.ds_persist
     with zero.Init():
         later = nn.Linear(6, 5, device="meta")
