@@ -212,7 +212,7 @@ class Config:
         activations, model = self.activations, self.model
         count, mode = activations.num_checkpoints, model.recompute_mode
         if activations.contiguous_checkpointing:
-            together = model.checkpoint_num_layers if mode == "full" else 1
+            together = model.recomputed_together
             calls = -(-model.num_layers // together)
             count = calls if count is None else count
             if count < calls and mode in ("selective", "full"):

@@ -22,9 +22,9 @@ from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
 from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
+from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
-from megazero.zero.memory import memory_rows, plan_memory
-from megazero.zero.param_groups import matrices_of, weight_decay_groups
+from megazero.zero.memory import memory_of_buckets, memory_rows
 from megazero.zero.units import find_units
 
 logger = logging.getLogger(__name__)
@@ -97,17 +97,14 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
     Args:
         measured: as for `memory_rows`.
     """
-    engine = job.engine
-    groups = weight_decay_groups(engine.module, 0.0, job.config.optimizer.uses_muon)
-    plan = plan_memory(
-        engine.module,
-        engine.zero,
-        data_parallel_size=job.groups.data_parallel_size,
-        dtype=None,
-        micro_batches=engine.gradient_accumulation_steps(),
-        group_of=groups[0],
-        matrices=matrices_of(*groups),
+    settings = StateSettings(
+        job.engine.zero,
+        job.groups.data_parallel_size,
+        job.device.type,
+        recomputed_together=job.config.model.recomputed_together,
+        micro_batches=job.engine.gradient_accumulation_steps(),
     )
+    plan = memory_of_buckets([bucket.plan for bucket in job.engine.buckets], settings)
     return table(title, memory_rows(plan, measured))
 
 

@@ -16,9 +16,12 @@ from megazero.data.build import build_datasets, build_tokenizer_from
 from megazero.job import Job, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches
 from megazero.job_checkpoints import load, save
-from megazero.reporting import describe_start
+from megazero.logging import table
+from megazero.plan import Setup, plan_job
+from megazero.reporting import describe_memory, describe_start
 from megazero.training import train_step
 from megazero.zero import ReleasedParameter
+from megazero.zero.memory import memory_rows
 from pretrain_gpt2 import forward_step, make_model
 from tests.ranks import run_ranks
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, run_job
@@ -125,6 +128,19 @@ def overlap_case(flags: list[str], folder: str) -> None:
 )
 def test_weights_that_arrive_during_the_forward_train_and_resume_alike_bit_for_bit(corpus, tmp_path, flags):
     run_ranks(4, overlap_case, [*corpus, "--model-parallel-size", "2", *flags], str(tmp_path))
+
+
+def planned_case(flags: list[str]) -> None:
+    """What the table of a job's memory plans, and the plan before the launch; with blocks that are recomputed together."""
+    job = start([*flags, "--zero-stage", "3", "--checkpoint-activations", "--checkpoint-num-layers", "2"])
+    plan = plan_job(Setup.of(job.config, 2, 2, "cpu"))
+    assert describe_memory(job, "memory", {}) == table("memory", memory_rows(plan.states, {}))
+    end(job)
+
+
+@pytest.mark.parametrize("more", [[], ["--optimizer", "muon", "--bf16"]], ids=["adam", "muon"])
+def test_memory_of_a_job_is_told_as_it_was_planned_before_the_launch(corpus, more):
+    run_ranks(2, planned_case, [*corpus, "--num-layers", "4", *more])
 
 
 def sets_case(flags: list[str], folder: str) -> None:

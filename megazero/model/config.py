@@ -162,6 +162,11 @@ class GPT2Config:
         return self.recompute or ("full" if self.checkpoint_activations else "none")
 
     @property
+    def recomputed_together(self) -> int:
+        """Blocks that one checkpointed call recomputes."""
+        return self.checkpoint_num_layers if self.recompute_mode == "full" else 1
+
+    @property
     def head_size(self) -> int:
         """Elements of one attention head."""
         return self.hidden_size // self.num_attention_heads

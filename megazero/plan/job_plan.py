@@ -60,7 +60,7 @@ class Setup:
                 zero,
                 data_parallel,
                 device_type,
-                recomputed_together=model.checkpoint_num_layers if model.recompute_mode == "full" else 1,
+                recomputed_together=model.recomputed_together,
                 micro_batches=config.accumulation_steps(data_parallel),
             ),
             config.checkpoint_settings(),

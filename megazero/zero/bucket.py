@@ -54,6 +54,7 @@ class Bucket:
         device: that the model computes on; the parameters' own by default.
 
     Attributes:
+        plan: what it was made of; a frozen bucket may have become trainable since.
         unit: its index in forward order, or ROOT.
         weights: P.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
@@ -71,7 +72,7 @@ class Bucket:
         separate_master: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        parameters, layout = plan.parameters, plan.layout
+        self.plan, parameters, layout = plan, plan.parameters, plan.layout
         first = next(iter(parameters.values()))
         self.name, self.unit, self.layout, self.sharding = plan.name, plan.unit, layout, plan.sharding
         self.channel = channel
