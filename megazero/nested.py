@@ -21,8 +21,8 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `function` of each tensor in its lists, tuples and mappings; other objects stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(mapped(item, function) for item in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, which may have a constructor of its own
+        return type(value)._make(mapped(item, function) for item in value)
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(item, function) for item in value)
     if isinstance(value, MutableMapping):

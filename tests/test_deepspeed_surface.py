@@ -239,17 +239,23 @@ def test_a_static_loss_scale_trains_as_a_dynamic_one_that_has_not_moved():
 Pair = namedtuple("Pair", "a b")
 
 
+class Twice(Pair):
+    def __new__(cls, both):
+        return super().__new__(cls, both, both)
+
+
 class Nested(nn.Linear):
     def forward(self, pair, more):
-        seen = [pair.a, pair.b, more["list"][0], more["ids"]]
-        assert [t.dtype for t in seen] == [torch.float16, torch.float16, torch.float16, torch.int64]
+        assert type(more["twice"]) is Twice
+        seen = [pair.a, pair.b, *more["twice"], more["list"][0], more["ids"]]
+        assert [t.dtype for t in seen] == [*[torch.float16] * 5, torch.int64]
         return super().forward(pair.a + pair.b + more["list"][0])
 
 
 def test_auto_cast_brings_floating_point_inputs_to_fp16(one_rank):
     engine = initialize(Nested(6, 3), fp16={"enabled": True, "auto_cast": True})
     x = x_of(0)
-    engine.backward(engine(Pair(x, x), more={"list": [x], "ids": torch.arange(3)}).float().mean())
+    engine.backward(engine(Pair(x, x), more={"list": [x], "twice": Twice(x), "ids": torch.arange(3)}).float().mean())
     engine.step()
     plain = initialize(make_model(), fp16={"enabled": True})
     with pytest.raises(RuntimeError, match="dtype"):
