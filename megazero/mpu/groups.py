@@ -40,11 +40,6 @@ class ParallelGroups:
         return tuple(dist.get_process_group_ranks(self.model))
 
     @property
-    def data_ranks(self) -> tuple[int, ...]:
-        """Global ranks of `data`, in group order."""
-        return tuple(dist.get_process_group_ranks(self.data))
-
-    @property
     def model_parallel_size(self) -> int:
         """Number of shards that a layer is cut into."""
         return self.model.size()

@@ -20,7 +20,8 @@ def every_size_case():
         assert groups is mpu.get_groups() and mpu.model_parallel_is_initialized()
         first = rank // size * size
         assert groups.model_ranks == tuple(range(first, first + size))
-        assert groups.data_ranks == tuple(range(rank % size, world, size))
+        data_ranks = list(range(rank % size, world, size))
+        assert dist.get_process_group_ranks(groups.data) == data_ranks
         assert groups.model_parallel_size == mpu.get_model_parallel_world_size() == size
         assert groups.data_parallel_size == mpu.get_data_parallel_world_size() == world // size
         assert groups.model_parallel_rank == mpu.get_model_parallel_rank() == rank % size
@@ -34,9 +35,9 @@ def every_size_case():
         # The groups do what they say: each sums exactly its own members, in its own order.
         mine = torch.tensor([float(10**rank)], dtype=torch.float64)
         assert comm.all_reduced(mine, groups.model).item() == sum(10**r for r in groups.model_ranks)
-        assert comm.all_reduced(mine, groups.data).item() == sum(10**r for r in groups.data_ranks)
+        assert comm.all_reduced(mine, groups.data).item() == sum(10**r for r in data_ranks)
         assert [int(x) for x in comm.all_gathered(torch.tensor([rank]), groups.model)] == list(groups.model_ranks)
-        assert [int(x) for x in comm.all_gathered(torch.tensor([rank]), groups.data)] == list(groups.data_ranks)
+        assert [int(x) for x in comm.all_gathered(torch.tensor([rank]), groups.data)] == data_ranks
         with pytest.raises(
             RuntimeError, match=rf"exist already, with model-parallel size {size}.*destroy_model_parallel"
         ):
