@@ -128,14 +128,15 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     given, rest = parser.parse_known_args(argv)
     if idle := [f"{flag} ({why})" for flag, why in NO_EFFECT.items() if flag in values]:
         logger.info("these flags change nothing here: %s", "; ".join(idle))
-    for argument in rest:
-        flag = argument.partition("=")[0]
-        if flag.startswith("-"):
-            near = difflib.get_close_matches(flag.replace("_", "-"), settings, n=1, cutoff=0.75)
-            raise ValueError(
-                f"Unknown flag {flag}." + (f" Did you mean {near[0]}?" if near else " --help lists all flags.")
-            )
-        raise ValueError(f"Stray argument {argument!r}: every value follows a flag. --help lists all flags.")
+    unknown = [flag for argument in rest if (flag := argument.partition("=")[0]).startswith("-")]
+    if unknown:  # all at once, too
+        near = {flag: difflib.get_close_matches(flag.replace("_", "-"), settings, n=1, cutoff=0.75) for flag in unknown}
+        told = [
+            f"Unknown flag {flag}." + (f" Did you mean {found[0]}?" if found else "") for flag, found in near.items()
+        ]
+        raise ValueError(" ".join(told) + ("" if all(near.values()) else " --help lists all flags."))
+    if rest:
+        raise ValueError(f"Stray argument {rest[0]!r}: every value follows a flag. --help lists all flags.")
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 
 

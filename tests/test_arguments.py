@@ -75,6 +75,12 @@ def test_what_is_not_near_or_changes_nothing_is_not_suggested(flag):
         load_config([flag, "7"])
 
 
+def test_all_unknown_flags_are_named_at_once():
+    names = "^Unknown flag --num-layer. Did you mean --num-layers. Unknown flag --gpt-size. --help lists all flags.$"
+    with pytest.raises(ValueError, match=names):
+        load_config(["--num-layer", "2", "--gpt-size=64", "--batch-size", "8"])
+
+
 def test_abbreviations_are_not_guessed():
     with pytest.raises(ValueError, match="Unknown flag --train-it"):
         load_config(["--train-it", "7"])
