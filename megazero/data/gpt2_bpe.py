@@ -49,8 +49,8 @@ def find_gpt2_files(
     raise FileNotFoundError(
         "GPT2BPETokenizer needs --vocab-file (encoder.json or vocab.json) and --merge-file (vocab.bpe or merges.txt); "
         f"neither was given, and there are no such two in {' or '.join(str(place) + '/' for place in folders)}. "
-        "Nothing is downloaded: name the files, or train a vocabulary of your own with data_tools/train_tokenizer.py and use "
-        "--tokenizer-type SentencePieceTokenizer."
+        "Nothing is downloaded: name the files, or their folder by --tokenizer-path, or train a vocabulary of your own with "
+        "data_tools/train_tokenizer.py and use --tokenizer-type SentencePieceTokenizer."
     )
 
 
