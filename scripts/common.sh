@@ -11,34 +11,38 @@ REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules (without
-# importing them, which takes seconds)
+# importing them, which takes seconds); prints those that it does not find
 has_packages() {
   local python=$1
   shift
   "$python" - "$@" 2>/dev/null <<'PYTHON'
 import importlib.metadata, importlib.util, sys
-found = sys.version_info >= (3, 10) and all(importlib.util.find_spec(name) for name in sys.argv[1:])
-torch = importlib.metadata.version("torch").split(".") if found else ["0", "0"]
-sys.exit(not (found and (int(torch[0]), int(torch[1])) >= (2, 8)))
+missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
+if "torch" not in missing and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8):
+    missing.insert(0, "torch>=2.8")
+print(*missing)
+sys.exit(bool(missing) or sys.version_info < (3, 10))
 PYTHON
 }
 
 # use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules, installing the extra into .venv/ if need be
 use_python() {
-  local extra=$1 candidate
+  local extra=$1 candidate missing
   shift
   if [ -n "${PYTHON:-}" ]; then
     command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $REPO. Name a Python by its full path, or unset it." >&2; exit 2; }
-    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    has_packages "$PYTHON" "$@" >/dev/null || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
     return
   fi
   for candidate in .venv/bin/python python3; do
-    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@"; then
+    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@" >/dev/null; then
       PYTHON=$candidate
       return
     fi
   done
-  echo "no Python environment with the needed packages yet: making .venv (a minute or two)"
+  echo "no Python environment with the needed packages yet: making .venv, with a PyTorch of its own (a minute or two)"
+  missing=$(has_packages python3 "$@") || true
+  case $missing in "" | torch*) ;; *) echo "$(command -v python3) lacks $missing; to use it instead: python3 -m pip install -e '.[$extra]'" ;; esac
   [ -x .venv/bin/python ] || python3 -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extra]"
   PYTHON=.venv/bin/python
