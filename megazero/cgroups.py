@@ -78,7 +78,7 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
         A folder, and whether its files are those of version 2; inner groups before those that enclose them.
     """
     listing = root / "proc/self/cgroup"
-    for line in listing.read_text().splitlines() if listing.exists() else ():
+    for line in os.fsdecode(listing.read_bytes()).splitlines() if listing.exists() else ():
         _, controllers, path = line.split(":", 2)
         is_version_2 = controllers == ""
         if not is_version_2 and controller not in controllers.split(","):

@@ -16,7 +16,8 @@ def children(pid: int) -> list[int]:
     found = []
     for stat in PROC.glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
+            # after the name, which may contain anything, and which the kernel cuts off at 15 bytes, in the middle of a letter
+            fields = stat.read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue  # it has ended
         if int(fields[1]) == pid:

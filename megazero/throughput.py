@@ -70,7 +70,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    peak = re.search(rb"VmHWM:\s+(\d+) kB", status.read_bytes()) if status.exists() else None
     # Elsewhere getrusage(2), in bytes on macOS; on Linux a process begins with the peak of the one that has started it.
     unit = 1 if sys.platform == "darwin" else 1024
     most = (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit

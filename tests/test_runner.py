@@ -267,6 +267,17 @@ def test_children_of_a_process(is_macos, monkeypatch, tmp_path):
             child.wait()
 
 
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
+def test_a_process_whose_name_is_cut_off_within_a_letter_disturbs_nobody():
+    rename = "open('/proc/self/comm', 'wb').write('fünfzehnByte ü'.encode()[:15])"  # the kernel keeps no more
+    code = f"import time; {rename}; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() and other.pid in children(os.getpid())
+        finally:
+            other.kill()
+
+
 def test_status_of_many_nodes_is_that_of_the_cause():
     until_end = ["cat"]  # an agent that is ended by the end of its input
     assert run_nodes({"a": ["true"], "b": ["true"]}) == 0
