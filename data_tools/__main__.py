@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data_tools.registry import ALIASES, STEPS, step_parser, summary
+from megazero.logging import prepare_output
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a step, and prints one JSON line of statistics."""
+    prepare_output()
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())

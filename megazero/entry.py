@@ -17,7 +17,7 @@ import torch
 
 from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, told_world
-from megazero.logging import ALIKE, get_logger, setup_logging
+from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
 
 logger = get_logger(__name__)
 
@@ -67,9 +67,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     """
     # As SIGTERM is: C++ that waits for other ranks hears no handler. A job that trains has one, and saves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started without it (>&-), as by a daemon
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the life of the process)
+    prepare_output()
     descriptor = os.environ.get("MEGAZERO_CHECK")
     try:
         # What asks beforehand is none of the ranks, and may run where a batch system has numbered nodes in these variables.

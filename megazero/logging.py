@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import os
 import sys
@@ -25,6 +26,23 @@ def _is_first_of_alike(record: logging.LogRecord) -> bool:
     import torch.distributed as dist  # slow, and there already where ranks say things alike
 
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+
+
+def prepare_output() -> None:
+    """Gives a process standard output and error that take every line: what is said there never ends the work.
+
+    Started without them (`>&-`), as by a daemon, it has None there, which has no `flush`; and a file opened later would get their
+    numbers, and with them what C writes to these. What the locale's encoding lacks is written as on standard error: `\\u20ac`.
+    """
+    if sys.stdout is None or sys.stderr is None:
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the life of the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

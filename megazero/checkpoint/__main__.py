@@ -20,7 +20,7 @@ from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
-from megazero.logging import counted
+from megazero.logging import counted, prepare_output
 from megazero.optim.loss_scaler import DTYPES
 from megazero.option import Parser, flag_of
 from megazero.zero.memory import size
@@ -30,6 +30,7 @@ _PATH = "a directory that a job saves in (its latest checkpoint is meant), or on
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0; 1 if a checkpoint is damaged (verify) or two differ (diff); 2 if it could not be done."""
+    prepare_output()
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
         arguments = make_parser().parse_args(argv)

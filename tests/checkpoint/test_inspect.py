@@ -259,3 +259,8 @@ def test_as_a_command_whose_reader_goes_away(saved):
     command = f"{sys.executable} -m megazero.checkpoint ls {saved / TAG} | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("NAME ")
+
+
+def test_the_status_is_right_where_nobody_reads_what_is_said(saved):
+    command = ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", sys.executable, "-m", "megazero.checkpoint", "verify"]
+    assert subprocess.run([*command, str(saved)]).returncode == 0

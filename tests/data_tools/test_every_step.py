@@ -236,3 +236,14 @@ def test_a_line_of_a_gigabyte_is_never_held(folder, step):
     assert peak < MEMORY, f"{peak >> 20} MB"
     lists = [Path(f"{case.record}.dropped.jsonl")] if case.record else Path().glob("*.dedup/*.dropped.jsonl")
     assert any(b"a line of 1073741" in path.read_bytes() for path in lists)
+
+
+@pytest.mark.parametrize("output", [">&- 2>&-", "| cat"], ids=["closed", "ascii"])
+def test_what_standard_output_cannot_take_ends_no_step(tmp_path, output):
+    line = '{"text": "some words"}\n'
+    (tmp_path / "größe.jsonl").write_text(line)
+    command = [sys.executable, "-m", "data_tools", "dedup", "--input", "größe.jsonl", "--output", "größe2.jsonl"]
+    shell = ["bash", "-c", f'set -o pipefail; "$@" {output}', "bash", *command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    subprocess.run(shell, cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "größe2.jsonl").read_text() == line
