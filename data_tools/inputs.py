@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -104,7 +106,7 @@ def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str]
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
     has_kind = uncompressed_name(path).suffix in suffixes
     is_document = has_kind and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
-    return is_document and not _is_token_record(path)
+    return is_document and not _is_token_record(path) and not _is_cache_record(path)
 
 
 def _is_token_record(path: Path) -> bool:
@@ -114,6 +116,12 @@ def _is_token_record(path: Path) -> bool:
     from megazero.data.sidecar import read_sidecar  # which needs numpy
 
     return read_sidecar(prefix) is not None
+
+
+def _is_cache_record(path: Path) -> bool:
+    """Whether it describes arrays of a job's index cache (`megazero.data.cache`), which is made beside the data."""
+    has_name = re.search(r"-[0-9a-f]{32}\.json$", path.name) is not None
+    return has_name and any(path.parent.glob(f"{glob.escape(path.stem)}-*.npy"))
 
 
 def output_format(path: Path) -> str | None:

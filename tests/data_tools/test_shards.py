@@ -13,6 +13,7 @@ import signal
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_tools.__main__ import main
@@ -22,6 +23,7 @@ from data_tools.line_functions import DocumentLines, Dropped
 from data_tools.options import RunOptions
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
+from megazero.data.cache import ArrayCache
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
 from tests.data_tools.steps import read_documents
@@ -346,6 +348,16 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(PermissionError, match="linked"):
         list_inputs([tmp_path / "in"])
+
+
+def test_the_index_cache_of_a_job_is_no_input(tmp_path):
+    (document,) = make_files(tmp_path / "in", count=1)
+    cache = ArrayCache(tmp_path / "in" / "cache")
+    cache.load_or_build({"kind": "gpt2", "name": "tr[a]in"}, lambda: {"doc_idx": np.arange(3)})
+    (record,) = cache.folder.glob("*.json")
+    assert list_inputs([tmp_path / "in"]) == [document]
+    like_it = record.rename(record.with_name(f"page-{'0' * 32}.json"))  # without arrays
+    assert list_inputs([tmp_path / "in"]) == sorted([document, like_it])
 
 
 def test_progress_without_a_terminal_logs_rates_and_the_time_left(caplog):
