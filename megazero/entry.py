@@ -91,7 +91,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
             _exit(error, rank, waits=True, has_lost=True)
         if str(error).startswith(NO_THREADS):
             what = f"no more threads can be started ({error})"
-            ways = "Raise `ulimit -u`, or the limit on processes of the container (docker run --pids-limit)."
+            ways = "Raise `ulimit -u` or `ulimit -v`, or the limit on processes of the container (docker run --pids-limit)."
             _exit(RuntimeError(f"{what}. {ways}"), rank, waits=is_later)
         if not any(text in str(error) for text in TIMED_OUT):
             raise
