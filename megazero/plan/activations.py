@@ -85,9 +85,14 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
         outside=outside + _per_token(shape),
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
-        block_working=2 * hidden + wide + h * model.mlp_size * e // t,
+        block_working=2 * hidden + wide + _working_weight(model) * e // t,
         head_gradient=vocabulary * h * e,
     )
+
+
+def _working_weight(model: GPT2Config) -> int:
+    """Elements of the weight whose gradient is made at the peak: of the MLP's, or of Q, K and V where the MLP's are in tiles."""
+    return model.hidden_size * (3 * model.hidden_size if model.memory_centric_tiled_linear else model.mlp_size)
 
 
 def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> tuple[int, int, int]:
