@@ -121,7 +121,13 @@ CASES = {
         8,
         "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu --optimizer muon",
     ),
-    "tiles": (1.5, 8, "--zero-stage 3 --batch-size 1 --memory-centric-tiled-linear --tile-factor 2"),
+    "tiles": (10, 8, "--zero-stage 3 --batch-size 1 --memory-centric-tiled-linear --tile-factor 2"),
+    "tiles, recomputed": (
+        10,
+        4,
+        "--zero-stage 3 --batch-size 1 --global-batch-size 12 --memory-centric-tiled-linear --tile-factor 2 "
+        "--checkpoint-activations",
+    ),
     "chunks of the sequence": (1.5, 2, "--zero-stage 2 --batch-size 8 --sequence-chunk-size 300"),
     "chunks of the sequence, fp32": (
         0.02,
