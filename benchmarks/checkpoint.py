@@ -5,9 +5,10 @@
     python benchmarks/checkpoint.py --layers 1 --hidden 64 --vocab 256 --seq-length 16 --rounds 2 --saves 2     # does it work?
 
 The state is that of a plain GPT-2 and Adam in fp32, sharded over the ranks: by ZeRO stage 3 for megazero, by FSDP2 for the
-others. All ways are alive in the same processes and take turns, in an order that rotates. Everything saved is on the disk when
-its time ends, with torch.save too, and every load is compared with what was saved, bit for bit. Only megazero checks what it
-loads against checksums. Between the turns the written files are deleted and the disks synced.
+others; megazero-nvme has master weights and moments in a swap file. All ways are alive in the same processes and take turns,
+in an order that rotates. Everything saved is on the disk when its time ends, with torch.save too, and every load is compared
+with what was saved, bit for bit. Only megazero checks what it loads against checksums. Between the turns the written files are
+deleted and the disks synced.
 
 Then, for the ways that can, saves in the background of training: how much longer is the step that saves, and are those beside
 which it writes. Prints one JSON line, and tables on stderr. Linux and CPU only.

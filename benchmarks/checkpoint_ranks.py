@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self, job: Job, args: argparse.Namespace, directory: str) -> None:
         self.job, self.args, self.directory, self.rank = job, args, Path(directory), dist.get_rank()
-        self.ways = all_ways(job)
+        self.ways = all_ways(job, self.directory)
         self.steps = 0
         for way in {id(way.trainer): way for way in self.ways.values()}.values():
             for _ in range(2):  # so that there are moments to save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ class MegazeroWay:
 
     has_background = True  # it can save while training goes on
 
-    def __init__(self, job: Job) -> None:
-        self.trainer = Megazero(job, stage=3)
+    def __init__(self, job: Job, **settings: Any) -> None:
+        """Args: settings: of ZeRO, beside the stage."""
+        self.trainer = Megazero(job, stage=3, **settings)
 
     def save(self, folder: Path) -> None:
         """With its defaults."""
@@ -48,16 +50,18 @@ class MegazeroWay:
         """Waits for the background; raises what went wrong there."""
         self.trainer.engine.wait_for_checkpoint()
 
-    def tensors(self) -> list[Tensor]:
-        """Master weights and moments of every parameter, without the padding between them, which is not saved."""
-        engine, found = self.trainer.engine, []
-        for bucket in engine.buckets:
-            for segment, weights, _ in bucket.weight_parts():
-                found.append(weights)
-                states = {key: vector.resident for key, vector in bucket.states.items()}
-                for key in ("exp_avg", "exp_avg_sq"):
-                    found += [view for view, _ in engine.optimizer.parts_of(states, bucket, key, segment)]
-        return found
+    def tensors(self) -> Iterator[Tensor]:
+        """Master weights and moments of every parameter, without the padding between them, which is not saved.
+
+        Each is at hand for a moment; what is written to it stays.
+        """
+        engine, moments = self.trainer.engine, ("exp_avg", "exp_avg_sq")
+        for tile in (tile for bucket in engine.buckets for tile in bucket.tiles):
+            with engine.optimizer.state_at_hand(tile, moments, writes=True) as states:
+                for segment, weights, _ in tile.bucket.weight_parts(tile):
+                    yield weights
+                    for key in moments:
+                        yield from (view for view, _ in engine.optimizer.parts_of(states, tile, key, segment))
 
 
 class DistributedWay:
@@ -96,7 +100,7 @@ class DistributedWay:
             self._future.result()
             self._future = None
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> Iterable[Tensor]:
         """Of every parameter this rank's part and that of its moments."""
         states = self.trainer.optimizer.state
         parameters = (
@@ -118,7 +122,7 @@ class PlainWay(DistributedWay):
         """A rank's list of tensors."""
         folder.mkdir(exist_ok=True)
         with open(self._file(folder), "wb") as file:
-            torch.save(self.tensors(), file)
+            torch.save(list(self.tensors()), file)
             file.flush()
             os.fsync(file.fileno())
         descriptor = os.open(folder, os.O_RDONLY)
@@ -138,7 +142,10 @@ class PlainWay(DistributedWay):
 Way = MegazeroWay | DistributedWay
 
 
-def all_ways(job: Job) -> dict[str, Way]:
-    """By name; torch's two save the same model and optimizer."""
-    side = FSDP2(job)
-    return {"megazero": MegazeroWay(job), "dcp": DistributedWay(side), "torch.save": PlainWay(side)}
+def all_ways(job: Job, directory: Path) -> dict[str, Way]:
+    """By name; torch's two save the same model and optimizer, and ours with its states in a file in `directory` as well."""
+    side, on_nvme = FSDP2(job), MegazeroWay(job, offload_optimizer="nvme", nvme_path=str(directory))
+    return {
+        **{"megazero": MegazeroWay(job), "megazero-nvme": on_nvme},
+        **{"dcp": DistributedWay(side), "torch.save": PlainWay(side)},
+    }

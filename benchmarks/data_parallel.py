@@ -90,7 +90,8 @@ class Megazero(EngineSide):
 
     def __init__(self, job: Job, **settings: Any) -> None:
         super().__init__(job)
-        self.make_engine(job.model(), mpu.initialize_model_parallel(1), ZeroConfig(**settings))
+        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
+        self.make_engine(job.model(), groups, ZeroConfig(**settings))
 
     def counted_bytes(self) -> int | None:
         """Elements by the channel's counters times the size of what goes that way: gradients, or weights; not with Muon."""
