@@ -6,6 +6,7 @@ in the background needs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -48,7 +49,8 @@ def capture(
     schedule, schedule_tensors = comm.together(lambda: _schedule(state))
     keys: Keys = state.optimizer.state_keys_everywhere() if save_optimizer else {}
     counters = _counters(state) if save_optimizer else {}
-    places = _places(state, keys, counters)
+    aliases = state.aliases()
+    places = _places(state, keys, counters, aliases)
     buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]
     index = {
         "model_parallel_size": state.groups.model_parallel_size,
@@ -59,7 +61,7 @@ def capture(
         "skipped_steps": state.skipped_steps,
         "counters": dict(state.counters),
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
-        "aliases": state.aliases(),
+        "aliases": aliases,
         "tensors": _described(state, buckets, keys, places),
         "optimizer": _optimizer(state, places, counters) if save_optimizer else None,
         "lr_scheduler": schedule,
@@ -76,19 +78,22 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
     return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
-def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters]) -> Places:
-    """Where every parameter is saved. Tiles whose states are not alike, as one is frozen, are saved each by itself."""
+def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str]) -> Places:
+    """Where every parameter is saved. A layer's tiles are saved each by itself where they are not alike, or one is tied."""
     found: dict[str, Place] = {}
     kinds: dict[str, list[Any]] = {}
+    numels: Counter[str] = Counter()
+    segments = {segment.name: segment for bucket in state.buckets for segment in bucket.layout.segments}
     for bucket in state.buckets:
         for segment in bucket.layout.segments:
             place = found[segment.name] = state.place(segment)
             kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(segment.name)
             kinds.setdefault(place.name, []).append(kind)
-    apart = {name for name, of_tiles in kinds.items() if any(kind != of_tiles[0] for kind in of_tiles)}
-    segments = (segment for bucket in state.buckets for segment in bucket.layout.segments)
-    own = {segment.name: state.own_place(segment) for segment in segments if found[segment.name].name in apart}
-    return {**found, **own}
+            numels[place.name] += math.prod(state.own_place(segment).shape)
+    apart = {place.name for place in found.values() if numels[place.name] != math.prod(place.shape)}
+    apart |= {name for name, of_tiles in kinds.items() if any(kind != of_tiles[0] for kind in of_tiles)}
+    apart |= {found[name].name for name in aliases.values() if name in found}
+    return {name: state.own_place(segments[name]) if at.name in apart else at for name, at in found.items()}
 
 
 def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[str, TensorEntry]:

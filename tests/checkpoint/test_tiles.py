@@ -108,6 +108,54 @@ def test_a_layer_whose_tiles_are_not_trained_alike_is_saved_tile_by_tile(tmp_pat
     run_ranks(2, frozen_tile_case, str(tmp_path))
 
 
+class OtherTile(nn.Module):
+    """Of the same product, with the weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 4)), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Odd(nn.Module):
+    """One layer has a tile that is tied to another layer, one a tile of another kind, and one is there twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [TiledLinear(6, 7, in_splits=2, out_splits=2) for _ in range(2)]
+        self.first, self.tied, self.other = nn.Linear(3, 4, bias=False), *layers
+        self.tied.linears[0][0].weight = self.first.weight
+        self.other.linears[0][0] = OtherTile()
+        self.again = self.twice = TiledLinear(7, 7, in_splits=2, out_splits=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.twice(self.tied(x) + self.other(x))) + self.first(x[:, :3]).sum()
+
+
+def odd_tiles_case(folder: str) -> None:
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(1)
+    engine, x = make_engine(Odd(), 1), torch.randn(3, 6)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    want, reader = engine(x).detach(), Reader(folder)
+    assert not any(reader.missing(name) for name in reader.tensors)
+    assert {"tied.linears.0.1.weight", "tied.bias", "other.bias"} <= reader.tensors.keys()
+    engine.destroy()
+    assert_close(load_state_dict_from_zero_checkpoint(Odd(), folder)(x), want)
+    engine = make_engine(Odd(), 1)
+    engine.load_checkpoint(folder)
+    assert torch.equal(engine(x), want)
+    engine.destroy()
+
+
+def test_a_layer_some_of_whose_tiles_are_tied_or_of_another_kind_is_saved_tile_by_tile(tmp_path):
+    run_ranks(2, odd_tiles_case, str(tmp_path))
+
+
 def fp32_case(folder: str) -> None:
     mpu.initialize_model_parallel(1)
     models = [nn.Sequential(TiledLinear(6, 7, in_splits=2, out_splits=splits), nn.Linear(7, 1)) for splits in (2, 3)]
