@@ -244,17 +244,21 @@ def tile_places(model: nn.Module) -> dict[str, TilePlace]:
     return found
 
 
-def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Before `load_state_dict`: cuts what there is of a whole layer's parameters, as checkpoints have them, into tiles."""
-    names, wholes = {name for name, _ in tiled.named_parameters()}, set()
+    names, wholes = {name for name, _ in tiled.named_parameters()}, {}
     for name, place in tiled.tile_places():
-        whole = state.get(prefix + place.whole)
-        if whole is not None and name in names:
-            spans = [slice(*bounds[i : i + 2]) for bounds, i in zip(place.bounds, place.number, strict=True)]
-            state[prefix + name] = whole[tuple(spans)]
-            wholes.add(prefix + place.whole)
-    for name in wholes:
-        del state[name]
+        key, shape = prefix + place.whole, tuple(bounds[-1] for bounds in place.bounds)
+        if name in names and key in state:
+            wholes[key] = shape
+            if state[key].shape == shape:
+                spans = [slice(*bounds[i : i + 2]) for bounds, i in zip(place.bounds, place.number, strict=True)]
+                state[prefix + name] = state[key][tuple(spans)]
+    for key, shape in wholes.items():
+        given = tuple(state.pop(key).shape)
+        if given != shape:  # slices of a larger one would fit
+            errors: list[str] = others[-1]
+            errors.append(f"size mismatch for {key}: it has shape {given}, the whole layer's has {shape}.")
 
 
 def _enter(tile: nn.Module, piece: Tensor) -> Tensor:

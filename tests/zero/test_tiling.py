@@ -142,8 +142,9 @@ def test_the_state_of_a_whole_layer_is_loaded_and_that_of_tiles():
     assert_close(tiled(x), whole(x))
     tiled.load_state_dict(tiled.state_dict())
     assert_close(tiled(x), whole(x))
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0.linears.2.0.weight"):
-        tiled.load_state_dict(nn.Sequential(nn.Linear(5, 6)).state_dict())
+    for features in ((5, 6), (5, 8), (6, 7)):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .* the whole layer's has \(7, 5\)"):
+            tiled.load_state_dict(nn.Sequential(nn.Linear(*features)).state_dict(), strict=False)
     with pytest.raises(RuntimeError, match=r"Missing key.*0.linears.0.1.bias"):
         tiled.load_state_dict({"0.weight": whole[0].weight})
 
