@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.ranges import Cut, shard_shape, tiles_of
+from megazero.checkpoint.ranges import Cut, shard_shape
 
 try:
     from isal.isal_zlib import crc32  # zlib's numbers, several times as fast
@@ -120,12 +120,11 @@ class TensorEntry:
             raise ValueError(f"shape {shape}")
         if cut is not None:
             cut = Cut(cut["dim"], cut["stride"], cut["padded"], tuple(map(tuple, cut.get("tiles", ()))))
-            numbers = (cut.dim or 0, cut.stride, cut.padded, *(start for bounds in cut.tiles for start in bounds))
-            is_known = cut.tiles or cut.dim is not None
-            if not all(map(is_count, numbers)) or not is_known or not 1 <= cut.stride <= max(1, cut.padded):
+            counts = (cut.stride, cut.padded, *(start for bounds in cut.tiles for start in bounds))
+            has_dim = is_count(cut.dim) or (cut.dim is None and cut.tiles)
+            if not has_dim or not all(map(is_count, counts)) or not 1 <= cut.stride <= max(1, cut.padded):
                 raise ValueError(f"{cut}")
-            for tile, own in [(tile, own) for _, tile, own in tiles_of(shape, cut)] if cut.tiles else [(shape, cut)]:
-                shard_shape(tile, own, size)  # raises where it cannot be
+            shard_shape(shape, cut, size)  # raises where it cannot be
         return cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
 
 

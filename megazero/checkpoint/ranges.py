@@ -108,37 +108,31 @@ def holders(cut: Cut | None, size: int) -> int:
     return 1 if cut is None or cut.dim is None else size
 
 
-def tiles_of(shape: Sequence[int], cut: Cut) -> list[tuple[tuple[int, ...], tuple[int, ...], Cut | None]]:
-    """The tiles of a parameter in their order, the last dimension's first: where each begins, its shape, and how it is cut.
-
-    Raises:
-        ValueError: they are not those of a parameter of this shape.
-    """
-    if len(cut.tiles) != len(shape) or any(
-        (bounds[0], bounds[-1]) != (0, length) or any(a >= b for a, b in pairwise(bounds))
-        for bounds, length in zip(cut.tiles, shape, strict=True)
-    ):
-        raise ValueError(f"a parameter of shape {tuple(shape)} cannot have the tiles of {cut}")
-    found = []
-    for spans in product(*map(pairwise, cut.tiles)):
-        tile = tuple(stop - start for start, stop in spans)
-        own = None if cut.dim is None else Cut(cut.dim, 1, tile[cut.dim])
-        found.append((tuple(start for start, _ in spans), tile, own))
-    return found
-
-
 def shard_shape(shape: Sequence[int], cut: Cut | None, size: int) -> tuple[int, ...]:
     """The shape of what each of `size` tensor-parallel ranks holds of a parameter of the full `shape`.
 
     Raises:
-        ValueError: it cannot be cut so.
+        ValueError: it cannot be cut so, or not have these tiles.
     """
+    if cut is not None and cut.tiles:
+        _check_tiles(shape, cut)
     if cut is None or cut.dim is None:
         return tuple(shape)
-    rest = cut.padded % (size * cut.stride)
-    if rest or cut.padded < shape[cut.dim] or (cut.padded > shape[cut.dim] and cut.stride > 1):
+    parts = [stop - start for start, stop in pairwise(cut.tiles[cut.dim])] if cut.tiles else [cut.padded]
+    rest = any(part % (size * cut.stride) for part in parts)
+    if rest or cut.padded < shape[cut.dim] or (cut.padded > shape[cut.dim] and (cut.stride > 1 or cut.tiles)):
         raise ValueError(f"a parameter of shape {tuple(shape)} cannot be cut for {size} ranks by {cut}")
     return (*shape[: cut.dim], cut.padded // size, *shape[cut.dim + 1 :])
+
+
+def _check_tiles(shape: Sequence[int], cut: Cut) -> None:
+    """Raises a ValueError where they are not those of a parameter of this shape. Makes none: there may be absurdly many."""
+    is_whole = len(cut.tiles) == len(shape) and all(
+        (bounds[0], bounds[-1]) == (0, length) and all(a < b for a, b in pairwise(bounds))
+        for bounds, length in zip(cut.tiles, shape, strict=True)
+    )
+    if not is_whole or cut.stride > 1:
+        raise ValueError(f"a parameter of shape {tuple(shape)} cannot have the tiles of {cut}")
 
 
 def shard_to_full(shape: Sequence[int], cut: Cut | None, rank: int, size: int) -> RangeMap:
@@ -149,12 +143,13 @@ def shard_to_full(shape: Sequence[int], cut: Cut | None, rank: int, size: int) -
     """
     if cut is None:
         return RangeMap.of([0], [0], [math.prod(shape)])
+    part = shard_shape(shape, cut, size)
     if cut.tiles:
-        tiles = tiles_of(shape, cut)
+        tiles = _tiles_of(cut)
         maps = [shard_to_full(tile, own, rank, size).then(_tile_to_full(shape, at, tile)) for at, tile, own in tiles]
         return _one_behind_the_other(maps, [math.prod(shard_shape(tile, own, size)) for _, tile, own in tiles])
     assert cut.dim is not None, "only tiles may be whole"
-    rows_of_shard = shard_shape(shape, cut, size)[cut.dim]
+    rows_of_shard = part[cut.dim]
     outer, rows, inner = math.prod(shape[: cut.dim]), shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     chunk = rows_of_shard // cut.stride
     k = np.arange(cut.stride)
@@ -174,6 +169,16 @@ def shards_to_full(shape: Sequence[int], cut: Cut | None, size: int) -> RangeMap
     """
     maps = [shard_to_full(shape, cut, rank, size) for rank in range(holders(cut, size))]
     return _one_behind_the_other(maps, [math.prod(shard_shape(shape, cut, size))] * len(maps))
+
+
+def _tiles_of(cut: Cut) -> list[tuple[tuple[int, ...], tuple[int, ...], Cut | None]]:
+    """The tiles in their order, the last dimension's first: where each begins, its shape, and how it is cut."""
+    found = []
+    for spans in product(*map(pairwise, cut.tiles)):
+        tile = tuple(stop - start for start, stop in spans)
+        own = None if cut.dim is None else Cut(cut.dim, 1, tile[cut.dim])
+        found.append((tuple(start for start, _ in spans), tile, own))
+    return found
 
 
 def _tile_to_full(shape: Sequence[int], at: Sequence[int], tile: Sequence[int]) -> RangeMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise, product
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full, shards_to_full
 from megazero.mpu.partition import Partition
 
@@ -140,3 +142,19 @@ def test_tiles_that_cannot_be_are_refused(tiles):
         shard_to_full((6, 3), Cut(0, 1, 6, tiles), 0, 2)
     with pytest.raises(ValueError, match="cannot be cut for 2 ranks"):
         shard_to_full((6, 3), Cut(0, 1, 6, ((0, 3, 6), (0, 3))), 0, 2)
+
+
+@pytest.mark.parametrize("cut", [Cut(0, 2, 8, ((0, 4, 8), (0, 3))), Cut(0, 1, 16, ((0, 4, 8), (0, 3)))], ids=str)
+def test_tiles_are_neither_stacked_nor_padded(cut):
+    with pytest.raises(ValueError, match="a parameter of shape"):
+        shard_shape((8, 3), cut, 2)
+
+
+def test_an_entry_is_read_without_its_tiles_being_made():
+    bounds = list(range(1001))
+    cut = {"dim": 0, "stride": 1, "padded": 1000, "tiles": [bounds, bounds]}
+    tracemalloc.start()
+    entry = TensorEntry.from_json({"kind": "frozen", "shape": [1000, 1000], "cut": cut, "states": {}}, 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert entry.cut == Cut(0, 1, 1000, (tuple(bounds),) * 2) and peak < 1e6
