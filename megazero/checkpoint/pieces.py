@@ -56,7 +56,7 @@ class Pieces:
             raise ValueError("a piece lies outside of the parameter or its files, or overlaps another")
         # In saved order there is a gap between pieces, so that no range runs on from one to the next.
         self._base = np.cumsum(length + 1) - (length + 1)
-        in_shards = RangeMap(rank * numel + start, self._base, length)
+        in_shards = RangeMap.of(rank * numel + start, self._base, length)
         self.full_to_saved = shards_to_full(shape, cut, size).inverse().then(in_shards)
 
     def read(self, state: str, plan: RangeMap, out: np.ndarray, what: str) -> None:

@@ -43,7 +43,7 @@ class RangeMap:
     """[source, source + length) -> [target, target + length) for every row; no two rows overlap, on either side.
 
     Attributes:
-        source, target, length: [rows] int64.
+        source, target, length: [rows] int64, in ascending order of `source`.
     """
 
     source: Integers
@@ -51,9 +51,11 @@ class RangeMap:
     length: Integers
 
     @classmethod
-    def of(cls, source: Sequence[int], target: Sequence[int], length: Sequence[int]) -> RangeMap:
-        """The map of these rows."""
-        return cls(*(np.asarray(column, dtype=np.int64).reshape(-1) for column in (source, target, length)))
+    def of(cls, source: npt.ArrayLike, target: npt.ArrayLike, length: npt.ArrayLike) -> RangeMap:
+        """The map of these rows, which may be in any order."""
+        columns = [np.asarray(column, dtype=np.int64).reshape(-1) for column in (source, target, length)]
+        order = np.argsort(columns[0])
+        return cls(*(column[order] for column in columns))
 
     @property
     def numel(self) -> int:
@@ -62,40 +64,43 @@ class RangeMap:
 
     def inverse(self) -> RangeMap:
         """Targets to sources."""
-        return RangeMap(self.target, self.source, self.length)
+        return RangeMap.of(self.target, self.source, self.length)
 
     def sources_from(self, start: int, stop: int) -> RangeMap:
         """The part of the map whose sources lie in [start, stop), counted from `start`."""
-        low, high = np.maximum(self.source, start), np.minimum(self.source + self.length, stop)
-        part = RangeMap(low - start, self.target + low - self.source, high - low)
+        near = self._near(start, stop)
+        low, high = np.maximum(near.source, start), np.minimum(near.source + near.length, stop)
+        part = RangeMap(low - start, near.target + low - near.source, high - low)
         return part._rows(low < high)
 
     def then(self, other: RangeMap) -> RangeMap:
-        """This map followed by `other`, where both are defined; sorted by source, neighbours joined."""
+        """This map followed by `other`, where both are defined; neighbours joined."""
         if not len(self.target):
             return self
         # Most of `other` is of no interest to a small part of a large parameter.
-        first, end = self.target.min(), (self.target + self.length).max()
-        other = other._rows((other.source < end) & (other.source + other.length > first))
-        by_target, by_source = np.argsort(self.target), np.argsort(other.source)
-        a_source, a_target, a_length = self.source[by_target], self.target[by_target], self.length[by_target]
-        b_source, b_target, b_length = other.source[by_source], other.target[by_source], other.length[by_source]
-        if not len(b_source):
-            return RangeMap.of([], [], [])
+        b = other._near(self.target.min(), (self.target + self.length).max())
+        if not len(b.source):
+            return b
+        a = self.inverse()
         # Between two neighbouring ends of ranges, every integer has the same row on both sides, or none.
-        points = np.unique(np.concatenate([a_target, a_target + a_length, b_source, b_source + b_length]))
+        points = np.unique(np.concatenate([a.source, a.source + a.length, b.source, b.source + b.length]))
         start, length = points[:-1], np.diff(points)
-        a, b = np.searchsorted(a_target, start, "right") - 1, np.searchsorted(b_source, start, "right") - 1
-        is_mapped = (a >= 0) & (start < a_target[a] + a_length[a]) & (b >= 0) & (start < b_source[b] + b_length[b])
-        a, b, start, length = a[is_mapped], b[is_mapped], start[is_mapped], length[is_mapped]
-        return RangeMap(a_source[a] + start - a_target[a], b_target[b] + start - b_source[b], length)._joined()
+        i, j = np.searchsorted(a.source, start, "right") - 1, np.searchsorted(b.source, start, "right") - 1
+        is_mapped = (i >= 0) & (start < a.source[i] + a.length[i]) & (j >= 0) & (start < b.source[j] + b.length[j])
+        i, j, start, length = i[is_mapped], j[is_mapped], start[is_mapped], length[is_mapped]
+        found = RangeMap.of(a.target[i] + start - a.source[i], b.target[j] + start - b.source[j], length)
+        return found._joined()
 
-    def _rows(self, wanted: npt.NDArray[np.bool_]) -> RangeMap:
+    def _near(self, start: int, stop: int) -> RangeMap:
+        """The rows whose sources overlap [start, stop), and perhaps the one before them."""
+        first, end = np.searchsorted(self.source, start, "right") - 1, np.searchsorted(self.source, stop)
+        return self._rows(slice(max(0, first), end))
+
+    def _rows(self, wanted: npt.NDArray[np.bool_] | slice) -> RangeMap:
         return RangeMap(self.source[wanted], self.target[wanted], self.length[wanted])
 
     def _joined(self) -> RangeMap:
-        order = np.argsort(self.source)
-        source, target, length = self.source[order], self.target[order], self.length[order]
+        source, target, length = self.source, self.target, self.length
         if not len(source):
             return self
         goes_on = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
