@@ -75,9 +75,7 @@ def _plan(entries: dict[str, TensorEntry], model_parallel_size: int, data_parall
     for rank in range(model_parallel_size):
         held = []
         for name, entry in entries.items():
-            if rank < holders(
-                entry.cut, model_parallel_size
-            ):  # what is not cut is the same on all ranks, and the first saves it
+            if rank < holders(entry.cut, model_parallel_size):  # the first saves what all have
                 held.append((name, math.prod(shard_shape(entry.shape, entry.cut, model_parallel_size))))
         total, offset = sum(numel for _, numel in held), 0
         ends = [total * part // data_parallel_size for part in range(data_parallel_size + 1)]

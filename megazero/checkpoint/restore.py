@@ -75,13 +75,11 @@ def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
             "or start it anew with --no-load-optim (load_optimizer_states=False)."
         )
     saved_keys = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
-    saved_counters, saved_as = (
-        _saved_counters(reader),
-        {s.name: _place(state, reader, s).name for s in _segments(state)},
-    )
+    saved_as = {segment.name: _place(state, reader, segment).name for segment in _segments(state)}
     keys_of = {name: saved_keys[saved] for name, saved in saved_as.items() if saved in saved_keys}
     if wanted == Muon.__name__:
         _check_matrices(state, reader, keys_of)
+    saved_counters = _saved_counters(reader)
     counters = {name: saved_counters[saved] for name, saved in saved_as.items() if saved in saved_counters}
     state.optimizer.allocate_state(keys_of, counters)
     return sorted({key for keys in keys_of.values() for key in keys})

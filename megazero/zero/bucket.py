@@ -385,7 +385,6 @@ class Bucket:
     def publish_parts(self) -> None:
         """Brings P up to date with what was filled. Collective."""
         self.publish_master()
-        self.weights.release()
         self.weights.mark_unwritten()
 
     def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
