@@ -44,7 +44,9 @@ def corpus(tmp_path_factory) -> list[str]:
 
 
 def metrics(save: Path, section: str = "train") -> dict[int, float]:
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    text = (save / "metrics.jsonl").read_text()
+    whole = text[: text.rfind("\n") + 1]  # the last line may be on its way to the file
+    lines = [json.loads(line) for line in whole.splitlines()]
     return {line["iteration"]: line["loss"] for line in lines if line["section"] == section}
 
 
