@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -119,9 +117,12 @@ def _is_token_record(path: Path) -> bool:
 
 
 def _is_cache_record(path: Path) -> bool:
-    """Whether it describes arrays of a job's index cache (`megazero.data.cache`), which is made beside the data."""
-    has_name = re.search(r"-[0-9a-f]{32}\.json$", path.name) is not None
-    return has_name and any(path.parent.glob(f"{glob.escape(path.stem)}-*.npy"))
+    """Whether it is of a job's index cache, which is made beside the data."""
+    if path.suffix != ".json":
+        return False
+    from megazero.data.cache import is_record  # which needs numpy
+
+    return is_record(path)
 
 
 def output_format(path: Path) -> str | None:

@@ -6,8 +6,10 @@ and renamed, so any number of jobs may build the same entry at once: they write 
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +24,14 @@ from megazero.lines.contents import key_of
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
+_KEY_DIGITS = 32  # hexadecimal, of a description's hash in the names of its files
 Arrays = Mapping[str, np.ndarray]
+
+
+def is_record(path: Path) -> bool:
+    """Whether a file is the description of an entry: it has such a name, and an array of the entry lies beside it."""
+    has_name = re.fullmatch(rf".+-[0-9a-f]{{{_KEY_DIGITS}}}\.json", path.name) is not None
+    return has_name and any(path.parent.glob(f"{glob.escape(path.stem)}-*.npy"))
 
 
 class ArrayCache:
@@ -49,7 +58,7 @@ class ArrayCache:
             ValueError: an entry is damaged, or the folder cannot be written.
         """
         description = {**description, "format": FORMAT}
-        stem = self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:32]}"
+        stem = self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:_KEY_DIGITS]}"
         if not append_suffix(stem, ".json").is_file():
             if self._is_expected:
                 self._is_expected = False
