@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,20 +81,19 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
 
 def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str]) -> Places:
     """Where every parameter is saved. A layer's tiles are saved each by itself where they are not alike, or one is tied."""
-    found: dict[str, Place] = {}
+    found = {segment.name: state.place(segment) for segment in state.segments()}
+    own = {segment.name: state.own_place(segment) for segment in state.segments()}
     kinds: dict[str, list[Any]] = {}
     numels: Counter[str] = Counter()
-    segments = {segment.name: segment for bucket in state.buckets for segment in bucket.layout.segments}
     for bucket in state.buckets:
-        for segment in bucket.layout.segments:
-            place = found[segment.name] = state.place(segment)
-            kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(segment.name)
-            kinds.setdefault(place.name, []).append(kind)
-            numels[place.name] += math.prod(state.own_place(segment).shape)
+        for name in (segment.name for segment in bucket.layout.segments):
+            kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(name)
+            kinds.setdefault(found[name].name, []).append(kind)
+            numels[found[name].name] += math.prod(own[name].shape)
     apart = {place.name for place in found.values() if numels[place.name] != math.prod(place.shape)}
     apart |= {name for name, of_tiles in kinds.items() if any(kind != of_tiles[0] for kind in of_tiles)}
     apart |= {found[name].name for name in aliases.values() if name in found}
-    return {name: state.own_place(segments[name]) if at.name in apart else at for name, at in found.items()}
+    return {name: own[name] if place.name in apart else place for name, place in found.items()}
 
 
 def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[str, TensorEntry]:
@@ -131,17 +131,13 @@ def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Pla
 def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop: int) -> States:
     """What this rank holds of [start, stop) of a parameter, 1-D: its own memory, or what is read from where it rests."""
     low, high = segment.start + start, segment.start + stop
+    begin, held = bucket.owned_range.start, bucket.states
+    part = partial(_part, bucket, start=low - begin, stop=high - begin)
     if not bucket.is_trainable:
-        flat, shard, begin = bucket.weights.flat, bucket.weights.shard, bucket.shard_range.start
-        return {
-            CONSTANT: flat[low:high] if shard is None else _part(bucket, shard, flat.dtype, low - begin, high - begin)
-        }
-    held, begin = bucket.states, bucket.owned_range.start
+        flat, shard = bucket.weights.flat, bucket.weights.shard
+        return {CONSTANT: flat[low:high] if shard is None else part(shard, flat.dtype)}
     return {  # zeros where this rank has not trained anything of the bucket yet
-        key: _part(bucket, held[key], torch.float32, low - begin, high - begin)
-        if key in held
-        else torch.zeros(stop - start)
-        for key in (MASTER, *keys)
+        key: part(held[key], torch.float32) if key in held else torch.zeros(stop - start) for key in (MASTER, *keys)
     }
 
 
@@ -152,8 +148,11 @@ def _part(bucket: Bucket, vector: Vector, dtype: torch.dtype, start: int, stop: 
             return part.to(dtype)  # itself, but for optimizers that keep 16 bits
 
     def read() -> Tensor:
-        with vector.at_hand(start, stop) as part:
-            return part.to(dtype, copy=True)
+        out, filled = torch.empty(stop - start, dtype=dtype), 0
+        for part in parts():
+            out[filled : filled + len(part)].copy_(part)
+            filled += len(part)
+        return out
 
     def parts() -> Iterator[Tensor]:
         clipped = [(max(start, tile.start), min(stop, tile.stop)) for tile in bucket.tiles]

@@ -38,14 +38,15 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
         CheckpointError: it is damaged.
         ValueError: it is of a model of another shape, or of another optimizer.
     """
-    _check_shapes(state, reader, strict)
+    places = {segment.name: _place(state, reader, segment) for segment in state.segments()}
+    _check_shapes(state, reader, places, strict)
     has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
-    keys = _allocate_optimizer(state, reader) if has_optimizer else []
+    keys = _allocate_optimizer(state, reader, places) if has_optimizer else []
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for tile in (tile for bucket in state.buckets for tile in bucket.tiles):
         with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
             for segment, part, start in tile.bucket.weight_parts(tile):
-                place = _place(state, reader, segment)
+                place = places[segment.name]
                 entry = reader.tensors.get(place.name)
                 if entry is None:
                     continue
@@ -65,7 +66,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
             buffer.copy_(values.view(buffer.shape))
 
 
-def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
+def _allocate_optimizer(state: TrainingState, reader: Reader, places: dict[str, Place]) -> list[str]:
     """Sets the optimizer's scalar state, makes room for its tensors, and returns by which names they are saved."""
     with reader.well_formed("optimizer"):
         saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
@@ -75,12 +76,11 @@ def _allocate_optimizer(state: TrainingState, reader: Reader) -> list[str]:
             "or start it anew with --no-load-optim (load_optimizer_states=False)."
         )
     saved_keys = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
-    saved_as = {segment.name: _place(state, reader, segment).name for segment in _segments(state)}
-    keys_of = {name: saved_keys[saved] for name, saved in saved_as.items() if saved in saved_keys}
+    keys_of = {name: saved_keys[place.name] for name, place in places.items() if place.name in saved_keys}
     if wanted == Muon.__name__:
         _check_matrices(state, reader, keys_of)
     saved_counters = _saved_counters(reader)
-    counters = {name: saved_counters[saved] for name, saved in saved_as.items() if saved in saved_counters}
+    counters = {name: saved_counters[at.name] for name, at in places.items() if at.name in saved_counters}
     state.optimizer.allocate_state(keys_of, counters)
     return sorted({key for keys in keys_of.values() for key in keys})
 
@@ -162,18 +162,14 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
         logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
 
 
-def _segments(state: TrainingState) -> list[Segment]:
-    return [segment for bucket in state.buckets for segment in bucket.layout.segments]
-
-
 def _place(state: TrainingState, reader: Reader, segment: Segment) -> Place:
     """Where the checkpoint has a parameter: a tile in the whole layer's, unless it was saved by itself."""
     place = state.place(segment)
     return place if place.name in reader.tensors or segment.name not in reader.tensors else state.own_place(segment)
 
 
-def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
-    wanted = {place.name: place.shape for place in (_place(state, reader, segment) for segment in _segments(state))}
+def _check_shapes(state: TrainingState, reader: Reader, places: dict[str, Place], strict: bool) -> None:
+    wanted = {place.name: place.shape for place in places.values()}
     wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
     saved = {name: entry.shape for name, entry in reader.tensors.items()}
     names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()
@@ -192,7 +188,7 @@ def _check_shapes(state: TrainingState, reader: Reader, strict: bool) -> None:
 def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, list[str]]) -> None:
     """Raises where Muon updates other parameters than it did: what it keeps of them, AdamW does not, and the other way round."""
     groups = state.optimizer.param_groups
-    for segment in [segment for segment in _segments(state) if segment.group != NO_GROUP]:
+    for segment in [segment for segment in state.segments() if segment.group != NO_GROUP]:
         is_matrix, keys = bool(groups[segment.group].get("use_muon")), keys_of.get(segment.name)
         if keys and (MOMENTUM in keys) != is_matrix:
             now, then = ("Muon", "AdamW") if is_matrix else ("AdamW", "Muon")

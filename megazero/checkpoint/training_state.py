@@ -67,6 +67,10 @@ class TrainingState:
                 found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())
 
+    def segments(self) -> list[Segment]:
+        """Every parameter, bucket by bucket."""
+        return [segment for bucket in self.buckets for segment in bucket.layout.segments]
+
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and buffers -> the name under which they are saved."""
         saved = {name for bucket in self.buckets for name in bucket.parameters}
@@ -87,12 +91,11 @@ class TrainingState:
         own, tile = self.own_place(segment), self.tiles.get(segment.name)
         if tile is None:
             return own
-        spans = [bounds[i : i + 2] for bounds, i in zip(tile.bounds, tile.number, strict=True)]
         dim = None if own.cut is None else own.cut.dim
         is_plain = dim is None or own.cut == Cut(dim, 1, own.shape[dim])
+        spans, shape = tile.spans, tile.shape
         if not is_plain or own.shape != tuple(stop - start for start, stop in spans):
             return own  # of a layer that keeps its parameters in another way
-        shape = tuple(bounds[-1] for bounds in tile.bounds)
         cut = Cut(dim, 1, 0 if dim is None else shape[dim], tile.bounds)
         before = sum(math.prod(own.shape[:d]) * spans[d][0] * math.prod(shape[d + 1 :]) for d in range(len(shape)))
         return Place(tile.whole, shape, cut, before // holders(cut, self.groups.model_parallel_size))

@@ -41,6 +41,16 @@ class TilePlace(NamedTuple):
     bounds: tuple[tuple[int, ...], ...]
     number: tuple[int, ...]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole layer's."""
+        return tuple(bounds[-1] for bounds in self.bounds)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """[start, stop) of the tile along each dimension."""
+        return [(bounds[i], bounds[i + 1]) for bounds, i in zip(self.bounds, self.number, strict=True)]
+
 
 class TiledLinear(nn.Module):
     """`linear_cls(in_features, out_features, bias, **kwargs)` in `out_splits` x `in_splits` tiles, `linears[out_id][in_id]`.
@@ -248,12 +258,11 @@ def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *others: 
     """Before `load_state_dict`: cuts what there is of a whole layer's parameters, as checkpoints have them, into tiles."""
     names, wholes = {name for name, _ in tiled.named_parameters()}, {}
     for name, place in tiled.tile_places():
-        key, shape = prefix + place.whole, tuple(bounds[-1] for bounds in place.bounds)
+        key = prefix + place.whole
         if name in names and key in state:
-            wholes[key] = shape
-            if state[key].shape == shape:
-                spans = [slice(*bounds[i : i + 2]) for bounds, i in zip(place.bounds, place.number, strict=True)]
-                state[prefix + name] = state[key][tuple(spans)]
+            wholes[key] = place.shape
+            if state[key].shape == place.shape:
+                state[prefix + name] = state[key][tuple(slice(*span) for span in place.spans)]
     for key, shape in wholes.items():
         given = tuple(state.pop(key).shape)
         if given != shape:  # slices of a larger one would fit
