@@ -12,6 +12,7 @@ from rank_sets import StepResult
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "grad_norm": 1e-1}}
 MEASURED = {
     "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
+    "host": "ms that the thread that trains has worked in a step, mean of the ranks, without what it has waited; median",
     "ratio": "of the medians, to the first side in the same rounds; by_rounds: quartiles of the ratios within each round",
     "held_mib": "what malloc has given out between steps, touched or not, less that before the side was built, of the rank that "
     "needs most",
@@ -30,6 +31,7 @@ COLUMNS = {
     "ratio": "/ first",
     "ratio_by_rounds": "by rounds",
     "quartiles_by_rounds": "quartiles",
+    "host_ms": "host ms",
     "held_mib": "held MiB",
     "peak_mib": "peak",
     "shared_mib": "shared",
@@ -62,6 +64,7 @@ def summary(
         "ratio": round(statistics.median(seconds) / base, 4),
         "ratio_by_rounds": round(statistics.median(ratios), 4),
         "quartiles_by_rounds": quartiles(ratios),
+        "host_ms": round(statistics.median(1e3 * r.host_seconds for r in mine), 2),
         **{f"{key}_mib": memory[key] for key in MEMORY},
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
         "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,

@@ -4,6 +4,7 @@
     python benchmarks/data_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
     python benchmarks/data_parallel.py --sides megazero-3,fsdp2 --steps 20
     python benchmarks/data_parallel.py --muon --sides megazero-0,megazero-1                        # Muon, on all sides
+    python benchmarks/data_parallel.py --layers 48 --hidden 16 --heads 2 --seq-length 8 --vocab 64 # the host's work: "host ms"
     python benchmarks/data_parallel.py --layers 2 --hidden 32 --heads 2 --vocab 128 --steps 2      # does it work?
 
 Every side trains the same plain GPT-2 from the same weights on the same batches, in processes of its own, and must agree with DDP

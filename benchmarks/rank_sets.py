@@ -29,11 +29,13 @@ TIMEOUT_S = 900.0  # building may compile (DeepSpeed), and a step of a large mod
 class StepResult:
     """One step of all ranks: seconds from the first rank's start to the last one's end, and bytes sent per rank.
 
+    `host_seconds` is what the thread that trains has worked, without what it has waited, and without other threads' work.
     `socket_bytes` is what the loopback device carried, TCP/IP headers included; `counted_bytes` what the system says of itself,
     by whatever way it sent them. Loss and gradient norm are means over the ranks. None: the system does not tell.
     """
 
     seconds: float
+    host_seconds: float
     socket_bytes: float
     counted_bytes: float | None
     loss: float
@@ -67,8 +69,8 @@ class RankSet:
         before = loopback_bytes()
         answers = self._ask("step", index)
         sent = (loopback_bytes() - before) / len(answers)
-        starts, ends, counted, losses, norms = zip(*answers, strict=True)
-        return StepResult(max(ends) - min(starts), sent, _mean(counted), _mean(losses), _mean(norms))
+        starts, ends, worked, counted, losses, norms = zip(*answers, strict=True)
+        return StepResult(max(ends) - min(starts), _mean(worked), sent, _mean(counted), _mean(losses), _mean(norms))
 
     def forget_peak(self) -> None:
         """Starts the peak of memory anew, without what the allocator has kept."""
@@ -171,16 +173,16 @@ class _Worker:
         self.side = entry.build(job, **entry.options)
         self.job = job
 
-    def step(self, index: int) -> tuple[float, float, int | None, float, float | None]:
-        """Start and end on the clock that all processes share, bytes sent, loss, gradient norm."""
+    def step(self, index: int) -> tuple[float, float, float, int | None, float, float | None]:
+        """Start and end on the clock that all processes share, this thread's work in s, bytes sent, loss, gradient norm."""
         tokens, targets = self.job.data(index, self.rank)
         before = self.side.counted_bytes()
-        start = time.perf_counter()
+        start, idle = time.perf_counter(), time.thread_time()
         loss = self.side.step(tokens, targets)
-        end = time.perf_counter()
+        worked, end = time.thread_time() - idle, time.perf_counter()
         after = self.side.counted_bytes()
         sent = None if before is None or after is None else after - before
-        return start, end, sent, loss, self.side.grad_norm()
+        return start, end, worked, sent, loss, self.side.grad_norm()
 
     def forget_peak(self) -> None:
         """Everything until now counts as building and warming up."""
