@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +103,7 @@ def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
 
 def model_config(reader: Reader) -> GPT2Config:
     """The model of a checkpoint, without what only training needs."""
-    saved = GPT2Config.of_saved(client_state(reader), reader.path)
-    training_only: dict[str, Any] = {"checkpoint_activations": False, "recompute": None, "recompute_budget_gb": None}
-    whole: dict[str, Any] = {"memory_centric_tiled_linear": False, "tile_factor": GPT2Config.tile_factor}
-    return replace(saved, **training_only, **whole, sequence_parallel=False, compile=False, layernorm="torch")
+    return GPT2Config.of_saved(client_state(reader), reader.path).for_inference()
 
 
 def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:

@@ -18,6 +18,7 @@ from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
+from megazero.model.config import UNSEEN_IN_SHAPES
 from megazero.option import flag_of
 
 logger = get_logger(__name__)
@@ -27,9 +28,6 @@ SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("da
 
 # Flags of `training` that say what the loss of a sample is, or what it weighs.
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
-
-# What no shape of a parameter shows, and makes the same weights another model.
-UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
 
 
 def refuse_to_replace(flags: CheckpointConfig) -> None:

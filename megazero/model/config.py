@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.mpu.sequence_mappings import sequence_slice_length
@@ -12,6 +12,9 @@ from megazero.option import check_options, flag_of, option
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
 BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
+
+# Fields that no shape of a parameter shows, and that make the same weights another model.
+UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,20 @@ class GPT2Config:
             return cls(**saved)
         except TypeError as error:
             raise ValueError(f"{where} is of a model that this version does not know: {error}.") from error
+
+    def for_inference(self) -> GPT2Config:
+        """The same model of the same weights, without what only training needs, or only some machines have."""
+        return replace(
+            self,
+            checkpoint_activations=False,
+            recompute=None,
+            recompute_budget_gb=None,
+            memory_centric_tiled_linear=False,
+            tile_factor=GPT2Config.tile_factor,
+            sequence_parallel=False,
+            compile=False,
+            layernorm="torch",
+        )
 
     @property
     def recompute_mode(self) -> Recompute:

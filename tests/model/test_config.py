@@ -1,13 +1,14 @@
 """The configuration's arithmetic and its checks."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import nn
 
-from megazero.model.config import GPT2Config
+from megazero.model.config import UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from megazero.model.huggingface import config_to_huggingface
 from tests.model.plain_gpt2 import PlainGPT2
 
 
@@ -47,6 +48,40 @@ def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
     assert config.full_shapes() == plain
     ours = {name: tuple(p.shape) for name, p in GPT2Model(config, device="meta").named_parameters()}
     assert ours == {**plain, "word_embeddings.weight": (128, 12)}
+
+
+# Fields of which every value computes the same of the same weights, dropout aside.
+ALIKE = """make_vocab_size_divisible_by vocab_chunk_size sequence_chunk_size attention_dropout hidden_dropout init_method_std
+checkpoint_activations checkpoint_num_layers recompute recompute_budget_gb sequence_parallel layernorm compile
+memory_centric_tiled_linear tile_factor""".split()
+# All others, each with a value that makes another model.
+OTHERS = {
+    "num_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 8,
+    "vocab_size": 12,
+    "layernorm_epsilon": 1e-6,
+}
+
+
+def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face():
+    unsorted = {field.name for field in fields(GPT2Config)} ^ {*ALIKE, *OTHERS}
+    assert not unsorted, "do they make another model of the same weights?"
+    config = GPT2Config(
+        num_layers=2,
+        hidden_size=12,
+        num_attention_heads=3,
+        intermediate_size=20,
+        max_position_embeddings=7,
+        vocab_size=11,
+    )
+    for name, value in OTHERS.items():
+        other = replace(config, **{name: value})
+        assert (other.full_shapes() == config.full_shapes()) == (name in UNSEEN_IN_SHAPES), name
+        assert getattr(other.for_inference(), name) == value, name
+        assert config_to_huggingface(other) != config_to_huggingface(config), name
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
