@@ -10,6 +10,7 @@ from typing import Any
 from megazero.json_config.config import ZERO
 from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
+from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.schedules import SCHEDULES
 from megazero.option import own_flag
 
@@ -20,9 +21,8 @@ STEPS_KEY = "gradient_accumulation_steps"
 DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 # Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
-WSD_FIELDS = ("lr_wsd_decay_iters", "lr_wsd_decay_style")
+SCHEDULE_FIELDS = [field.name for field in fields(LRScheduleConfig) if field.name != "lr"]
 WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
-SCHEDULE_FIELDS = (*WARMUP_FIELDS, "lr_decay_style", "lr_decay_iters", *WSD_FIELDS, "min_lr")
 PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
 
 
