@@ -8,9 +8,8 @@ from typing import Any
 
 from megazero.json_config.schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
-from megazero.zero.config import PLACEMENTS
+from megazero.zero.config import HOMES, PLACEMENTS
 
-DEVICES = ("none", "cpu", "nvme")
 _BUFFERS = "buffers are sized by the model's units"
 _UNITS = "a unit (a transformer block) is gathered and released as a whole"
 _QUANTIZED = "quantized communication is not built"
@@ -20,7 +19,7 @@ _QUANTIZED = "quantized communication is not built"
 class OffloadParamSection:
     """Where the shards of the parameters rest (stage 3)."""
 
-    device: str = key("none", OBEYED, "cpu: host memory; nvme: a file in nvme_path", choices=DEVICES)
+    device: str = key("none", OBEYED, "cpu: host memory; nvme: a file in nvme_path", choices=HOMES)
     nvme_path: str | None = key(None, OBEYED, "directory; needed by nvme")
     buffer_count: int = key(5, OBEYED, "units whose shard is in host memory at a time, for nvme", at_least=1)
     buffer_size: int = key(100_000_000, NO_EFFECT, _BUFFERS, at_least=0)
@@ -32,7 +31,7 @@ class OffloadParamSection:
 class OffloadOptimizerSection:
     """Where master weights and the optimizer's moments rest, and the update runs."""
 
-    device: str = key("none", OBEYED, "cpu: host memory; nvme: a file in nvme_path", choices=DEVICES)
+    device: str = key("none", OBEYED, "cpu: host memory; nvme: a file in nvme_path", choices=HOMES)
     nvme_path: str | None = key(None, OBEYED, "directory; needed by nvme")
     buffer_count: int = key(
         4, OBEYED, "states of a sub-group; three sub-groups are in host memory, for nvme", at_least=1
