@@ -93,7 +93,7 @@ def _states(plan: JobPlan) -> str:
         ("gradients (G)", states.gradients, "device"),
         ("gradients, reduced", states.reduced, optimizer),
         ("master weights (O)", states.master, optimizer),
-        ("Adam's moments (O)", states.moments, optimizer),
+        ("moments (O)", states.moments, optimizer),
         ("of O, not offloaded", states.kept, "device"),
         ("gathered parameters", states.gathered, "device, for a while"),
         ("gradients under way", states.reducing, "device, for a while"),
