@@ -94,6 +94,14 @@ def test_every_file_that_the_readme_names_exists():
             assert (README.parent / name).exists(), f"{page.name}: {name}"
 
 
+def test_every_file_that_the_page_for_contributors_names_exists():
+    _, page = (README.parent / "CONTRIBUTING.md").read_text().split("## Where a change goes\n\nIn `megazero/`")
+    names = re.findall(r"`([\w/]+\.py|\w+/)`", page.split("## How the code is kept")[0])
+    assert len(names) > 20
+    for name in names:
+        assert (README.parent / "megazero" / name).exists(), name
+
+
 def test_the_architecture_page_names_every_module_of_the_library():
     table = (README.parent / "docs" / "architecture.md").read_text().split("## The bucket")[0]
     named = set(re.findall(r"`([\w/]+?)/?`", table))
