@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--surrogates",
         choices=SURROGATES,
         default=SURROGATES[0],
-        help="unpaired surrogates (\\\\ud800): replaced by U+FFFD, or the line is left out and reported",
+        help="unpaired surrogates (\\ud800): replaced by U+FFFD, or the line is left out and reported",
     )
     add_tokenizer_arguments(parser)
     work = add_run_options(parser, "--workers", "--memory", "--strict", "--max-line-mb")

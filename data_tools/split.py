@@ -64,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser, "a folder, in which each part becomes a file of its name")
     group = parser.add_argument_group("parts")
-    group.add_argument("--parts", nargs="+", default=["train=0.98", "valid=0.01", "test=0.01"], metavar="NAME=SHARE")
+    group.add_argument(
+        "--parts",
+        nargs="+",
+        default=["train=0.98", "valid=0.01", "test=0.01"],
+        metavar="NAME=SHARE",
+        help="shares add up to 1",
+    )
     group.add_argument("--seed", type=int, default=1234, help="another seed, another split")
     add_run_options(parser)
 

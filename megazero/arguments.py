@@ -6,7 +6,9 @@ import argparse
 import difflib
 import logging
 import math
+import shutil
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +33,7 @@ CPU_OPTIMIZER = {
 
 def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
     """One flag for each field of a configuration dataclass that is described by `option`."""
-    group = parser.add_argument_group(component.__name__, (component.__doc__ or "").splitlines()[0])
+    group = parser.add_argument_group((component.__doc__ or component.__name__).splitlines()[0].removesuffix("."))
     hints = typing.get_type_hints(component)
     for field in fields(component):
         if "help" in field.metadata:
@@ -40,12 +42,17 @@ def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
             if hints[field.name] is bool:  # what a script gives can be taken back behind it: the last one counts
                 kind["action"] = "store_true" if names[0].startswith("--no-") else argparse.BooleanOptionalAction
             group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **kind)
+    if component is ZeroConfig:
+        for flag, meaning in CPU_OPTIMIZER.items():
+            group.add_argument(
+                flag, action="store_const", const=flag, default=argparse.SUPPRESS, dest="cpu_optimizer", help=meaning
+            )
 
 
 def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     default = field.default if field.default is not MISSING else None
     text = field.metadata["help"].replace("%", "%%")
-    if default not in (None, False) and "default" not in text:
+    if default is not None and default is not False and "default" not in text:  # 0 == False, and 0 is shown
         text += f" (default: {default})"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
@@ -91,19 +98,39 @@ def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:
 
 def make_parser(components: Sequence[type], description: str) -> Parser:
     """A parser with the flags of every component, strict about their names."""
-    parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [flags]")
+    parser = Parser(
+        description=description,
+        allow_abbrev=False,
+        usage="%(prog)s [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for component in components:
         add_flags(parser, component)
     for flag in (*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS):
         kind: dict[str, Any] = {} if flag in WITH_VALUE or flag in AS_IT_IS else {"action": "store_true"}
         parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS, **kind)
-    parser.epilog = "Accepted and always so: " + "; ".join(f"{flag} ({reason})" for flag, reason in ALWAYS_SO.items())
     if ZeroConfig in components:
-        for flag, meaning in CPU_OPTIMIZER.items():
-            parser.add_argument(
-                flag, action="store_const", const=flag, default=argparse.SUPPRESS, dest="cpu_optimizer", help=meaning
-            )
+        parser.epilog = _always_so()
     return parser
+
+
+def _always_so() -> str:
+    """What --help says of ALWAYS_SO: a line for each reason, with all flags that have it."""
+    flags: dict[str, list[str]] = {}
+    for flag, reason in ALWAYS_SO.items():
+        flags.setdefault(reason, []).append(flag)
+    width = shutil.get_terminal_size().columns - 2  # as argparse's own
+    lines = [
+        textwrap.fill(
+            f"{', '.join(names)}: {reason}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
+        )
+        for reason, names in flags.items()
+    ]
+    return "\n".join(["Accepted, as what they ask for always happens:", *lines])
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:

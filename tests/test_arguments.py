@@ -16,6 +16,7 @@ import pytest
 from megazero.arguments import CPU_OPTIMIZER, load_config, make_parser
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, REFUSED
+from megazero.inference import InferenceConfig
 from megazero.zero.config import ZeroConfig
 
 # The GPT-2 script of Megatron-LM's first tree, word for word but for the launcher.
@@ -143,6 +144,21 @@ def test_what_a_script_gives_can_be_taken_back_behind_it(with_file):
         with_file(document, "--no-fp16")
     config, log = with_file({"bf16": {"enabled": True}}, "--bf16 --no-bf16")
     assert not config.precision.bf16 and log.count("--no-bf16 wins over bf16.enabled true of ") == 1
+
+
+def test_help_names_every_flag_and_every_default_but_of_switches_that_are_off():
+    parser = make_parser(list(get_type_hints(Config).values()), "")
+    text = "".join(parser.format_help().split())  # lines end anywhere, within flags too
+    assert all(flag in text for flag in (*ALWAYS_SO, *CPU_OPTIMIZER))
+    for component in get_type_hints(Config).values():
+        for each in (each for each in fields(component) if "help" in each.metadata):
+            if each.default is not None and each.default is not False and "default" not in each.metadata["help"]:
+                shown = each.metadata["help"].replace("%%", "%") + f" (default: {each.default})"
+                assert "".join(shown.split()) in text, f"--help does not say {shown}"
+    inference = make_parser([InferenceConfig], "").format_help()
+    assert "--zero-reduce-scatter" not in inference, (
+        "what a training script asks for says nothing about a trained model"
+    )
 
 
 # All flags of the v0 trainer's arguments.py.

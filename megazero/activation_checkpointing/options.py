@@ -14,7 +14,7 @@ from megazero.option import option
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How the inputs of checkpointed calls are kept, and what is watched; in the GPT-2 job, its flags."""
+    """How the inputs of checkpointed (recomputed) calls are kept, and what is watched."""
 
     partition_activations: bool = option(
         False,

@@ -80,14 +80,16 @@ def make_parser() -> argparse.ArgumentParser:
     sub = command("export", _export, "write the weights for another framework")
     add_source(sub)
     sub.add_argument("out", metavar="OUT", help="directory to make")
-    sub.add_argument("--to", required=True, choices=("huggingface",))
+    sub.add_argument("--to", required=True, choices=("huggingface",), help="whose files")
     sub.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the written weights (default: fp32)")
     files = "the tokenizer's files (default: those of the training job)"
     sub.add_argument("--tokenizer-files", nargs="+", type=Path, metavar="FILE", help=files)
     sub = command("import", _import, "write what another framework has saved as a checkpoint")
     sub.add_argument("path", metavar="PATH", help="what it has saved: its directory of checkpoints, or of the model")
     sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written")
-    sub.add_argument("--from", dest="source", required=True, choices=("deepspeed", "megatron", "huggingface"))
+    sub.add_argument(
+        "--from", dest="source", required=True, choices=("deepspeed", "megatron", "huggingface"), help="whose files"
+    )
     sub.add_argument("--tag", help="which of its checkpoints (default: its latest); of megatron the iteration")
     sub.add_argument("--vocab-size", type=int, help="megatron: without padding, which is not in its files")
     sub.add_argument("--num-attention-heads", type=int, help="megatron: where its files do not say it")

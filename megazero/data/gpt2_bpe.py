@@ -10,6 +10,10 @@ END_OF_TEXT = "<|endoftext|>"
 DEFAULT_FOLDERS = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
 _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGE_NAMES = ("vocab.bpe", "merges.txt")
+_REMEDY = (
+    "Nothing is downloaded: name the files, or their folder by --tokenizer-path, or train a vocabulary by "
+    "python -m data_tools train_tokenizer --model-type byte_level_bpe."
+)
 
 
 def byte_of_character() -> dict[str, int]:
@@ -37,7 +41,7 @@ def find_gpt2_files(
         given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
         raise ValueError(f"{given} {vocab_file or merge_file} needs {missing} too: the two files are one vocabulary")
     if folder is not None and not Path(folder).exists():
-        raise FileNotFoundError(f"--tokenizer-path {folder}: there is no such file or folder")
+        raise FileNotFoundError(f"--tokenizer-path {folder}: there is no such file or folder. {_REMEDY}")
     if folder is not None and Path(folder).is_file():
         folder = Path(folder).parent
     folders = DEFAULT_FOLDERS if folder is None else (Path(folder),)
@@ -48,9 +52,7 @@ def find_gpt2_files(
             return vocab, merges
     raise FileNotFoundError(
         "GPT2BPETokenizer needs --vocab-file (encoder.json or vocab.json) and --merge-file (vocab.bpe or merges.txt); "
-        f"neither was given, and there are no such two in {' or '.join(str(place) + '/' for place in folders)}. "
-        "Nothing is downloaded: name the files, or their folder by --tokenizer-path, or train a vocabulary of your own with "
-        "data_tools/train_tokenizer.py and use --tokenizer-type SentencePieceTokenizer."
+        f"neither was given, and there are no such two in {' or '.join(str(place) + '/' for place in folders)}. {_REMEDY}"
     )
 
 

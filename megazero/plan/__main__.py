@@ -73,7 +73,9 @@ def load(argv: Sequence[str]) -> tuple[Config, Machine]:
         ValueError: flags are unknown, wrong, or contradict each other.
     """
     parts = list(typing.get_type_hints(Config).values())
-    parser = make_parser([*parts, Machine], "Plan a GPT-2 job: does it fit, and what fits?")
+    parser = make_parser(
+        [Machine, *parts], "Plan a GPT-2 job by the flags of pretrain_gpt2.py: does it fit, and what fits?"
+    )
     parser.prog = "python -m megazero.plan"
     given = parse(parser, argv)
     (machine,) = build([Machine], given)

@@ -73,7 +73,8 @@ def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
         axes.barh(labels, widths, left=[left[label] for label in labels], label=name, color=color)
         left = {label: left[label] + width for label, width in zip(labels, widths, strict=True)}
     for row, label in enumerate(labels):
-        axes.text(left[label], row, f" {left[label]:.4g} GB", va="center")
+        number = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # readable on the dashed line
+        axes.text(left[label], row, f" {left[label]:.4g} GB", va="center", bbox=number)
     if limits.device is not None and plan.setup.shape.device_type == "cuda":
         axes.axvline(limits.device / 1e9, color="black", linestyle="--", label="device memory")
     model = plan.setup.model.num_parameters()
