@@ -1,6 +1,6 @@
 """ZeRO for a module that knows nothing of it: one line chooses the stage, and the sharded model predicts as it is.
 
-torchrun --nproc_per_node 2 examples/zero_any_module.py 3    # stage 0, 1, 2 or 3; without torchrun, one process
+megazero examples/zero_any_module.py 3    # stage 0, 1, 2 or 3; or torchrun; python alone is one process
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def samples(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    trained = train(stage=int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]  # which `megazero` adds
+    trained = train(stage=int(given[0]) if given else 3)
     classes = predict(trained, samples(0, 0)[0]).argmax(dim=1).tolist()
     if torch.distributed.get_rank() == 0:
         print(f"stage {trained.zero.stage}: {classes}, bytes held: {trained.memory()}")

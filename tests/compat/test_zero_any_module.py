@@ -53,7 +53,7 @@ def test_every_stage_trains_and_predicts_as_one_process():
 
 def test_the_script_runs_as_its_first_lines_say():
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), "2"],
+        [sys.executable, str(SCRIPT), "--local_rank=0", "2"],  # as `megazero` starts it
         capture_output=True,
         text=True,
         timeout=120,
