@@ -165,7 +165,9 @@ def _show_written(path: Path) -> None:
 
 
 def _size_of(reader: Reader) -> str:
-    return f"{reader.path}: {len(reader.tensors)} tensors in {len(reader.files)} files, {size(reader.nbytes)}"
+    return (
+        f"{reader.path}: {len(reader.tensors)} tensors in {counted(len(reader.files), 'file')}, {size(reader.nbytes)}"
+    )
 
 
 if __name__ == "__main__":

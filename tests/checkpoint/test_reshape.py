@@ -209,7 +209,7 @@ def test_to_huggingface_and_back(tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert f"wrote {tmp_path / 'fp32'}" in out and "equal: 28 tensors, value for value" in out
     assert any(
-        line.startswith(f"wrote {tmp_path / 'back_fp32' / 'global_step0'}: 28 tensors in 1 files, ") for line in out
+        line.startswith(f"wrote {tmp_path / 'back_fp32' / 'global_step0'}: 28 tensors in 1 file, ") for line in out
     )
 
 
