@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 
 from megazero import mpu
+from megazero.arguments import config_of, make_parser, parse
+from megazero.config import Config
+from megazero.plan import Setup, plan_job
 from tests.ranks import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
@@ -86,6 +90,33 @@ def test_the_plan_on_the_page_about_memory_gives_the_table_below_it():
     finally:
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def test_the_table_of_stages_names_the_first_that_fits_by_the_plan():
+    """Of the stages in order, then O, then O and P in host memory; a single GPU has nothing to cut. "-": none fits."""
+    table = README.read_text().split("## Which stage for which model")[1].split("## ")[0]
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line)
+    machines = [[int(number) for number in re.findall(r"\d+", cell)] for cell in header[1:]]  # GPUs, GB
+    components = list(get_type_hints(Config).values())
+    asked = "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50257 --bf16 --batch-size 4 --checkpoint-activations"
+    choices = {
+        **{str(stage): f"--zero-stage {stage}" for stage in range(4)},
+        "2, O": "--zero-stage 2 --offload-optimizer cpu",
+        "3, O, P": "--zero-stage 3 --offload-optimizer cpu --offload-param cpu",
+    }
+    assert len(rows) == len(machines) == 5
+    for size, *cells in rows:
+        layers, width = re.search(r"(\d+) x (\d+)", size).groups()
+        model = f"--num-layers {layers} --hidden-size {width} --num-attention-heads 1"
+        for cell, (gpus, gigabytes) in zip(cells, machines, strict=True):
+            fits, useless = [], ("0",) if gpus > 1 else ("1", "2", "3")
+            for choice in (name for name in choices if name not in useless):
+                flags = f"{asked} {model} {choices[choice]}".split()
+                config = config_of(parse(make_parser(components, ""), flags), gpus)
+                setup = Setup.of(config, world_size=gpus, ranks_per_node=8, device_type="cuda")
+                if plan_job(setup).device <= gigabytes * 10**9:
+                    fits.append(choice)
+            assert cell == (fits or ["-"])[0], f"{size}, {gpus} of {gigabytes} GB: {fits}"
 
 
 def test_every_file_that_the_readme_names_exists():
