@@ -92,13 +92,14 @@ class Gradient:
 
     @property
     def held(self) -> list[Tensor]:
-        """The memory of G itself."""
-        return [] if self._owned is None or self._owned.resident is None else [self._owned.resident]
+        """The memory of G itself; where `whole` is G, of what waits in its place, too."""
+        waiting = [] if self.is_sharded else [grad for _, grad in self._early]
+        return waiting if self._owned is None or self._owned.resident is None else [self._owned.resident, *waiting]
 
     @property
     def buffers(self) -> list[Tensor]:
         """What is held beyond G for a while."""
-        early = (grad for _, grad in self._early)
+        early = [grad for _, grad in self._early] if self.is_sharded else []
         return [tensor for tensor in (self.whole, self._wire, self._reduced_before, *early) if tensor is not None]
 
     @property

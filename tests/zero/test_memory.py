@@ -88,7 +88,7 @@ def in_buckets(engine: Engine) -> list[Tensor]:
     holders = [*engine.buckets, *(bucket.weights for bucket in engine.buckets)]
     gradients = [bucket.gradient for bucket in engine.buckets if bucket.is_trainable]
     values = [value for holder in (*holders, *gradients) for value in vars(holder).values()]
-    values += [tensor for gradient in gradients for tensor in gradient.buffers]
+    values += [tensor for gradient in gradients for tensor in (*gradient.held, *gradient.buffers)]
     values += [vector for bucket in engine.buckets for vector in bucket.states.values()]
     found = [value if isinstance(value, Tensor) else getattr(value, "resident", None) for value in values]
     return [tensor for tensor in found if tensor is not None]
@@ -231,6 +231,8 @@ def check_peak(model: Deep, stage: int, settings: dict) -> None:
     at_rest = plan.at_rest + counters
     peak = sampled(engine, lambda: step(engine, 3)) - counters
     what = f"{model.run}, stage {stage}, {settings}, {n} ranks"
+    buffers = sampled(engine, lambda: step(engine, 3), lambda engine: engine.memory()["buffers"])
+    assert buffers <= plan.transient, f"{what}: buffers of {buffers}, planned {plan}"
     if "reduce_dtype" in settings:
         # The largest buffer apart is that of the root, which no hook sees; and one rank's are gone at once.
         assert plan.resident + (n > 1) <= peak <= plan.peak, f"{what}: held {peak}, planned {plan}"
