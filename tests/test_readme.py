@@ -120,6 +120,19 @@ def test_the_table_of_stages_names_the_first_that_fits_by_the_plan():
             assert cell == fits[0], f"{size}, {gpus} of {gigabytes} GB: {fits}"
 
 
+def test_the_messages_that_the_page_about_errors_explains_are_printed():
+    """Each piece of a quoted message between what differs ("...", a rank, a name), in the sources with split strings joined."""
+    files = [path for folder in ("megazero", "scripts") for path in (README.parent / folder).rglob("*.*")]
+    sources = "".join(path.read_text() for path in files if path.suffix in (".py", ".sh"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    table = (DOCS / "training.md").read_text().split("| you see |")[1].split("\n\n")[0]
+    messages = [message for row in table.splitlines()[2:] for message in re.findall(r"`(.*?)`", row.split("|")[1])]
+    assert len(messages) > 8
+    for message in messages:
+        for piece in re.split(r"\.\.\.|rank N|--train-data webtext:", message):
+            assert piece.strip() in sources, f"docs/training.md: no program says {piece!r} of {message!r}"
+
+
 def test_every_file_that_the_readme_names_exists():
     for page in (README, ZERO):
         for name in re.findall(r"(?:scripts|docs|data_tools|benchmarks)/[\w./-]+\w", page.read_text()):
