@@ -201,6 +201,57 @@ def test_a_loss_that_is_nan_is_told_from_gradients_that_overflow(one_rank, caplo
         assert ("rank 0: the loss itself was not finite (nan)" in caplog.text) == is_told
 
 
+def adversaries() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train_adversaries(generator, discriminator, ways, batches) -> None:
+    """A GAN's loop, as scripts have it: `ways` are backward and step of either; losses go through the plain modules."""
+    backward_g, step_g, backward_d, step_d = ways
+    for real, noise in batches:
+        discriminator.zero_grad()
+        fake = generator(noise)
+        backward_d(F.softplus(-discriminator(real)).mean())
+        backward_d(F.softplus(discriminator(fake.detach())).mean())
+        step_d()
+        generator.zero_grad()
+        backward_g(F.softplus(-discriminator(fake)).mean())  # reaches the discriminator, too
+        step_g()
+
+
+def gan_case(stage: int) -> None:
+    mine, size = dist.get_rank(), dist.get_world_size()
+    batches = [(torch.randn(4 * size, 5) + 1, torch.randn(4 * size, 3)) for _ in range(3)]
+    plain, ours = adversaries(), adversaries()
+    sgd = [torch.optim.SGD(model.parameters(), 0.5) for model in (*plain, *ours)]
+    train_adversaries(*plain, (Tensor.backward, sgd[0].step, Tensor.backward, sgd[1].step), batches)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engines = [
+        megazero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        for model, optimizer in zip(ours, sgd[2:], strict=True)
+    ]
+    ways = [way for engine in engines for way in (engine.backward, engine.step)]
+    train_adversaries(*ours, ways, [[part.chunk(size)[mine] for part in batch] for batch in batches])
+    for model, engine in zip(plain, engines, strict=True):
+        torch.testing.assert_close(engine.module_state_dict(), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_generators_loss_leaves_nothing_in_the_discriminators_engine(stage):
+    run_ranks(2, gan_case, stage)
+
+
+def test_what_another_backward_leaves_is_told_once_and_not_trained_with(one_rank, caplog):
+    engine, *_ = megazero.initialize(model=nn.Linear(3, 1, bias=False), config=CONFIG)
+    for _ in range(2):
+        engine(torch.full((1, 3), 9.0)).sum().backward()
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    assert torch.equal(engine.full_grad("weight"), torch.ones(1, 3))
+    assert caplog.text.count("a backward that is not this engine's") == 1 and "has reached weight" in caplog.text
+
+
 def hugging_face_case(folder) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

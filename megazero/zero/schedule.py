@@ -61,6 +61,8 @@ class Schedule:
         # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
         self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
+        self._is_open = False  # from start_backward to finish_backward; what comes else is of somebody else's backward
+        self._has_told_of_others = False
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
@@ -141,6 +143,7 @@ class Schedule:
     def start_backward(self) -> None:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
+        self._is_open = True
         # Of weights on their way also those that no forward has read, and a graph from before the update does.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
@@ -161,6 +164,7 @@ class Schedule:
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_reduced(bucket)
+        self._is_open = False
         self.restart()
         self._inputs_left.clear()
         self._has_leaf_inputs.clear()
@@ -189,7 +193,10 @@ class Schedule:
             bucket = reference()
             if bucket is None or (schedule := bucket.driver) is None:
                 return
-            bucket.accumulate(segment)
+            if schedule._is_open:
+                bucket.accumulate(segment)
+            else:
+                schedule._drop(bucket, segment)
             waiting = schedule._waiting[bucket]
             waiting.discard(segment.name)
             if not waiting:
@@ -197,6 +204,22 @@ class Schedule:
                 schedule._release_if_done(bucket.unit)
 
         return on_grad
+
+    def _drop(self, bucket: Bucket, segment: Segment) -> None:
+        """Forgets a gradient of somebody else's backward, as of a generator's loss in its discriminator.
+
+        It has another scale, and nothing of torch's that the script calls, as `module.zero_grad()`, could reach it in G.
+        """
+        bucket.parameters[segment.name].grad = None
+        if self._has_told_of_others:
+            return
+        self._has_told_of_others = True
+        logger.warning(
+            "a backward that is not this engine's (loss.backward(), or another engine's whose loss goes through this model) has "
+            "reached %s: its gradients of this model are not kept. To train with them, call engine.backward(loss)",
+            segment.name,
+            extra=ALIKE,
+        )
 
     def _before_grad(self, bucket: Bucket) -> Callable[[Tensor], None]:
         reference = ref(bucket)
@@ -209,7 +232,7 @@ class Schedule:
         return before_grad
 
     def _reduce_ready(self) -> None:
-        while self._next < len(self._order) and not self._waiting[self._order[self._next]]:
+        while self._is_open and self._next < len(self._order) and not self._waiting[self._order[self._next]]:
             bucket = self._order[self._next]
             self._next += 1
             if self._is_due(bucket):

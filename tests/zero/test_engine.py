@@ -104,6 +104,7 @@ def late_gradient_case() -> None:
     engine = make_engine(model)
     x = torch.randn(4, 3)
     (bucket,) = engine.buckets
+    engine.schedule.start_backward()
     model(x).sum().backward()  # completes the bucket, which is reduced
     assert bucket.gradient.is_reducing or bucket.gradient.is_reduced
     model(x).sum().backward()
