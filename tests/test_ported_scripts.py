@@ -243,6 +243,34 @@ def test_a_generators_loss_leaves_nothing_in_the_discriminators_engine(stage):
     run_ranks(2, gan_case, stage)
 
 
+def penalized(discriminator, x: Tensor) -> Tensor:
+    """A discriminator's loss with StyleGAN's R1 penalty on the gradient of its output, whose own backward goes through that."""
+    x = x.clone().requires_grad_()
+    score = discriminator(x)
+    (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return F.softplus(-score).mean() + gradient.square().sum(1).mean()
+
+
+def penalty_case(stage: int) -> None:
+    plain, ours = adversaries()[1], adversaries()[1]
+    step = torch.optim.SGD(plain.parameters(), 0.5)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = megazero.initialize(model=ours, optimizer=torch.optim.SGD(ours.parameters(), 0.5), config=config)[0]
+    for _ in range(2):
+        batch = torch.randn(4 * dist.get_world_size(), 5)
+        step.zero_grad()
+        penalized(plain, batch).backward()
+        step.step()
+        engine.backward(penalized(engine, batch.chunk(dist.get_world_size())[dist.get_rank()]))
+        engine.step()
+    torch.testing.assert_close(engine.module_state_dict(), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_penalty_on_gradients_trains_as_in_plain_torch(stage):
+    run_ranks(2, penalty_case, stage)
+
+
 def test_what_another_backward_leaves_is_told_once_and_not_trained_with(one_rank, caplog):
     engine, *_ = megazero.initialize(model=nn.Linear(3, 1, bias=False), config=CONFIG)
     for _ in range(2):
