@@ -161,7 +161,7 @@ class Engine:
         self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
         self._syncs = True
-        self.micro_steps = 0
+        self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._has_gradients = False  # of engine.backward, which scales them; loss.backward() does not
         self.exposed_reduce_s = 0.0  # seconds spent waiting for reductions that backward did not hide
@@ -241,13 +241,13 @@ class Engine:
                 "engine.step() was called inside of no_sync(), where gradients are not reduced. Leave it first."
             )
         if not self.is_gradient_accumulation_boundary():
-            self.micro_steps += 1
+            self._micro_steps += 1
             self._since_update += 1
             return
         lr_kwargs = lr_kwargs or {}
         self._refuse_unready(lr_kwargs)
         self.channel.compare_first()  # before the first wait for the device, which may wait for ever
-        self.micro_steps += 1
+        self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()
         for bucket in self.buckets:
@@ -369,6 +369,16 @@ class Engine:
         self.schedule.finish_backward()
 
     # ---- what has been done
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches done. A script that sets it, as to 0 where an epoch begins, sets where the next update is due."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self._micro_steps = count
+        self._since_update = count % self._accumulation_steps
 
     @property
     def global_steps(self) -> int:
@@ -593,7 +603,7 @@ class Engine:
         self.zero_grad()  # of the run before
         self._optimizer.is_torn = False
         if not load_module_only:
-            self.micro_steps, self._since_update, self._boundary = 0, 0, None
+            self.micro_steps, self._boundary = 0, None
             self.schedule.step = self.global_steps
         return path, client
 

@@ -373,6 +373,20 @@ def test_the_optimizers_zero_grad_forgets_a_micro_batch_as_the_engines_does(one_
     assert torch.equal(changes[0], changes[1]) and not torch.equal(changes[1], changes[2])
 
 
+def test_a_script_that_sets_micro_steps_sets_where_the_next_update_is_due(one_rank):
+    """As BEiT's loop does where an epoch begins, whose last one may have left a step in the middle."""
+    engine = initialize(gradient_accumulation_steps=2)
+    for micro_steps, boundaries in ((0, [False, True, False]), (3, [True, False, True])):
+        engine.zero_grad()
+        engine.micro_steps = micro_steps
+        found = []
+        for _ in boundaries:
+            found.append(engine.is_gradient_accumulation_boundary())
+            one_step(engine, x_of(0))
+        assert found == boundaries and engine.micro_steps == micro_steps + 3
+    assert engine.global_steps == 3
+
+
 # ---- what is given to initialize
 
 
