@@ -208,6 +208,15 @@ def test_max_grad_norm_is_dropped_with_a_warning(caplog):
     assert "max_grad_norm 1.0 is dropped" in caplog.text and "0.5" in caplog.text
 
 
+def test_adam_w_mode_beside_params_is_read_as_one_of_them(caplog):
+    """BEiT's script writes such a file, and those that came from it."""
+    config = load(optimizer={"type": "Adam", "adam_w_mode": False, "params": {"lr": 0.1}})
+    assert config.optimizer.params == {"lr": 0.1, "adam_w_mode": False}
+    assert "optimizer.adam_w_mode is read as optimizer.params.adam_w_mode" in caplog.text
+    with pytest.raises(DeepSpeedConfigError, match=r"optimizer\.params\.adam_w_mode are given together"):
+        load(optimizer={"type": "Adam", "adam_w_mode": True, "params": {"adam_w_mode": True}})
+
+
 # Values
 
 
