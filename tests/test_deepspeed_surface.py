@@ -387,6 +387,26 @@ def test_a_script_that_sets_micro_steps_sets_where_the_next_update_is_due(one_ra
     assert engine.global_steps == 3
 
 
+def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
+    engine = initialize()
+    for owner, name, words in (
+        (deepspeed, "init_inference", r"initialize\(model=, config=\) without an optimizer"),
+        (deepspeed, "PipelineModule", "pipeline parallelism is not built"),
+        (deepspeed, "moe", r"initialize\(zero_units=\[...\]\)"),
+        (deepspeed, "no_such", "has no attribute 'no_such'$"),
+        (engine, "train_batch", "neither the engine nor its module .*pipeline parallelism"),
+        (engine, "offload_states", "offload_optimizer and offload_param"),
+        (engine, "no_such", "'Sequential' object has no attribute 'no_such'"),
+        (engine.optimizer, "state_dict", r"engine\.save_checkpoint\(directory\)"),
+        (engine.optimizer, "no_such", "has no attribute 'no_such'$"),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(owner, name)
+    engine.module.train_batch = 7  # the module's own wins
+    assert engine.train_batch == 7
+
+
 # ---- what is given to initialize
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero import comm
+from megazero.deepspeed.absent import OF_ENGINE, advice
 from megazero.deepspeed.checkpoints import CheckpointingEngine
 from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
@@ -59,6 +60,15 @@ class DeepSpeedEngine(CheckpointingEngine):
         self.timers = Timers(self.device)
         self._micro_batch_size = config.train_micro_batch_size_per_gpu
         self._losses: Tensor | float = 0.0  # sum since the last update, on the device: read when a step was skipped
+
+    def __getattr__(self, name: str) -> Any:
+        """Falls through to the module. Of what DeepSpeed's engine has besides, the error says what to do instead."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in OF_ENGINE:
+                raise
+        raise AttributeError(f"neither the engine nor its module has an attribute {name!r}{advice(name, OF_ENGINE)}")
 
     # ---- training
 

@@ -34,6 +34,16 @@ _TORCH_ELEMENTWISE = (
 _OWN_ELEMENTWISE = (CPUAdam, HybridAdam)
 ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
 
+# What torch's and DeepSpeed's optimizers have besides, and what does it here.
+_ELSEWHERE = {
+    "add_param_group": "what is trained later is in a group from the start, with requires_grad false until then",
+    "backward": "call engine.backward(loss)",
+    "check_overflow": "after engine.step() optimizer.overflow says whether the step was skipped",
+    "load_state_dict": "a rank holds a part of the state; call engine.load_checkpoint(directory)",
+    "optimizer": "the torch optimizer is optimizer.torch_optimizer",
+    "state_dict": "a rank holds a part of the state; call engine.save_checkpoint(directory)",
+}
+
 
 def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
     """Returns if the optimizer is known to work on flat ranges of parameters.
@@ -112,6 +122,11 @@ class BucketOptimizer(SlicedOptimizer):
         super().let_go()
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.orthogonalize = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says of what other optimizers have, and this one has not, what to do instead."""
+        advice = f": {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+        raise AttributeError(f"the engine's optimizer has no attribute {name!r}{advice}")
 
     @property
     def cur_scale(self) -> float:

@@ -1,0 +1,42 @@
+"""What DeepSpeed has and megazero has not: what to do instead, for the error of a ported script that asks for it."""
+
+from __future__ import annotations
+
+_INFERENCE = (
+    "there is no inference engine. initialize(model=, config=) without an optimizer gives an engine that evaluates"
+)
+_PIPELINE = "pipeline parallelism is not built. Split layers by an mpu, or shard them by ZeRO stage 3"
+_MOE = "mixtures of experts are not built. initialize(zero_units=[...]) trains one of the model's own, as a unit"
+_OFFLOAD = "what rests in host memory is chosen in the configuration, by offload_optimizer and offload_param"
+_RUNTIME = (
+    "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules"
+)
+
+OF_MODULE = {
+    "DeepSpeedConfig": "megazero.json_config.load_json_config(source, world_size=...) reads and checks a configuration",
+    "DeepSpeedTransformerLayer": "there are no fused layers. Use the model's own",
+    "InferenceEngine": _INFERENCE,
+    "OnDevice": "build the model under zero.Init, which never holds all of it",
+    "PipelineEngine": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "init_inference": _INFERENCE,
+    "log_dist": 'use logging.getLogger("megazero")',
+    "moe": _MOE,
+    "pipe": _PIPELINE,
+    "runtime": _RUNTIME,
+    "tp_model_init": "a model is split by its layers (megazero.mpu), or by an mpu that is given to initialize",
+}
+OF_ENGINE = {
+    "eval_batch": _PIPELINE,
+    "monitor": "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script",
+    "offload_states": _OFFLOAD,
+    "reload_states": _OFFLOAD,
+    "scale": "gradients come by engine.backward(loss), which scales the loss",
+    "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
+    "train_batch": _PIPELINE,
+}
+
+
+def advice(name: str, of: dict[str, str]) -> str:
+    """What to add to an AttributeError for the name: ": " and what to do; nothing for a name that is not DeepSpeed's."""
+    return f": {of[name]}." if name in of else ""
