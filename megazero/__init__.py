@@ -31,6 +31,7 @@ _HOMES = {
     "ZeroConfig": "megazero.zero",
 }
 _MODULES = {"zero": "megazero.zero", "comm": "megazero.comm", "utils": "megazero.utils", "mpu": "megazero.mpu"}
+_MODULES["accelerator"] = "megazero.accelerator"
 _MODULES["ops"] = "megazero.ops"
 _MODULES["checkpointing"] = "megazero.activation_checkpointing"
 

@@ -387,6 +387,23 @@ def test_a_script_that_sets_micro_steps_sets_where_the_next_update_is_due(one_ra
     assert engine.global_steps == 3
 
 
+def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
+    accelerator, engine = deepspeed.accelerator.get_accelerator(), initialize()
+    name = accelerator.device_name(accelerator.current_device() if engine.device.type == "cuda" else engine.local_rank)
+    assert torch.device(name) == engine.device == torch.device(accelerator.current_device_name())
+    assert torch.device(accelerator.device_name()).type == engine.device.type
+    assert torch.distributed.get_backend() == accelerator.communication_backend_name()
+    before = accelerator.memory_allocated()
+    held = torch.ones(2**24, device=name)
+    assert held.nbytes / 2 < accelerator.memory_allocated() - before <= accelerator.max_memory_allocated()
+    accelerator.manual_seed_all(3)
+    assert torch.initial_seed() == 3 and accelerator.is_available() and accelerator.device_count() >= 1
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    with pytest.raises(AttributeError, match="the accelerator has no attribute 'create_op_builder', and neither has"):
+        accelerator.create_op_builder("x")
+
+
 def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
     engine = initialize()
     for owner, name, words in (

@@ -25,7 +25,7 @@ LEVELS = [
         "timers",
         "throughput",
     },
-    {"mpu", "optim", "metrics", "profiling", "lines", "entry", "runner", "stop_signal"},
+    {"accelerator", "mpu", "optim", "metrics", "profiling", "lines", "entry", "runner", "stop_signal"},
     {"ops", "zero", "data"},
     {"json_config"},
     {"activation_checkpointing"},

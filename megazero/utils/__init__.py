@@ -1,4 +1,6 @@
-"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states."""
+"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states; and the logger."""
+
+import logging
 
 from megazero.zero.access import (
     safe_get_full_fp32_param,
@@ -15,7 +17,10 @@ from megazero.zero.access import (
     safe_set_local_optimizer_state,
 )
 
+logger = logging.getLogger("megazero")
+
 __all__ = [
+    "logger",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
