@@ -412,9 +412,8 @@ class Schedule:
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
             return
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph: a backward of this backward, as of a gradient penalty, reads the weights
+        # With create_graph a backward of this backward, as of a gradient penalty, reads the weights too.
+        if torch.is_grad_enabled():
             return
         # Where other modules read a parameter its gradient may come early, by a nested backward, or late.
         if self._external.intersection(buckets):
