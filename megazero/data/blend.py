@@ -16,6 +16,8 @@ import numpy.typing as npt
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
 
+_CHUNK = 1 << 20  # samples that are merged at a time: this takes several times the memory that their places do
+
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
     """For each sample of the blend, the dataset it comes from [num_samples] and its number there [num_samples].
@@ -27,16 +29,22 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[npt.NDArr
     if len(array) == 0 or not np.all(np.isfinite(array)) or np.any(array <= 0):
         raise ValueError(f"the weights of a blend must be positive numbers, got {list(weights)}")
     shares = array / array.sum()
-    # Due times up to num_samples + k / 2 hold every sample that can be among the first num_samples, see the bound above.
-    horizon = num_samples + len(shares) / 2 + 1
-    # Divided by the weight, not by the share: times that are equal, like 4.5 / 60 and 7.5 / 100, then round alike.
-    due = [(np.arange(int(horizon * share) + 1) + 0.5) / w for share, w in zip(shares, array, strict=True)]
-    # A stable sort, because it merges runs that are sorted already: linear, and equal times stay in the order of the datasets.
-    order = np.argsort(np.concatenate(due), kind="stable")[:num_samples]
-    lengths = np.array([len(times) for times in due])
-    starts = np.cumsum(lengths) - lengths
-    dataset_index = np.repeat(np.arange(len(shares), dtype=np.int16), lengths)[order]
-    return dataset_index, order - starts[dataset_index]
+    dataset_index, sample_index = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    taken = np.zeros(len(shares), dtype=np.int64)  # samples of each dataset
+    for start in range(0, num_samples, _CHUNK):
+        stop = min(start + _CHUNK, num_samples)
+        # Due times up to stop + k / 2 hold every sample that can be among the first `stop`, see the bound above.
+        ends = ((stop + len(shares) / 2 + 1) * shares).astype(np.int64) + 1
+        # Divided by the weight, not by the share: times that are equal, like 4.5 / 60 and 7.5 / 100, then round alike.
+        due = [(np.arange(*own) + 0.5) / weight for *own, weight in zip(taken, ends, array, strict=True)]
+        # A stable sort merges runs that are sorted already: linear, and equal times stay in the order of the datasets.
+        order = np.argsort(np.concatenate(due), kind="stable")[: stop - start]
+        lengths = ends - taken
+        chosen = np.repeat(np.arange(len(shares), dtype=np.int16), lengths)[order]
+        dataset_index[start:stop] = chosen
+        sample_index[start:stop] = order + (taken - (np.cumsum(lengths) - lengths))[chosen]
+        taken += np.bincount(chosen, minlength=len(shares))
+    return dataset_index, sample_index
 
 
 class BlendOrder:

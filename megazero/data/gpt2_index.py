@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 # The last epoch is shuffled apart from the others when less than this share of its samples is needed.
 _WHOLE_EPOCH_SHARE = 0.80
+_CHUNK = 1 << 20  # samples whose places are sought at a time: this takes several times the memory that these do
 _MAX_INT32 = np.iinfo(np.int32).max
 _MAX_UINT32 = np.iinfo(np.uint32).max
 
@@ -107,11 +108,13 @@ def build_sample_idx(sizes: npt.NDArray[np.int32], seq_length: int, num_samples:
     """
     ends = np.cumsum(sizes, dtype=np.int64)
     is_wide = max(len(sizes), int(sizes.max())) > _MAX_INT32
-    first_tokens = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, first_tokens, side="right")
     index = np.empty((num_samples + 1, 2), dtype=np.int64 if is_wide else np.int32)
-    index[:, 0] = positions
-    index[:, 1] = first_tokens - (ends[positions] - sizes[positions])
+    for first in range(0, len(index), _CHUNK):
+        rows = index[first : first + _CHUNK]
+        first_tokens = np.arange(first, first + len(rows), dtype=np.int64) * seq_length
+        positions = np.searchsorted(ends, first_tokens, side="right")
+        rows[:, 0] = positions
+        rows[:, 1] = first_tokens - (ends[positions] - sizes[positions])
     index[0] = 0  # also when the stream begins with empty documents
     return index
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megazero.data import blend
 from megazero.data.blend import BlendedDataset, BlendOrder, blend_indices
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
@@ -37,6 +39,18 @@ def test_order_equals_the_literal_rule(weights, num_samples):
     dataset_index, sample_index = blend_indices(weights, num_samples)
     assert dataset_index.dtype == np.int16 and sample_index.dtype == np.int64
     assert list(zip(dataset_index.tolist(), sample_index.tolist(), strict=True)) == literal_blend(weights, num_samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "_CHUNK", 7)
+        assert all(map(np.array_equal, blend_indices(weights, num_samples), (dataset_index, sample_index)))
+
+
+def test_building_an_order_takes_little_more_memory_than_it_has(monkeypatch):
+    monkeypatch.setattr(blend, "_CHUNK", 1000)
+    tracemalloc.start()
+    arrays = blend_indices([0.3, 0.6, 0.1], 100_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.2 * sum(array.nbytes for array in arrays)
 
 
 @settings(max_examples=150)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.data import gpt2_index
 from megazero.data.gpt2_index import build_index, build_sample_idx, num_epochs, parse_split, split_ranges
 
 
@@ -77,6 +79,10 @@ def test_index_equals_the_literal_rules(sizes, seq_length, num_samples, seed, da
     assert index.doc_idx.tolist() == doc_idx.tolist()
     assert index.sample_idx.tolist() == [list(row) for row in rows]
     assert index.shuffle_idx.tolist() == shuffle_idx.tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2_index, "_CHUNK", 7)
+        again = build_index(array, (start, stop), num_samples, seq_length, seed)
+        assert np.array_equal(again.sample_idx, index.sample_idx)
     assert (index.doc_idx.dtype, index.sample_idx.dtype, index.shuffle_idx.dtype) == (np.int32, np.int32, np.uint32)
     assert len(shuffle_idx) >= num_samples
 
@@ -145,6 +151,16 @@ def test_long_documents_need_wide_positions():
         [2, 2],
         [2, 2**30 + 2],
     ]
+
+
+def test_building_an_index_takes_little_more_memory_than_it_has(monkeypatch):
+    monkeypatch.setattr(gpt2_index, "_CHUNK", 1000)
+    sizes = np.full(100, 20_000, dtype=np.int32)
+    tracemalloc.start()
+    index = build_index(sizes, (0, 100), 190_000, 10, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.2 * sum(array.nbytes for array in index)
 
 
 def test_hundred_million_tokens_take_seconds():
