@@ -155,11 +155,12 @@ class IndexedDataset:
     def token_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, from one pass over the whole .bin; (0, -1) without tokens."""
         low, high = 0, -1
-        step = 1 << 24
-        for start in range(0, len(self._tokens), step):
-            chunk = self._tokens[start : start + step]
-            smallest, largest = int(chunk.min()), int(chunk.max())
-            low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
+        with open(
+            self.bin_path, "rb"
+        ) as file:  # of the mapping all pages would count as this process's memory from then on
+            while len(chunk := np.fromfile(file, self.dtype, 1 << 24)):
+                smallest, largest = int(chunk.min()), int(chunk.max())
+                low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
         return low, high
 
     def _check_size(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +184,16 @@ def test_empty_corpus(tmp_path):
         pass
     data = IndexedDataset(tmp_path / "e")
     assert len(data) == 0 and data.num_tokens == 0 and data.token_range() == (0, -1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_the_range_of_a_corpus_is_found_without_its_pages_becoming_memory_of_the_process(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add_document(np.arange(1 << 20) % 300)
+    data = IndexedDataset(tmp_path / "c")
+    assert data.token_range() == (0, 299)
+    (resident,) = re.findall(rf" {tmp_path}/c\.bin\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
+    assert int(resident) < 1024, "kB, of 2 MiB"
 
 
 def test_fingerprint_tells_indices_apart(tmp_path, golden):
