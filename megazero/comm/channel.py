@@ -19,8 +19,8 @@ from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
 
-# Over NCCL, of each group: what its channels have in common, by their shard size and time limit.
-_native_levels: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], list[ProcessGroup]]] = WeakKeyDictionary()
+# Of each group: those that its channels have in common, by their shard size and time limit. A group lasts as long as the world.
+_levels: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], list[ProcessGroup]]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -174,23 +174,25 @@ def _open_lanes(
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
     ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
     mine, across = ranks[first * size :][:size], ranks[rank::size]
-    is_one_set = len(across) == 1
     if backend_of(group) != "gloo":
-        levels, key = _native_levels.setdefault(group, {}), (size, timeout_s)
-        if key not in levels:
-            even_out_groups(group)
-            levels[key] = [new_group_like(group, part, timeout_s) for part in (mine, across) if len(part) > 1]
-        return "native", [NativeLane(*levels[key])] * 2
-    if not is_one_set:  # groups are to be made
-        even_out_groups(group)
+        return "native", [NativeLane(*_groups_of_levels(group, mine, across, timeout_s))] * 2
+    levels = [group] if len(across) == 1 else _groups_of_levels(group, mine, across, timeout_s)
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"
-    within = group if is_one_set else new_group_like(group, mine, timeout_s)
-    kind, transports = _open_transports(within, 2, name, timeout_s)
-    if not is_one_set:
-        between, (bridge,) = _open_transports(new_group_like(group, across, timeout_s), 1, name, timeout_s)
+    kind, transports = _open_transports(levels[0], 2, name, timeout_s)
+    if len(across) > 1:
+        between, (bridge,) = _open_transports(levels[1], 1, name, timeout_s)
         kind = f"{kind} in sets of {size}, {between} between them"
         transports[0] = TwoLevelTransport(transports[0], bridge, rank=rank, size=size, num_sets=len(across))
     return kind, [ThreadLane(transport, where) for transport in transports]
+
+
+def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int], timeout_s: float) -> list[ProcessGroup]:
+    """Groups of this rank's set and of those that have its part, where that is several ranks. Collective where they are new."""
+    known, key = _levels.setdefault(group, {}), (len(mine), timeout_s)
+    if key not in known:
+        even_out_groups(group)
+        known[key] = [new_group_like(group, part, timeout_s) for part in (mine, across) if len(part) > 1]
+    return known[key]
 
 
 def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: float) -> tuple[str, list[Transport]]:

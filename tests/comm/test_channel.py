@@ -420,6 +420,19 @@ def test_ranks_that_are_in_different_numbers_of_groups_open_a_channel(way, by_me
     run_ranks(4, other_groups_case, way, by_members, timeout_s=30.0)
 
 
+def successive_case(way):
+    groups, held = dist.distributed_c10d._world.pg_names, []
+    for _ in range(3):
+        sets_case(way, 2)
+        held.append(len(groups))
+    assert held == held[:1] * 3, "a group has threads and sockets, and stays as long as the world"
+
+
+@pytest.mark.parametrize("way", [*WAYS, "native"])
+def test_channels_with_sets_that_come_and_go_have_their_groups_in_common(way):
+    run_ranks(4, successive_case, way)
+
+
 def uneven_case():
     with pytest.raises(ValueError, match="shard_size=2 does not divide a group of 3 ranks"):
         comm.Channel(dist.group.WORLD, shard_size=2)
