@@ -143,6 +143,7 @@ def run(
         patch.setattr(Meeting, "hold", lambda self, what: None)
         patch.setattr(saver, "threading", SimpleNamespace(Thread=cuda.thread))
         patch.setattr(saver.Saver, "claim", lambda self, directory: folder)
+        patch.setattr(saver.Saver, "_line", SimpleNamespace(group=None), raising=False)
         patch.setattr(saver.Saver, "_write", write)
         without(patch)
         config = load_config(f"{COMMON} {flags}".split(), world_size=ranks)

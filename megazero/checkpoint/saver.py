@@ -11,9 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,14 +30,26 @@ logger = logging.getLogger(__name__)
 SEEN_WITHIN_S = 60.0
 
 
-class Saver:
-    """Saves the checkpoints of one job. Every method is a collective over the world.
+@dataclass
+class _Line:
+    """Carries what ranks tell each other of saves, apart from training: one line for all savers, as groups stay with the world.
 
-    Its own group of processes carries what the ranks tell each other, so that a save in the background does not meet training.
+    They take turns, in an order that is the same on every rank: what two of them say at once would mix.
     """
 
+    group: comm.ProcessGroup
+    in_background: threading.Thread | None = None  # whose turn it is
+
+
+_lines: WeakKeyDictionary[comm.ProcessGroup, _Line] = WeakKeyDictionary()  # by world
+
+
+class Saver:
+    """Saves the checkpoints of one engine. Every method is a collective over the world."""
+
+    _line: _Line  # of the world, from the first claim on
+
     def __init__(self) -> None:
-        self._group: comm.ProcessGroup | None = None
         self._folders: dict[Path, CheckpointFolder] = {}  # all that have been claimed
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the save in the background
@@ -56,7 +70,8 @@ class Saver:
         Args:
             index: all of it but what `whole_index` adds. That of the first rank counts.
             keep_last: afterwards delete all but this many newest checkpoints; 0 keeps all.
-            in_background: copy to host memory now and write while training goes on. `wait`, and the next save, wait for it.
+            in_background: copy to host memory now and write while training goes on. `wait` waits for it, and so does the next
+                save, of whichever engine.
 
         Raises:
             OSError: a file could not be written, on whichever rank; the checkpoint before stays the latest.
@@ -68,8 +83,9 @@ class Saver:
         write = partial(self._write, folder, tag, index, save_latest, keep_last)
         try:
             if in_background:
-                staged = comm.together(snapshot.staged, self._group)  # one rank's host may have no room for it
+                staged = comm.together(snapshot.staged, self._line.group)  # one rank's host may have no room for it
                 self._thread = threading.Thread(target=self._behind, args=(write, staged, path), name=f"save {tag}")
+                self._line.in_background = self._thread
                 self._thread.start()
             else:
                 write(snapshot)
@@ -83,21 +99,20 @@ class Saver:
         Raises:
             OSError: it cannot be written, a rank does not see it, or another job has it (DirectoryInUseError on the first rank).
         """
-        if self._group is None:
-            self._group = comm.new_object_group()
+        self._line = _free_line()
         path = Path(directory).absolute()  # a job may change its working directory
         folder = self._folders.setdefault(path, CheckpointFolder(path))
         try:
             sign = self._on_first_rank(partial(_claim, folder))
         except comm.OtherRankError as error:
             raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
-        if (name := comm.all_gathered_objects(sign, self._group)[0]) is not None:
+        if (name := comm.all_gathered_objects(sign, self._line.group)[0]) is not None:
             self._refuse_unshared(path, name)
         return folder
 
     def _refuse_unshared(self, path: Path, sign: str) -> None:
         """Returns if every rank sees the file `sign` of the first rank in its own `path`, and deletes it."""
-        found = comm.all_gathered_objects((_is_seen(path / sign), socket.gethostname(), str(path)), self._group)
+        found = comm.all_gathered_objects((_is_seen(path / sign), socket.gethostname(), str(path)), self._line.group)
         if torch.distributed.get_rank() == 0:
             with suppress(OSError):  # the next job clears it
                 (path / sign).unlink()
@@ -145,7 +160,7 @@ class Saver:
         aside = folder.aside(tag)
         self._on_first_rank(lambda: folder.prepare(tag))
         try:
-            comm.together(lambda: _write_part(aside, snapshot), self._group)
+            comm.together(lambda: _write_part(aside, snapshot), self._line.group)
             self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
         except BaseException:
             if torch.distributed.get_rank() == 0:
@@ -163,7 +178,18 @@ class Saver:
                 logger.error("%s", self._error)
 
     def _on_first_rank(self, action: Callable[[], Any]) -> Any:
-        return comm.together(action if torch.distributed.get_rank() == 0 else None, self._group)
+        return comm.together(action if torch.distributed.get_rank() == 0 else None, self._line.group)
+
+
+def _free_line() -> _Line:
+    """The line of this world, when nothing is saved in the background any more. Collective over the world."""
+    line = _lines.get(world := comm.world())
+    if line is None:
+        line = _lines[world] = _Line(comm.new_object_group())
+    if line.in_background is not None:
+        line.in_background.join()
+        line.in_background = None
+    return line
 
 
 def _claim(folder: CheckpointFolder) -> str | None:

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,45 @@ def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, mon
     second.save_checkpoint(str(tmp_path), tag="B")
     first.wait_for_checkpoint()
     assert set(list_tags(tmp_path)) == {"A", "B"}
+
+
+def test_engines_that_come_and_go_save_over_one_group(tmp_path):
+    run_ranks(2, _one_after_the_other, str(tmp_path))
+
+
+def _one_after_the_other(directory: str) -> None:
+    groups, held = torch.distributed.distributed_c10d._world.pg_names, []
+    for number in range(3):
+        engine = make_engine(1)
+        engine.save_checkpoint(directory, tag=f"{number}", in_background=number == 1)
+        engine.destroy()
+        mpu.destroy_model_parallel()  # which leaves its two groups to torch
+        held.append(len(groups) - 2 * number)
+    assert held == held[:1] * 3, "a group has threads and sockets, and stays as long as the world"
+
+
+def test_saves_of_two_engines_in_the_background_take_turns(tmp_path):
+    run_ranks(2, _two_in_the_background, str(tmp_path))
+
+
+def _two_in_the_background(directory: str) -> None:
+    first, write, begun = make_engine(1), writer.write_tensors, []
+    mpu.destroy_model_parallel()
+    second = make_engine(1)
+
+    def slow(path, tensors):
+        begun.append(path.parent.name)
+        time.sleep(0.2 * (1 + torch.distributed.get_rank()))  # each rank has another pace
+        return write(path, tensors)
+
+    writer.write_tensors = slow
+    for number in range(2):
+        first.save_checkpoint(directory, tag=f"first{number}", in_background=True)
+        second.save_checkpoint(directory, tag=f"second{number}", in_background=True)
+    first.wait_for_checkpoint()
+    second.wait_for_checkpoint()
+    assert begun == [".first0.partial", ".second0.partial", ".first1.partial", ".second1.partial"]
+    assert set(list_tags(directory)) == {"first0", "second0", "first1", "second1"}
 
 
 def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
