@@ -65,10 +65,13 @@ class MetricsWriter:
         directory: holds metrics.jsonl and the plot; None writes nothing.
         tensorboard_dir: holds the event files; None writes none.
         start_iteration: what later lines of an earlier, lost run are cut off behind.
+        keeps_lines: whether `lines` has what is recorded, 1.3 kB each time.
     """
 
-    def __init__(self, directory: str | None, tensorboard_dir: str | None, start_iteration: int) -> None:
-        self.start_iteration = start_iteration
+    def __init__(
+        self, directory: str | None, tensorboard_dir: str | None, start_iteration: int, keeps_lines: bool = True
+    ) -> None:
+        self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
         self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place, what records there
@@ -105,7 +108,8 @@ class MetricsWriter:
 
         A log that cannot be written, for a full disk, ends there with a warning. The run, which is worth more, does not.
         """
-        self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
+        if self._keeps_lines:
+            self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
         for name, record in [*self._logs.items()]:
             try:
                 record(iteration, scalars, section)
@@ -116,7 +120,7 @@ class MetricsWriter:
     def _append(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         assert self.path is not None
         with open(self.path, "a") as file:
-            file.write(_as_json(self._lines[iteration, section]))
+            file.write(_as_json({"iteration": iteration, "section": section, **scalars}))
 
     def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         for name, value in scalars.items():

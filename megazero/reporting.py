@@ -40,7 +40,7 @@ SHARDED = (
 def metrics_writer(job: Job) -> MetricsWriter:
     """Where this rank records its numbers: also in files, on rank 0."""
     if torch.distributed.get_rank() != 0:
-        return MetricsWriter(None, None, job.iteration)
+        return MetricsWriter(None, None, job.iteration, keeps_lines=False)  # the first one makes the summary
     return MetricsWriter(job.config.checkpoint.save, job.config.tensorboard_dir, job.iteration)
 
 

@@ -30,8 +30,8 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.out_of_memory import tells_out_of_memory
-from megazero.reporting import summary
-from tests.ranks import run_script
+from megazero.reporting import metrics_writer, summary
+from tests.ranks import run_ranks, run_script
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -697,6 +697,18 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
     job.iteration = 9
     assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
+
+
+def test_the_first_rank_alone_keeps_what_is_logged():
+    assert run_ranks(2, _lines_kept) == [3, 0]
+
+
+def _lines_kept() -> int:
+    job = SimpleNamespace(config=load_config(["--train-data", "x"], world_size=2), iteration=0)
+    metrics = metrics_writer(job)
+    for iteration in range(3):
+        metrics.write(iteration, {"loss": 8.0}, "train")
+    return len(metrics.lines)
 
 
 def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path):
