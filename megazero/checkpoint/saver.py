@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # Network file systems remember for up to a minute that a directory, which ranks have looked for at their start, was not there.
 SEEN_WITHIN_S = 60.0
+MOST_CLAIMED = (
+    64  # directories at a time: a lock takes a descriptor, and a script may save in a new directory every time
+)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Saver:
     _line: _Line  # of the world, from the first claim on
 
     def __init__(self) -> None:
-        self._folders: dict[Path, CheckpointFolder] = {}  # all that have been claimed
+        self._folders: dict[Path, CheckpointFolder] = {}  # those that are claimed, the last one last
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None  # of the save in the background
 
@@ -96,12 +99,17 @@ class Saver:
     def claim(self, directory: str | Path) -> CheckpointFolder:
         """Makes the directory this job's, before hours are spent on what could not be saved.
 
+        It stays so until `close`, or until `MOST_CLAIMED` others have been claimed since.
+
         Raises:
             OSError: it cannot be written, a rank does not see it, or another job has it (DirectoryInUseError on the first rank).
         """
         self._line = _free_line()
         path = Path(directory).absolute()  # a job may change its working directory
-        folder = self._folders.setdefault(path, CheckpointFolder(path))
+        folder = self._folders.pop(path) if path in self._folders else CheckpointFolder(path)
+        self._folders[path] = folder
+        if len(self._folders) > MOST_CLAIMED:
+            self._folders.pop(next(iter(self._folders))).release()
         try:
             sign = self._on_first_rank(partial(_claim, folder))
         except comm.OtherRankError as error:

@@ -16,6 +16,7 @@ import torch
 
 from megazero import comm, mpu
 from megazero.checkpoint import saver, writer
+from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
 from tests.checkpoint.engines import make_engine, train, write_one
 from tests.ranks import run_ranks
@@ -202,6 +203,21 @@ def _two_in_the_background(directory: str) -> None:
     second.wait_for_checkpoint()
     assert begun == [".first0.partial", ".second0.partial", ".first1.partial", ".second1.partial"]
     assert set(list_tags(directory)) == {"first0", "second0", "first1", "second1"}
+
+
+def test_directories_that_are_saved_in_once_are_given_back(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "MOST_CLAIMED", 2)
+    engine, locks = make_engine(1), lambda: [folder.path.name for folder in engine._saver._folders.values()]
+    engine.claim_checkpoints(str(tmp_path / "last"))
+    users = CheckpointFolder._users  # of each lock, which is closed with the last one
+    before = sum(users.values())
+    for number in range(4):
+        engine.save_checkpoint(str(tmp_path / f"{number}"))
+        engine.save_checkpoint(str(tmp_path / "last"))
+    assert sum(users.values()) - before == 1 and locks() == ["3", "last"]
+    engine.save_checkpoint(str(tmp_path / "0"))  # it is taken again
+    assert latest_tag(tmp_path / "0") == "global_step0" and locks() == ["last", "0"]
+    engine.destroy()
 
 
 def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
