@@ -12,6 +12,8 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 
@@ -90,11 +92,16 @@ def run_ranks(args: Namespace) -> int:
     has_one_node = run.parse_min_max_nnodes(args.nnodes)[1] == 1
     if not args.standalone and (args.rdzv_endpoint or args.master_port or not has_one_node):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
+    log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
     try:
-        run.run(args)
+        with ExitStack() as at_end:
+            if args.log_dir is None and args.redirects == args.tee == "0":
+                # torchrun makes a directory all the same, and would leave it among the system's temporary files.
+                folder = TemporaryDirectory(prefix="megazero_", ignore_cleanup_errors=True)
+                args.log_dir = at_end.enter_context(folder)
+            run.run(args)
     except ChildFailedError as error:
         rank, first = cause(error)
-        log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
         print(f"{describe(rank, first, log_dir)} All ranks of this node were ended.", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as error:

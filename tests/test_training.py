@@ -264,6 +264,17 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path,
     assert "Traceback" not in output and "error" not in output
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path, monkeypatch, status):
+    script, folder = tmp_path / "script.py", tmp_path / "tmp"
+    script.write_text(f"raise SystemExit({status})\n")
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    done = run_command([sys.executable, "-m", "megazero.launch", "--standalone", "--nproc-per-node", "1", str(script)])
+    assert done.returncode == status, done.stdout
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("said", ["Resource temporarily unavailable", "can't start new thread"])
 def test_a_limit_on_threads_is_one_line(tmp_path, said):
     script = tmp_path / "short_of_threads.py"
