@@ -6,7 +6,7 @@ data-parallel groups are strided.
     model [0 1] [2 3] [4 5] [6 7]        data [0 2 4 6] [1 3 5 7]
 
 `ParallelGroups` is the object that library code is given. Megatron's `get_model_parallel_*` functions read the one that
-`initialize_model_parallel` made: the only state of this package besides the RNG tracker.
+`initialize_model_parallel` made last: with those that it has made before, the only state of this package besides the RNG tracker.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megazero.comm import ProcessGroup
+from megazero.comm import ProcessGroup, world
 from megazero.logging import counted
 
 
@@ -61,6 +62,8 @@ class ParallelGroups:
 
 
 _groups: ParallelGroups | None = None
+# By world all that were made, by size and time limit: torch keeps a group, with threads and sockets, as long as the world.
+_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], ParallelGroups]] = WeakKeyDictionary()
 
 
 def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int] | None = None) -> None:
@@ -104,14 +107,21 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
         )
     world_size = dist.get_world_size()
     check_model_parallel_size(world_size, model_parallel_size)
+    made, key = _made.setdefault(world(), {}), (model_parallel_size, timeout_s)
+    if key not in made:
+        made[key] = _new_groups(world_size, *key)
+    _groups = made[key]
+    return _groups
+
+
+def _new_groups(world_size: int, model_parallel_size: int, timeout_s: float) -> ParallelGroups:
     strided = [tuple(range(first, world_size, model_parallel_size)) for first in range(model_parallel_size)]
     neighbours = [
         tuple(range(first, first + model_parallel_size)) for first in range(0, world_size, model_parallel_size)
     ]
     data = _new_group(strided, "data_parallel", timeout_s)
     model = _new_group(neighbours, "model_parallel", timeout_s)
-    _groups = ParallelGroups(model, data)
-    return _groups
+    return ParallelGroups(model, data)
 
 
 def _new_group(members: list[tuple[int, ...]], name: str, timeout_s: float) -> ProcessGroup:
@@ -141,7 +151,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Forgets the groups. Layers that were built with them keep working: torch.distributed still holds them."""
+    """Forgets the groups. Layers that were built with them keep working, and groups of the same size will be the same ones."""
     global _groups
     _groups = None
 

@@ -56,6 +56,20 @@ def test_model_ranks_are_neighbours_and_data_ranks_strided(world_size):
     run_ranks(world_size, every_size_case)
 
 
+def successive_case():
+    before, made = len(dist.distributed_c10d._world.pg_names), []
+    for _ in range(2):
+        for size in (1, 2):
+            made.append(mpu.initialize_model_parallel(size))
+            mpu.destroy_model_parallel()
+    assert made[:2] == made[2:] and made[0] != made[1]
+    assert len(dist.distributed_c10d._world.pg_names) - before == 4, "a group has threads and sockets, and stays"
+
+
+def test_groups_of_a_size_are_made_once():
+    run_ranks(2, successive_case)
+
+
 def alone_case():
     world, rank, new_group, made = dist.get_world_size(), dist.get_rank(), dist.new_group, []
     dist.new_group([0, 1])  # of which not every rank is a member, as a script may have made before
