@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Network file systems remember for up to a minute that a directory, which ranks have looked for at their start, was not there.
 SEEN_WITHIN_S = 60.0
-MOST_CLAIMED = (
-    64  # directories at a time: a lock takes a descriptor, and a script may save in a new directory every time
-)
+# Directories at a time: a lock takes a descriptor, and a script may save in a new directory every time.
+MOST_CLAIMED = 64
 
 
 @dataclass

@@ -155,9 +155,8 @@ class IndexedDataset:
     def token_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, from one pass over the whole .bin; (0, -1) without tokens."""
         low, high = 0, -1
-        with open(
-            self.bin_path, "rb"
-        ) as file:  # of the mapping all pages would count as this process's memory from then on
+        # Not from the mapping, of which all pages would count as this process's memory from then on.
+        with open(self.bin_path, "rb") as file:
             while len(chunk := np.fromfile(file, self.dtype, 1 << 24)):
                 smallest, largest = int(chunk.min()), int(chunk.max())
                 low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
