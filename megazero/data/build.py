@@ -52,7 +52,7 @@ class DataConfig:
     tokenizer_path: str | None = option(None, "vocabulary file (*.model, tokenizer.json), or the folder that holds it")
     text_key: str = option("text", "which entry of each JSON line is the text")
     num_workers: int = option(
-        2, "processes that read samples ahead, on each rank; 0 reads in the training process", at_least=0
+        2, "processes that read samples ahead, on each rank; 0 reads in the training process", at_least=0, at_most=256
     )
 
     def __post_init__(self) -> None:
