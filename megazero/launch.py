@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -45,6 +45,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: E402
 
 from megazero.cgroups import available_cores  # noqa: E402
+from megazero.children import children  # noqa: E402
 
 if not _is_set:
     del os.environ[_LOG_LEVEL]
@@ -105,6 +106,9 @@ def run_ranks(args: Namespace) -> int:
         print(f"{describe(rank, first, log_dir)} All ranks of this node were ended.", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as error:
+        for pid in children(os.getpid()):  # torchrun knows none of its ranks while it is still starting some
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         print(f"torchrun was ended by {error.sigval.name}, and with it all ranks of this node.", file=sys.stderr)
         return 128 + error.sigval
     except (DistNetworkError, DistStoreError, RendezvousError) as error:

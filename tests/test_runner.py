@@ -553,6 +553,20 @@ def test_torchrun_ends_with_a_launcher_that_is_killed_while_torch_is_imported(fo
     process.communicate()
 
 
+def test_torchrun_that_ends_while_it_starts_its_ranks_leaves_none(folder):
+    script = folder / "rank.sh"  # starts at once, while torchrun starts the others
+    script.write_text('#!/bin/sh\necho $$\n[ "$RANK" = 0 ] && kill -TERM $PPID\nexec sleep 100\n')
+    script.chmod(0o755)
+    options = ["--standalone", "--nproc-per-node", "20", "--no-python", str(script)]
+    command = [sys.executable, "-m", "megazero.launch", *options]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=60
+    )  # until nobody holds the pipe any more
+    ranks = [int(pid) for pid in done.stdout.split()]
+    assert ranks and done.returncode == 128 + signal.SIGTERM
+    assert all(ends_within(30, pid) for pid in ranks)
+
+
 def ends_within(seconds: float, pid: int) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
