@@ -70,7 +70,9 @@ class Schedule:
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
-        # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
+        # Per unit that has run forward since the last backward: inputs that get a gradient, and those whose has not come yet. It
+        # comes twice where somebody else's backward goes first, as torch.autograd.grad with create_graph or retain_graph.
+        self._inputs: dict[int, int] = {}
         self._inputs_left: dict[int, int] = {}
         # Unit that was the first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
@@ -154,6 +156,7 @@ class Schedule:
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
+        self._inputs_left = dict(self._inputs)
         self._forwards.clear()
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
@@ -165,8 +168,8 @@ class Schedule:
         for bucket in self._order:
             self._wait_reduced(bucket)
         self._is_open = False
+        self._inputs.clear()
         self.restart()
-        self._inputs_left.clear()
         self._has_leaf_inputs.clear()
         self.residency.finish()
         for bucket in self.buckets:
@@ -453,13 +456,13 @@ class Schedule:
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 return
-            self._inputs_left.setdefault(index, 0)
-            for tensor in {id(t): t for t in tensors_in((args, kwargs))}.values():
-                if tensor.requires_grad:
-                    self._inputs_left[index] += 1
-                    tensor.register_hook(on_input_grad)
-                    if tensor.is_leaf:
-                        self._has_leaf_inputs.add(index)
+            tensors = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
+            for counts in (self._inputs, self._inputs_left):
+                counts[index] = counts.get(index, 0) + len(tensors)
+            for tensor in tensors:
+                tensor.register_hook(on_input_grad)
+                if tensor.is_leaf:
+                    self._has_leaf_inputs.add(index)
 
         self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 

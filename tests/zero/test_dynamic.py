@@ -226,6 +226,13 @@ def frozen_case() -> None:
         engine.backward(first)
         engine.backward(second)
         engine.step()
+        for way in ("retain_graph", "create_graph"):
+            inputs: list[torch.Tensor] = []
+            with engine.module.blocks[0].register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(args[0])):
+                loss = engine(my_batch())
+            (slope,) = torch.autograd.grad(loss, inputs, **{way: True})
+            engine.backward(loss + slope.square().sum())
+            engine.step()
         late = fresh(stage)
         one_step(late, my_batch())
         for block in late.module.blocks:
@@ -239,7 +246,7 @@ def frozen_case() -> None:
 
 
 def test_frozen_weights_are_whole_until_nothing_needs_them():
-    """Where they are frozen later, one graph has two backwards, or two forwards come before two backwards."""
+    """Where they are frozen later, one graph has two backwards, torch.autograd.grad goes first, or two forwards come first."""
     run_ranks(2, frozen_case)
 
 
