@@ -213,8 +213,11 @@ class Engine:
             loss = loss / self._accumulation_steps
         self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
         self._has_gradients = False  # until this has succeeded: what a failed one leaves is of a part of the model
-        self.schedule.start_backward()
-        (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
+        try:
+            self.schedule.start_backward()
+            (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
+        finally:
+            self.schedule.is_open = False
         start = time.perf_counter()
         self.schedule.finish_backward()
         self._has_gradients = True

@@ -61,7 +61,7 @@ class Schedule:
         # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
         self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
-        self._is_open = False  # from start_backward to finish_backward; what comes else is of somebody else's backward
+        self.is_open = False  # while the engine's own backward runs; what comes else is of somebody else's
         self._has_told_of_others = False
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
@@ -145,7 +145,7 @@ class Schedule:
     def start_backward(self) -> None:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
-        self._is_open = True
+        self.is_open = True
         # Of weights on their way also those that no forward has read, and a graph from before the update does.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
@@ -167,7 +167,6 @@ class Schedule:
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_reduced(bucket)
-        self._is_open = False
         self._inputs.clear()
         self.restart()
         self._has_leaf_inputs.clear()
@@ -196,7 +195,7 @@ class Schedule:
             bucket = reference()
             if bucket is None or (schedule := bucket.driver) is None:
                 return
-            if schedule._is_open:
+            if schedule.is_open:
                 bucket.accumulate(segment)
             else:
                 schedule._drop(bucket, segment)
@@ -235,7 +234,7 @@ class Schedule:
         return before_grad
 
     def _reduce_ready(self) -> None:
-        while self._is_open and self._next < len(self._order) and not self._waiting[self._order[self._next]]:
+        while self.is_open and self._next < len(self._order) and not self._waiting[self._order[self._next]]:
             bucket = self._order[self._next]
             self._next += 1
             if self._is_due(bucket):
