@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -123,10 +123,12 @@ class BucketOptimizer(SlicedOptimizer):
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.orthogonalize = None
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Says of what other optimizers have, and this one has not, what to do instead."""
-        advice = f": {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
-        raise AttributeError(f"the engine's optimizer has no attribute {name!r}{advice}")
+    if not TYPE_CHECKING:  # where it would stand for every name that is misspelt
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says of what other optimizers have, and this one has not, what to do instead."""
+            advice = f": {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+            raise AttributeError(f"the engine's optimizer has no attribute {name!r}{advice}")
 
     @property
     def cur_scale(self) -> float:
