@@ -86,9 +86,9 @@ class Saver:
         try:
             if in_background:
                 staged = comm.together(snapshot.staged, self._line.group)  # one rank's host may have no room for it
-                self._thread = threading.Thread(target=self._behind, args=(write, staged, path), name=f"save {tag}")
-                self._line.in_background = self._thread
-                self._thread.start()
+                thread = threading.Thread(target=self._behind, args=(write, staged, path), name=f"save {tag}")
+                thread.start()
+                self._thread = self._line.in_background = thread
             else:
                 write(snapshot)
         except comm.OtherRankError as error:
