@@ -30,6 +30,11 @@ def world() -> ProcessGroup:
     return group
 
 
+def is_destroyed(group: ProcessGroup) -> bool:
+    """Whether a script has ended the group by `destroy_process_group(group)`."""
+    return group not in dist.distributed_c10d._world.pg_names
+
+
 def local_device() -> torch.device:
     """The device that this process computes on: its CUDA device where there is one, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

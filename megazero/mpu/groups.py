@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megazero.comm import ProcessGroup, world
+from megazero.comm import ProcessGroup, is_destroyed, world
 from megazero.logging import counted
 
 
@@ -108,7 +108,7 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
     world_size = dist.get_world_size()
     check_model_parallel_size(world_size, model_parallel_size)
     made, key = _made.setdefault(world(), {}), (model_parallel_size, timeout_s)
-    if key not in made:
+    if key not in made or any(is_destroyed(group) for group in (made[key].model, made[key].data)):
         made[key] = _new_groups(world_size, *key)
     _groups = made[key]
     return _groups

@@ -64,6 +64,9 @@ def successive_case():
             mpu.destroy_model_parallel()
     assert made[:2] == made[2:] and made[0] != made[1]
     assert len(dist.distributed_c10d._world.pg_names) - before == 4, "a group has threads and sockets, and stays"
+    dist.destroy_process_group(made[1].model)
+    again = mpu.initialize_model_parallel(2)
+    assert again.model_ranks == (0, 1) and again != made[1], "a script may have destroyed one"
 
 
 def test_groups_of_a_size_are_made_once():
