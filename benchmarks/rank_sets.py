@@ -177,9 +177,9 @@ class _Worker:
         """Start and end on the clock that all processes share, this thread's work in s, bytes sent, loss, gradient norm."""
         tokens, targets = self.job.data(index, self.rank)
         before = self.side.counted_bytes()
-        start, idle = time.perf_counter(), time.thread_time()
+        start, worked = time.perf_counter(), -time.thread_time()
         loss = self.side.step(tokens, targets)
-        worked, end = time.thread_time() - idle, time.perf_counter()
+        worked, end = worked + time.thread_time(), time.perf_counter()
         after = self.side.counted_bytes()
         sent = None if before is None or after is None else after - before
         return start, end, worked, sent, loss, self.side.grad_norm()
