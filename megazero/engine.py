@@ -628,6 +628,8 @@ class Engine:
 
     def empty_partition_cache(self) -> None:
         """Frees whatever is gathered of sharded parameters. On every rank, or the next gathers of the ranks differ."""
+        for bucket in self.buckets:
+            bucket.weights.is_kept = False
         self.schedule.release_all()
 
     def destroy(self) -> None:

@@ -271,6 +271,103 @@ def test_a_penalty_on_gradients_trains_as_in_plain_torch(stage):
     run_ranks(2, penalty_case, stage)
 
 
+class Twice(nn.Module):
+    """Units between parameters of the root; it returns what lies between, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Linear(7, 5)) for _ in range(2))
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1)) -> tuple[Tensor, list[Tensor]]:
+        between = [self.first(x)]
+        for index in order:
+            between.append(self.blocks[index](between[-1]))
+        return self.last(between[-1].tanh()), between
+
+
+def through_an_old_graph(model, backward, x: Tensor) -> list[Tensor]:
+    """Another's gradient through a graph whose backward is over, and whose weights have been released."""
+    x = x.clone().requires_grad_()
+    y, (h, *_) = model(x)
+    backward(y.sum(), retain_graph=True)
+    return [*torch.autograd.grad(y.square().sum(), [x, h], retain_graph=True), *torch.autograd.grad(h.sum(), x)]
+
+
+def penalty_before_the_loss(model, backward, x: Tensor) -> list[Tensor]:
+    """As of WGAN-GP: between a penalty's graph and its backward lies another backward, and an evaluation."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+    backward(model(x)[0].square().sum())
+    with torch.no_grad():
+        y = model(x)[0]
+    backward(gradient.square().sum())
+    return [gradient, y]
+
+
+def after_a_backward_that_failed(model, backward, x: Tensor) -> list[Tensor]:
+    y = model(x)[0].sum()
+    y.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(y)
+    noise = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(noise)[0].sum(), noise)
+    if not isinstance(model, nn.Module):  # plain torch adds it to .grad; an engine has its own backward's alone
+        model(x)[0].sum().backward()
+    backward(model(x)[0].square().sum())
+    return [gradient]
+
+
+def older_of_two_graphs(model, backward, x: Tensor) -> list[Tensor]:
+    """Backward of a graph from before the last backward, when a unit has run since."""
+    h = model(x, (0, 0))[1]
+    y = model(x, (0,))[0]
+    backward(y.sum(), retain_graph=True)
+    z = model.blocks[0](h[2])
+    backward(h[1].square().sum(), retain_graph=True)
+    return [z]
+
+
+def second_use_without_loss(model, backward, x: Tensor) -> list[Tensor]:
+    """A unit runs first on what needs no gradient, then on its own output, of which the loss knows nothing."""
+    h = model.blocks[0](x)
+    model.blocks[0](h)
+    backward(h.square().sum())
+    return [h]
+
+
+LOOPS = [through_an_old_graph, penalty_before_the_loss, after_a_backward_that_failed, older_of_two_graphs]
+LOOPS += [second_use_without_loss]
+
+
+def loop_case(stage: int) -> None:
+    size, mine = dist.get_world_size(), dist.get_rank()
+    for loop in LOOPS:
+        plain, ours = Twice(), Twice()
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+        engine = megazero.initialize(model=ours, optimizer=torch.optim.SGD(ours.parameters(), 0.1), config=config)[0]
+        step = torch.optim.SGD(plain.parameters(), 0.1)
+        for seed in range(2):
+            x = torch.randn(2 * size, 5, generator=torch.Generator().manual_seed(seed)).chunk(size)[mine]
+            torch.testing.assert_close(loop(engine, engine.backward, x), loop(plain, Tensor.backward, x))
+            for name, parameter in plain.named_parameters():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(grad)
+                parameter.grad = grad / size
+                torch.testing.assert_close(engine.full_grad(name), parameter.grad, msg=f"{loop.__name__}, {name}")
+            step.step()
+            step.zero_grad()
+            engine.step()
+        torch.testing.assert_close(engine.module_state_dict(), dict(plain.state_dict()))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unusual_loops_train_as_in_plain_torch(stage):
+    run_ranks(2, loop_case, stage)
+
+
 def test_what_another_backward_leaves_is_told_once_and_not_trained_with(one_rank, caplog):
     engine, *_ = megazero.initialize(model=nn.Linear(3, 1, bias=False), config=CONFIG)
     for _ in range(2):

@@ -70,14 +70,13 @@ class Schedule:
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
         self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
-        # Per unit that has run forward since the last backward: inputs that get a gradient, and those whose has not come yet. It
-        # comes twice where somebody else's backward goes first, as torch.autograd.grad with create_graph or retain_graph.
-        self._inputs: dict[int, int] = {}
+        # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
         # Unit that was the first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
         self._tiles = {bucket.unit for bucket in buckets if bucket.is_tile}  # units
-        self._has_leaf_inputs: set[int] = set()  # units with an input that no node of the graph made
+        # Units that have run with an input that no node of the graph made, or with none that gets a gradient.
+        self._has_leaf_inputs: set[int] = set()
         self._handles: list[Any] = []
         self._watched: set[str] = set()
         self._forwards = Forwards()
@@ -105,6 +104,8 @@ class Schedule:
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
         for module in self._root_modules(model):
             self._before_forward(module, partial(self._gather, self._of_unit[ROOT]))
+        for module in (model, *self._root_modules(model)):
+            self._handles.append(module.register_forward_hook(Hook(self._gather_root_for_backward)))
         for index, unit in enumerate(units):
             self._handles += self._forwards.watch(unit)
             self._gather_around(unit, self._of_unit[index], index)
@@ -156,7 +157,6 @@ class Schedule:
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
-        self._inputs_left = dict(self._inputs)
         self._forwards.clear()
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
@@ -167,8 +167,8 @@ class Schedule:
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_reduced(bucket)
-        self._inputs.clear()
         self.restart()
+        self._inputs_left = {}
         self._has_leaf_inputs.clear()
         self.residency.finish()
         for bucket in self.buckets:
@@ -298,7 +298,7 @@ class Schedule:
         """
 
         def before_backward(_: Tensor) -> None:
-            self._gather(buckets, index, in_forward=False)
+            self._gather_for_backward(buckets, index)
 
         inputs: list[tuple[Tensor, Any]] = []  # and what made them, before the module ran
         was_wanted = False  # before the module ran
@@ -327,6 +327,23 @@ class Schedule:
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
         self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
+
+    def _gather_for_backward(self, buckets: list[Bucket], index: int | None = None) -> None:
+        self._gather(buckets, index, in_forward=False)
+        # With create_graph a backward of this backward, as of a gradient penalty, reads them too, and no hook is in its graph.
+        if torch.is_grad_enabled():
+            for bucket in buckets:
+                bucket.weights.is_kept = True
+
+    def _gather_root_for_backward(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Makes the root whole for a backward that is not this engine's, as autograd.grad or another engine's."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._before_root_backward)
+
+    def _before_root_backward(self, _: Tensor) -> None:
+        self._gather_for_backward(self._of_unit[ROOT])
 
     def _is_over(self, index: int | None, was_wanted: bool) -> bool:
         """Whether a module that has run forward needs its buckets no more until its backward asks for them.
@@ -414,9 +431,6 @@ class Schedule:
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
             return
-        # With create_graph a backward of this backward, as of a gradient penalty, reads the weights too.
-        if torch.is_grad_enabled():
-            return
         # Where other modules read a parameter its gradient may come early, by a nested backward, or late.
         if self._external.intersection(buckets):
             return
@@ -437,14 +451,15 @@ class Schedule:
         """Takes a unit's parameters that were not used for done when the gradients of its inputs have come.
 
         Autograd runs what was recorded later first, so all of the unit has run before the node that made an input. An input that
-        no node made, a leaf, is served out of turn and tells nothing.
+        no node made, a leaf, is served out of turn and tells nothing; nor do the others, where the unit has also run without any.
         """
 
-        def on_input_grad(_: Tensor) -> None:
-            if not self._inputs_left.get(index):
+        def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
+            # Neither of a graph from before the last backward, nor in a backward that is not this engine's.
+            if inputs_left is not self._inputs_left or not self.is_open or not inputs_left[index]:
                 return
-            self._inputs_left[index] -= 1
-            if self._inputs_left[index] == 0:
+            inputs_left[index] -= 1
+            if inputs_left[index] == 0:
                 if index not in self._has_leaf_inputs:
                     for bucket in self._of_unit[index]:
                         if bucket.is_trainable and bucket not in self._external:
@@ -455,13 +470,12 @@ class Schedule:
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 return
-            tensors = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
-            for counts in (self._inputs, self._inputs_left):
-                counts[index] = counts.get(index, 0) + len(tensors)
-            for tensor in tensors:
-                tensor.register_hook(on_input_grad)
-                if tensor.is_leaf:
-                    self._has_leaf_inputs.add(index)
+            inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
+            self._inputs_left[index] = self._inputs_left.get(index, 0) + len(inputs)
+            if not inputs or any(tensor.is_leaf for tensor in inputs):
+                self._has_leaf_inputs.add(index)
+            for tensor in inputs:
+                tensor.register_hook(partial(on_input_grad, self._inputs_left))
 
         self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 

@@ -36,6 +36,7 @@ class Weights:
         shard: where P is sharded. A wider dtype than P's is cast as it is gathered: that of the master weights.
         is_gathered: P is whole here.
         is_held: a GatheredParameters context is open on it.
+        is_kept: a graph that a backward has made (create_graph) reads P, so that it stays whole until its values change.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Weights:
         self.shard: Vector | None = None
         if is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
-        self.is_gathered, self.is_held = True, False
+        self.is_gathered, self.is_held, self.is_kept = True, False, False
         self._gather_work: Work | None = None
         self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
@@ -108,12 +109,12 @@ class Weights:
         self._point_parameters()
 
     def release(self) -> None:
-        """Frees all of P but this rank's shard. Does nothing where P is not sharded.
+        """Frees all of P but this rank's shard. Does nothing where P is not sharded, is held or kept.
 
         Raises:
             RuntimeError: a parameter was written to in place meanwhile, which is lost now.
         """
-        if not self.is_sharded or self.is_held:
+        if not self.is_sharded or self.is_held or self.is_kept:
             return
         if self._arrival.ahead is not None:
             self._arrival.settle()
