@@ -368,6 +368,22 @@ def test_unusual_loops_train_as_in_plain_torch(stage):
     run_ranks(2, loop_case, stage)
 
 
+def old_graph_case(stage: int) -> None:
+    model = Twice()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = megazero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)[0]
+    losses = [engine(torch.ones(2, 5))[0].sum() for _ in range(2)]
+    engine.backward(losses[0])
+    engine.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(losses[1])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_of_a_graph_from_before_the_update_fails_as_in_plain_torch(stage):
+    run_ranks(2, old_graph_case, stage)
+
+
 def test_what_another_backward_leaves_is_told_once_and_not_trained_with(one_rank, caplog):
     engine, *_ = megazero.initialize(model=nn.Linear(3, 1, bias=False), config=CONFIG)
     for _ in range(2):

@@ -271,7 +271,7 @@ class Bucket:
 
         A sharded P that is still gathered is stale now, so it is released; the next use gathers the new values.
         """
-        self.weights.is_kept = False
+        self.weights.outdate()
         if self.weights.is_sharded:
             self.weights.release()
         elif self.sharding.optimizer:

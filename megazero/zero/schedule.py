@@ -147,7 +147,7 @@ class Schedule:
         """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
         self.restart()
         self.is_open = True
-        # Of weights on their way also those that no forward has read, and a graph from before the update does.
+        # Of weights on their way also those that no forward has read.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
     def restart(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
@@ -132,6 +133,13 @@ class Weights:
                     "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
                     "stage below 3."
                 )
+
+    def outdate(self) -> None:
+        """Says that the values of P have changed: a backward of a graph that has read them fails then, as in plain torch."""
+        self.is_kept = False
+        with asked_directly():
+            increment_version([parameter for parameter in self.parameters.values() if parameter.requires_grad])
+        self.mark_unwritten()
 
     def assigned(self) -> dict[str, Tensor]:
         """Copies of what has been assigned to whole parameters' `data`, by name; these are views of P again."""

@@ -238,11 +238,14 @@ def after_an_error(engine: Engine) -> Tensor:
 
 
 def an_old_graph(engine: Engine) -> Tensor:
-    """Its gradients are of the new weights, as without the setting: that of a matrix's input is the product with it."""
+    """Its gradients would be of the new weights, so that it is refused, as without the setting; a new one is not."""
     loss = engine(my_batches(1)[0])
     engine.backward(loss, retain_graph=True)
     engine.step()
-    engine.backward(loss)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    engine.zero_grad()
+    engine.backward(engine(my_batches(1)[0]))
     return engine.full_grad("blocks.0.up.weight")
 
 
