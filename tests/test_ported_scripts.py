@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -382,6 +383,18 @@ def old_graph_case(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_backward_of_a_graph_from_before_the_update_fails_as_in_plain_torch(stage):
     run_ranks(2, old_graph_case, stage)
+
+
+def test_transforms_of_torch_func_say_what_to_do_where_parameters_are_sharded(one_rank):
+    plain, ours, x = Twice(), Twice(), torch.ones(2, 5)
+    engine, *_ = megazero.initialize(model=ours, config={**CONFIG, "zero_optimization": {"stage": 3}})
+    for transform in (torch.func.vmap, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match=r"A transform of torch.func.*Use torch.autograd"):
+            transform(lambda x: engine(x)[0])(x)
+        with megazero.zero.GatheredParameters(list(ours.parameters())):
+            model = copy.deepcopy(ours)
+        found, wanted = (transform(lambda x, m=m: m(x)[0])(x) for m in (model, plain))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_what_another_backward_leaves_is_told_once_and_not_trained_with(one_rank, caplog):

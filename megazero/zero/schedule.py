@@ -359,6 +359,7 @@ class Schedule:
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
         """Makes buckets whole; what comes after unit `index`, if that is given, is asked for before they are waited for."""
+        _refuse_transforms()
         for bucket in buckets:
             bucket.weights.gather()
             # It ran twice: gradients come again.
@@ -527,6 +528,16 @@ def _made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
     made_before = {id(tensor): maker for tensor, maker in inputs}
     found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
     return [t for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
+
+
+def _refuse_transforms() -> None:
+    """Raises inside of a transform of torch.func, whose tensors have no memory, and which lets no gather write."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "A transform of torch.func (grad, vjp, jvp, vmap, ...) goes through a model that an engine drives, whose sharded "
+            "parameters cannot be gathered in it. Use torch.autograd; or transform a copy of the model, made inside of "
+            "`with megazero.zero.GatheredParameters(list(engine.module.parameters())):`; or use a stage below 3."
+        )
 
 
 def _in_backward() -> bool:
