@@ -173,6 +173,41 @@ def test_a_schedule_of_several_parts_is_rebound_with_all_of_them(one_rank, kind)
         schedules[1].step()
 
 
+JSON_SCHEDULES = {
+    "CosineAnnealingLR": {"T_max": 4, "eta_min": 1e-3},
+    "MultiStepLR": {"milestones": [1, 3], "gamma": 0.5},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": 8},
+}
+
+
+@pytest.mark.parametrize("kind", JSON_SCHEDULES)
+def test_the_configuration_names_torchs_schedules(one_rank, kind, recwarn):
+    config = {**CONFIG, "scheduler": {"type": kind, "params": JSON_SCHEDULES[kind]}}
+    engine, optimizer, _, schedule = deepspeed.initialize(model=make_model(), config=config)
+    plain = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=CONFIG["optimizer"]["params"]["lr"])
+    want = getattr(S, kind)(plain, **JSON_SCHEDULES[kind])
+    for _ in range(4):
+        assert engine.get_lr() == want.get_last_lr() == schedule.get_last_lr()
+        assert optimizer.param_groups[0]["betas"] == plain.param_groups[0]["betas"]
+        engine.backward(loss_of(engine(torch.ones(2, 6))))
+        engine.step()
+        plain.step()
+        want.step()
+    assert [str(warning.message) for warning in recwarn if "optimizer.step()" in str(warning.message)] == []
+
+
+def test_torch_does_not_warn_of_a_schedule_that_the_script_keeps(one_rank, recwarn):
+    model = make_model()
+    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = S.StepLR(own, 1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config={**CONFIG, "bf16": {"enabled": True}})
+    engine.backward(loss_of(engine(torch.ones(2, 6, dtype=torch.bfloat16))))
+    engine.step()
+    schedule.step()
+    assert engine.get_lr() == pytest.approx([1e-3])
+    assert [str(warning.message) for warning in recwarn if "optimizer.step()" in str(warning.message)] == []
+
+
 def test_sets_that_do_not_divide_the_ranks_are_refused_before_the_model_is_touched(one_rank):
     model = nn.BatchNorm1d(6)
     config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}

@@ -86,7 +86,11 @@ class OptimizerSection:
 class SchedulerSection:
     """The learning-rate schedule by name."""
 
-    type: str = key(MISSING, OBEYED, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR")
+    type: str = key(
+        MISSING,
+        OBEYED,
+        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler",
+    )
     params: dict[str, Any] = key({}, OBEYED, "those of the schedule, see below")
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Learning-rate schedules under DeepSpeed's names, parameters and arithmetic.
+"""Learning-rate schedules by name: under DeepSpeed's names, parameters and arithmetic, and torch's.
 
-All count optimizer steps in `last_batch_iteration`: -1 before the first `step()`, then 0, 1, 2, ... A schedule sets the learning
-rate when it is made, and again at every step; so the rate of iteration 0 holds for the second optimizer step, as in DeepSpeed.
+DeepSpeed's all count optimizer steps in `last_batch_iteration`: -1 before the first `step()`, then 0, 1, 2, ... A schedule sets
+the learning rate when it is made, and again at every step; so the rate of iteration 0 holds for the second optimizer step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
 
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.schedule_base import Schedule, count, flag, number, per_group
@@ -244,25 +246,45 @@ class OneCycle(Schedule):
 SCHEDULES: dict[str, type[Schedule]] = {
     c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+# torch's that numbers and words describe: not those that take a function, or other schedules.
+TORCH_SCHEDULES: dict[str, type] = {
+    name: found
+    for name, found in vars(lr_scheduler).items()
+    if isinstance(found, type)
+    and issubclass(found, lr_scheduler.LRScheduler)
+    and not (found is lr_scheduler.LRScheduler or name.startswith("_"))
+    and not inspect.signature(found).parameters.keys() & {"lr_lambda", "schedulers"}
+}
 
 
-def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], Schedule]:
-    """A callable that makes the schedule named `type` for an optimizer.
+def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """A callable that makes the schedule named `type`, DeepSpeed's or a class of torch.optim.lr_scheduler, for an optimizer.
 
     Raises:
         ValueError: the name or a parameter is unknown, a parameter is missing, or one has a bad value.
     """
-    check_known("there is no learning-rate schedule", [type], SCHEDULES)
-    schedule, known = SCHEDULES[type], dict(inspect.signature(SCHEDULES[type]).parameters)
+    schedules: dict[str, Any] = {**TORCH_SCHEDULES, **SCHEDULES}
+    check_known("there is no learning-rate schedule", [type], schedules)
+    schedule, known = schedules[type], dict(inspect.signature(schedules[type]).parameters)
     del known["optimizer"]
     check_known(f"{type} has no parameter", params, known)
     for name, parameter in known.items():
         if parameter.default is inspect.Parameter.empty and name not in params:
             raise ValueError(f"{type} needs the parameter {name!r}.")
+        if type in TORCH_SCHEDULES and isinstance(params.get(name), str) and not isinstance(parameter.default, str):
+            raise ValueError(f"{type}: {name} must be a number, got {params[name]!r}, a string.")
     # Made once for nothing, so that bad values show before anything is built; as many groups as a list of rates has.
-    groups = next((len(value) for value in params.values() if isinstance(value, (list, tuple))), 1)
-    schedule(SimpleNamespace(param_groups=[{"lr": 1.0, "betas": (0.9, 0.999)} for _ in range(groups)]), **params)
-    return lambda optimizer: schedule(optimizer, **params)
+    groups = next(
+        (len(params[key]) for key in params if key != "milestones" and isinstance(params[key], (list, tuple))), 1
+    )
+    trial = [{"params": [torch.zeros(1, device="cpu", requires_grad=True)]} for _ in range(groups)]
+    try:
+        schedule(torch.optim.Adam(trial, lr=1.0), **params)
+    except (TypeError, AttributeError) as error:  # of torch's: ours say themselves which value is wrong
+        raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
+    if type in SCHEDULES:
+        return lambda optimizer: schedule(optimizer, **params)
+    return lambda optimizer: schedule(getattr(optimizer, "torch_optimizer", optimizer), **params)
 
 
 def _risen(step: int, num_steps: int, kind: str) -> float:

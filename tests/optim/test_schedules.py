@@ -164,6 +164,10 @@ def test_warmup_num_steps_must_be_a_positive_integer(name, steps):
         ("OneCycle", {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": [1.0]}, "cycle_max_lr has 1 values"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
         ("LRRangeTest", {"lr_range_test_staircase": 1}, "true or false"),
+        ("StepLR", {}, "needs the parameter 'step_size'"),
+        ("CosineAnnealingLR", {"T_max": "4"}, "T_max must be a number, got '4', a string"),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "step_size_up": None}, "CyclicLR does not take .*step_size_up"),
+        ("LambdaLR", {"lr_lambda": "x"}, "no learning-rate schedule 'LambdaLR'"),
     ],
 )
 def test_bad_parameters_are_refused_before_there_is_an_optimizer(name, params, message):
