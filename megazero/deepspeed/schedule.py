@@ -33,8 +33,6 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
             config.scheduler.type,
             extra=ALIKE,
         )
-    # Of updates that are made of tiles torch's schedules see nothing, and would warn that they are stepped before the optimizer.
-    vars(optimizer.torch_optimizer).update(_opt_called=True)
     if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
         return given(optimizer.torch_optimizer)
     if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:

@@ -104,6 +104,8 @@ class SlicedOptimizer:
     def refuse_other_steps(self) -> None:
         """Makes step() of the torch optimizer an error where its caller calls it, until `let_go`."""
         self._refusal = self.torch_optimizer.register_step_pre_hook(_refuse_unless_stepped_by(ref(self)))
+        # Of updates that are made of tiles torch's schedules see nothing, and would warn that they come before the optimizer.
+        vars(self.torch_optimizer).update(_opt_called=True)
 
     def refuse_other_parameters(self) -> None:
         """Raises where the torch optimizer has other parameters than the slices: it would step what nobody has reduced.
