@@ -141,6 +141,58 @@ def test_parts_that_nothing_marks_are_refused_because_all_but_one_would_be_lost(
         assert message.startswith("down.weight, up.weight: not the same on the 2 model-parallel ranks")
 
 
+class HeadBias(Mlp):
+    """T5's in CPM-2 and PPT: an embedding of the distance with a column for each of this rank's heads, drawn from one seed."""
+
+    def __init__(self) -> None:
+        super().__init__("dims")
+        self.heads = 4 // dist.get_world_size()
+        self.bias = nn.Embedding(3, self.heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, 2)) * torch.arange(1.0, 5.0)[:, None]  # [b, heads, 2]
+        mine = Copy.apply(heads).chunk(dist.get_world_size(), 1)[dist.get_rank()]
+        out = Reduce.apply((mine * self.bias.weight.sum(0)[:, None]).sum((1, 2)))
+        return super().forward(x) + out[:, None]
+
+
+def unmarked_alike(stage: int, is_marked: bool, fp16: bool) -> list[float] | str:
+    torch.manual_seed(0)
+    model = HeadBias()
+    if is_marked:
+        with torch.no_grad():  # what one rank of 4 heads has
+            model.bias.weight.copy_(
+                torch.arange(-6.0, 6.0).div(10).view(3, 4).chunk(dist.get_world_size(), 1)[dist.get_rank()]
+            )
+        model.bias.weight.model_parallel, model.bias.weight.partition_dim = True, 1
+    config = {
+        **CONFIG,
+        "zero_optimization": {"stage": stage},
+        "fp16": {"enabled": fp16, "auto_cast": True, "hysteresis": 1},
+    }
+    config["fp16"]["initial_scale_power"] = 12  # overflows first
+    engine, *_ = megazero.initialize(model=model, config=config, mpu=their_mpu())
+    try:
+        return train(engine, 0, 20 if fp16 else 3)
+    except megazero.DeepSpeedConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("stage", "fp16"), [(1, False), (3, False), (2, True)])
+def test_parts_that_nothing_marks_are_refused_by_their_gradients_where_they_start_alike(stage, fp16):
+    for message in run_ranks(2, unmarked_alike, stage, False, fp16):
+        assert message.startswith(
+            "bias.weight: not marked as parts of larger parameters, but their gradients are not the"
+        )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parts_that_are_marked_train_as_the_whole(stage):
+    (alone,) = run_ranks(1, unmarked_alike, stage, True, False)
+    for cut in run_ranks(2, unmarked_alike, stage, True, False):
+        assert cut == pytest.approx(alone, rel=1e-5)
+
+
 def with_newer_names() -> int:
     old = their_mpu()
     mpu = SimpleNamespace(

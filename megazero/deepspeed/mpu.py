@@ -18,6 +18,7 @@ from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition, partitions
+from megazero.zero.access import safe_get_local_grad
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.units import shape_of
 
@@ -30,6 +31,11 @@ _DIM_BY_ATTRIBUTE = {
     "input_size_per_partition": 1,
     "embedding_dim_per_partition": 1,
 }
+
+_UNLIKE = (
+    0.1  # gradients that differ by this part of themselves are those of different parameters: rounding is far below
+)
+_TOO_SMALL = 1e-3  # of the largest: a gradient that cancels out is nothing but rounding
 
 
 def parallel_groups(mpu: Any) -> ParallelGroups:
@@ -84,6 +90,47 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
             extra=ALIKE,
         )
     _check_replicated(model, groups)
+
+
+def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
+    """Whether there were finite gradients to compare: those of a parameter that is whole are alike on all model-parallel ranks.
+
+    Of one that each rank has a part of, but that nothing marks, they are not, even where the parts were drawn from one seed and
+    were alike at the start. What is compared are mean gradients before an update, up to rounding. Collective over the world.
+
+    Raises:
+        DeepSpeedConfigError: those of some parameter differ.
+    """
+    cuts = partitions(model)
+    names, rows = [], []
+    for name, parameter in model.named_parameters():
+        grad = None if name in cuts else safe_get_local_grad(parameter)
+        if grad is not None:
+            mine = grad.to(comm.local_device())
+            first = mine.clone()
+            comm.broadcast_(first, groups.model)
+            names.append(name)
+            rows.append(torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()]))
+    if not names:
+        return False
+    squares = torch.stack(comm.all_gathered(torch.stack(rows), groups.data)).sum(
+        0
+    )  # [parameters, 2], of whole gradients
+    squares = torch.stack(comm.all_gathered(squares, groups.model)).amax(0)
+    if not squares.isfinite().all():  # the step will be skipped
+        return False
+    apart, size = squares.T
+    is_unlike = (apart > _UNLIKE**2 * size) & (size > _TOO_SMALL**2 * size.max())
+    unlike = [name for name, is_so in zip(names, is_unlike.tolist(), strict=True) if is_so]
+    if unlike:
+        raise DeepSpeedConfigError(
+            f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
+            f"{groups.model_parallel_size} model-parallel ranks. Nothing has been updated. Set parameter.model_parallel = True "
+            "and parameter.partition_dim on those that are parts, as an embedding with a column for each of a rank's heads is. "
+            "The others get one gradient where model-parallel ranks have one batch, and one seed for dropout outside of the "
+            "tracker's fork()."
+        )
+    return True
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:
