@@ -9,7 +9,8 @@ _PIPELINE = "pipeline parallelism is not built. Split layers by an mpu, or shard
 _MOE = "mixtures of experts are not built. initialize(zero_units=[...]) trains one of the model's own, as a unit"
 _OFFLOAD = "what rests in host memory is chosen in the configuration, by offload_optimizer and offload_param"
 _RUNTIME = (
-    "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules"
+    "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, and "
+    "activation_checkpointing.checkpointing is megazero.checkpointing"
 )
 
 OF_MODULE = {

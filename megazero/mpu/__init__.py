@@ -27,6 +27,7 @@ from megazero.mpu.groups import (
     destroy_model_parallel,
     get_data_parallel_group,
     get_data_parallel_rank,
+    get_data_parallel_src_rank,
     get_data_parallel_world_size,
     get_groups,
     get_model_parallel_group,
@@ -38,14 +39,19 @@ from megazero.mpu.groups import (
     get_tensor_model_parallel_src_rank,
     get_tensor_model_parallel_world_size,
     initialize_model_parallel,
+    is_unitialized,
     model_parallel_is_initialized,
 )
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.mappings import (
     copy_to_model_parallel_region,
+    copy_to_tensor_model_parallel_region,
     gather_from_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     scatter_to_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
 from megazero.mpu.partition import Partition, partitions
 from megazero.mpu.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -72,6 +78,17 @@ _HOME_OF = {
     "BertParallelTransformerLayer": "megazero.model.megatron",
 }
 
+# What Megatron-LM has and this has not, by a part of the name: what to do instead.
+_ABSENT = {
+    "pipeline": "pipeline parallelism is not built. Split layers over model-parallel ranks, or shard them by ZeRO stage 3",
+    "set_model_parallel": "a checkpoint loads at any model-parallel size, so no tool has to pretend one",
+    "set_tensor_model_parallel": "a checkpoint loads at any model-parallel size, so no tool has to pretend one",
+    "checkpointed_activations_memory_buffer": (
+        "megazero.checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=N) "
+        "keeps what is checkpointed in one storage"
+    ),
+}
+
 __all__ = [
     "BertParallelSelfAttention",
     "BertParallelTransformerLayer",
@@ -88,12 +105,15 @@ __all__ = [
     "clip_grad_norm",
     "copy_parameters_to_sequence_parallel_region",
     "copy_to_model_parallel_region",
+    "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
     "get_cuda_rng_tracker",
     "get_data_parallel_group",
     "get_data_parallel_rank",
+    "get_data_parallel_src_rank",
     "get_data_parallel_world_size",
     "get_groups",
     "get_model_parallel_group",
@@ -105,19 +125,23 @@ __all__ = [
     "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size",
     "initialize_model_parallel",
+    "is_unitialized",
     "model_parallel_cuda_manual_seed",
     "model_parallel_is_initialized",
     "partition_activations_in_checkpoint",
     "partitions",
     "reduce_from_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
     "vocab_parallel_cross_entropy",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = next((f": {advice}." for part, advice in _ABSENT.items() if part in name), "")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -150,6 +150,11 @@ def model_parallel_is_initialized() -> bool:
     return _groups is not None
 
 
+def is_unitialized() -> bool:
+    """Whether there are no groups yet: Megatron-LM's own spelling (v1.1.5 and later)."""
+    return _groups is None
+
+
 def destroy_model_parallel() -> None:
     """Forgets the groups. Layers that were built with them keep working, and groups of the same size will be the same ones."""
     global _groups
@@ -208,6 +213,11 @@ def get_data_parallel_world_size() -> int:
 def get_model_parallel_src_rank() -> int:
     """The global rank that is first in this rank's model-parallel group: the source of its broadcasts."""
     return get_groups().model_ranks[0]
+
+
+def get_data_parallel_src_rank() -> int:
+    """The global rank that is first in this rank's data-parallel group: the source of broadcasts to its replicas."""
+    return dist.get_global_rank(get_groups().data, 0)
 
 
 # The words that Megatron-core and DeepSpeed use for the same functions.

@@ -105,3 +105,10 @@ def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup | None = No
     """`x` of every rank of `group` side by side in the last dimension; its gradient is sliced."""
     group = group_or_default(group)
     return x if group.size() == 1 else _Gather.apply(x, group)
+
+
+# The words that Megatron-LM has used since v2.
+copy_to_tensor_model_parallel_region = copy_to_model_parallel_region
+gather_from_tensor_model_parallel_region = gather_from_model_parallel_region
+reduce_from_tensor_model_parallel_region = reduce_from_model_parallel_region
+scatter_to_tensor_model_parallel_region = scatter_to_model_parallel_region

@@ -17,7 +17,7 @@ def every_size_case():
     world, rank = dist.get_world_size(), dist.get_rank()
     for size in divisors(world):
         groups = mpu.initialize_model_parallel(size)
-        assert groups is mpu.get_groups() and mpu.model_parallel_is_initialized()
+        assert groups is mpu.get_groups() and mpu.model_parallel_is_initialized() and not mpu.is_unitialized()
         first = rank // size * size
         assert groups.model_ranks == tuple(range(first, first + size))
         data_ranks = list(range(rank % size, world, size))
@@ -31,7 +31,7 @@ def every_size_case():
             mpu.get_tensor_model_parallel_world_size() == size and mpu.get_tensor_model_parallel_rank() == rank % size
         )
         assert mpu.get_tensor_model_parallel_group() is mpu.get_model_parallel_group() is groups.model
-        assert mpu.get_data_parallel_group() is groups.data
+        assert mpu.get_data_parallel_group() is groups.data and mpu.get_data_parallel_src_rank() == data_ranks[0]
         # The groups do what they say: each sums exactly its own members, in its own order.
         mine = torch.tensor([float(10**rank)], dtype=torch.float64)
         assert comm.all_reduced(mine, groups.model).item() == sum(10**r for r in groups.model_ranks)
@@ -110,7 +110,7 @@ def test_sizes_that_divide_the_world_are_accepted_and_no_others(world_size):
 
 def test_getters_before_initialisation_say_what_to_call():
     names = [name for name in mpu.__all__ if name.startswith("get_") and name != "get_cuda_rng_tracker"]
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:
         with pytest.raises(RuntimeError, match="initialize_model_parallel"):
             getattr(mpu, name)()

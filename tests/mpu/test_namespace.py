@@ -32,3 +32,23 @@ def test_importing_mpu_does_not_import_higher_levels():
     code = "import sys, megazero.mpu; print([m for m in sys.modules if m.startswith('megazero.') and 'mpu' not in m])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "model" not in found and "activation_checkpointing" not in found
+
+
+@pytest.mark.parametrize("name", ["copy_to", "gather_from", "reduce_from", "scatter_to"])
+def test_the_regions_have_the_names_of_megatrons_v2_too(name):
+    assert getattr(mpu, f"{name}_tensor_model_parallel_region") is getattr(mpu, f"{name}_model_parallel_region")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("is_pipeline_first_stage", "pipeline parallelism is not built"),
+        ("get_pipeline_model_parallel_rank", "pipeline parallelism is not built"),
+        ("set_model_parallel_world_size", "a checkpoint loads at any model-parallel size"),
+        ("init_checkpointed_activations_memory_buffer", "contiguous_checkpointing=True"),
+    ],
+)
+def test_what_is_not_here_says_what_to_do(name, advice):
+    assert not hasattr(mpu, name)
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': .*{advice}"):
+        getattr(mpu, name)
