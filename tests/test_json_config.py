@@ -133,6 +133,7 @@ def test_every_error_is_a_value_error_and_an_assertion_error():
     "document, message",
     [
         ({"gradient_cliping": 1.0}, "Unknown key gradient_cliping. Did you mean 'gradient_clipping'"),
+        ({"max_grad_norm": 1.0}, "Unknown key max_grad_norm. Known: .* If it is none of DeepSpeed's, drop it"),
         ({"fp16": {"loss_scale_windw": 5}}, "Unknown key fp16.loss_scale_windw. Did you mean 'loss_scale_window'"),
         (
             {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
