@@ -20,6 +20,7 @@ from typing import Any
 
 from megazero.activation_checkpointing.checkpointer import ActivationCheckpointer
 from megazero.activation_checkpointing.options import CheckpointSettings, settings_from
+from megazero.json_source import DeepSpeedConfigError
 from megazero.mpu import random
 from megazero.mpu.groups import model_group_of
 from megazero.mpu.random import get_cuda_rng_tracker
@@ -67,7 +68,7 @@ def configure(
         timers: where `profile` puts its times; by default `default.timers`.
 
     Raises:
-        DeepSpeedConfigError: the section or a combination is wrong; it is a ValueError and an AssertionError.
+        DeepSpeedConfigError: mpu_ is no mpu, or the section or a combination is wrong; it is a ValueError and an AssertionError.
     """
     given = {
         "partition_activations": partition_activation if partition_activations is None else partition_activations,
@@ -78,6 +79,11 @@ def configure(
         "profile": profile,
         "checkpoint_nvme_path": checkpoint_nvme_path,
     }
+    if mpu_ is not None and not any(hasattr(mpu_, f"get_{kind}_parallel_group") for kind in ("model", "tensor_model")):
+        raise DeepSpeedConfigError(
+            f"checkpointing.configure(mpu_={mpu_!r}): it says which ranks inputs are cut over, by get_model_parallel_group(). "
+            "Give Megatron-LM's mpu, megazero.mpu, or None."
+        )
     default.settings = settings_from(deepspeed_config, given)
     default.mpu, default.timers, default.is_configured = mpu_, timers, True
 

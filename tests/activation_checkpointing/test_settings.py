@@ -184,3 +184,11 @@ def test_the_jobs_file(tmp_path):
     file.write_text(json.dumps({"train_batch_size": 4, "activation_checkpointing": ALL}))
     config = load_config(["--deepspeed_config", str(file)])
     assert config.checkpoint_settings() == CheckpointSettings(True, True, 4, True, True, True)
+
+
+def test_a_rank_in_place_of_the_mpu_is_refused():
+    with pytest.raises(
+        megazero.DeepSpeedConfigError, match=r"configure\(mpu_=0\): it says which ranks .* megazero.mpu, or None"
+    ):
+        checkpointing.configure(mpu_=0, partition_activations=True)
+    assert not checkpointing.is_configured()
