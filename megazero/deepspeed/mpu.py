@@ -32,9 +32,8 @@ _DIM_BY_ATTRIBUTE = {
     "embedding_dim_per_partition": 1,
 }
 
-_UNLIKE = (
-    0.1  # gradients that differ by this part of themselves are those of different parameters: rounding is far below
-)
+# Gradients that differ by this part of themselves are those of different parameters: rounding is far below.
+_UNLIKE = 0.1
 _TOO_SMALL = 1e-3  # of the largest: a gradient that cancels out is nothing but rounding
 
 
@@ -113,9 +112,7 @@ def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
             rows.append(torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()]))
     if not names:
         return False
-    squares = torch.stack(comm.all_gathered(torch.stack(rows), groups.data)).sum(
-        0
-    )  # [parameters, 2], of whole gradients
+    squares = torch.stack(comm.all_gathered(torch.stack(rows), groups.data)).sum(0)  # [parameters, 2]: of all shards
     squares = torch.stack(comm.all_gathered(squares, groups.model)).amax(0)
     if not squares.isfinite().all():  # the step will be skipped
         return False

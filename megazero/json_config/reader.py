@@ -54,13 +54,10 @@ class Reader:
         for name, value in given.items():
             if name not in described:
                 known = [known for known, _ in keys(section)]
-                # There, and there alone, DeepSpeed reads past what it does not know.
-                advice = (
-                    ""
-                    if path
-                    else " If it is none of DeepSpeed's, drop it: DeepSpeed passes over such a key, silently."
-                )
-                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {did_you_mean(name, known)}{advice}")
+                advice = did_you_mean(name, known)
+                if not path:  # there, and there alone, DeepSpeed reads past what it does not know
+                    advice += " If it is none of DeepSpeed's, drop it: DeepSpeed passes over such a key, silently."
+                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {advice}")
             current, f = described[name]
             if current in spelled:
                 raise DeepSpeedConfigError(
