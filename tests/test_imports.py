@@ -9,9 +9,8 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"cgroups"},
+    {"cgroups", "children"},
     {
-        "children",
         "option",
         "nested",
         "json_source",
