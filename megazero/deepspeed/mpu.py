@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megazero import comm
 from megazero.json_config import DeepSpeedConfigError
@@ -105,9 +105,7 @@ def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
     for name, parameter in model.named_parameters():
         grad = None if name in cuts else safe_get_local_grad(parameter)
         if grad is not None:
-            mine = grad.to(comm.local_device())
-            first = mine.clone()
-            comm.broadcast_(first, groups.model)
+            mine, first = _beside_the_firsts(grad, groups)
             names.append(name)
             rows.append(torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()]))
     if not names:
@@ -165,10 +163,15 @@ def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
 def _equals_the_firsts(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
     # Of what `zero.Init` has sharded this rank's shard: a model-parallel group has one place in the data-parallel groups.
     values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
-    mine = values.to(comm.local_device()).contiguous().view(-1).view(torch.uint8)
+    return torch.equal(*_beside_the_firsts(values.contiguous().view(-1).view(torch.uint8), groups))
+
+
+def _beside_the_firsts(values: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
+    """A contiguous tensor of this rank's, and the first model-parallel rank's, both on the device. Collective."""
+    mine = values.to(comm.local_device())
     first = mine.clone()
     comm.broadcast_(first, groups.model)
-    return torch.equal(first, mine)
+    return mine, first
 
 
 def _refuse_differing(names: set[str], groups: ParallelGroups) -> None:
