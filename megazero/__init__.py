@@ -43,5 +43,5 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name in _MODULES:
         return import_module(_MODULES[name])
-    absent = import_module("megazero.deepspeed.absent")
-    raise AttributeError(f"module 'megazero' has no attribute {name!r}{absent.advice(name, absent.OF_MODULE)}")
+    advice = import_module("megazero.deepspeed.absent").OF_MODULE.get(name)
+    raise AttributeError(f"module 'megazero' has no attribute {name!r}" + (f": {advice}." if advice else ""))

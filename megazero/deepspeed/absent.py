@@ -36,8 +36,3 @@ OF_ENGINE = {
     "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
     "train_batch": _PIPELINE,
 }
-
-
-def advice(name: str, of: dict[str, str]) -> str:
-    """What to add to an AttributeError for the name: ": " and what to do; nothing for a name that is not DeepSpeed's."""
-    return f": {of[name]}." if name in of else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero import comm
-from megazero.deepspeed.absent import OF_ENGINE, advice
+from megazero.deepspeed.absent import OF_ENGINE
 from megazero.deepspeed.checkpoints import CheckpointingEngine
 from megazero.deepspeed.mpu import check_gradients
 from megazero.deepspeed.schedule import client_scheduler
@@ -70,7 +70,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         except AttributeError:
             if name not in OF_ENGINE:
                 raise
-        raise AttributeError(f"neither the engine nor its module has an attribute {name!r}{advice(name, OF_ENGINE)}")
+        raise AttributeError(f"neither the engine nor its module has an attribute {name!r}: {OF_ENGINE[name]}.")
 
     # ---- training
 
