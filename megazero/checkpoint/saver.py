@@ -105,8 +105,7 @@ class Saver:
         """
         self._line = _free_line()
         path = Path(directory).absolute()  # a job may change its working directory
-        folder = self._folders.pop(path) if path in self._folders else CheckpointFolder(path)
-        self._folders[path] = folder
+        self._folders[path] = folder = self._folders.pop(path, CheckpointFolder(path))
         if len(self._folders) > MOST_CLAIMED:
             self._folders.pop(next(iter(self._folders))).release()
         try:

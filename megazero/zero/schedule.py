@@ -102,9 +102,10 @@ class Schedule:
         self._handles += self._forwards.watch(model)
         self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
-        for module in self._root_modules(model):
+        root = self._root_modules(model)
+        for module in root:
             self._before_forward(module, partial(self._gather, self._of_unit[ROOT]))
-        for module in (model, *self._root_modules(model)):
+        for module in (model, *root):
             self._handles.append(module.register_forward_hook(Hook(self._gather_root_for_backward)))
         for index, unit in enumerate(units):
             self._handles += self._forwards.watch(unit)
