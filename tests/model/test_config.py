@@ -11,6 +11,15 @@ from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
 from tests.model.plain_gpt2 import PlainGPT2
 
+ODD = {
+    "num_layers": 2,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "max_position_embeddings": 7,
+    "vocab_size": 11,
+}
+
 
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "parameters"),
@@ -36,14 +45,7 @@ def test_tutorial_sizes_have_the_published_number_of_parameters(one_rank, layers
 
 
 def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
-    config = GPT2Config(
-        num_layers=2,
-        hidden_size=12,
-        num_attention_heads=3,
-        intermediate_size=20,
-        max_position_embeddings=7,
-        vocab_size=11,
-    )
+    config = GPT2Config(**ODD)
     plain = {name: tuple(p.shape) for name, p in PlainGPT2(config).named_parameters()}
     assert config.full_shapes() == plain
     ours = {name: tuple(p.shape) for name, p in GPT2Model(config, device="meta").named_parameters()}
@@ -69,14 +71,7 @@ OTHERS = {
 def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face():
     unsorted = {field.name for field in fields(GPT2Config)} ^ {*ALIKE, *OTHERS}
     assert not unsorted, "do they make another model of the same weights?"
-    config = GPT2Config(
-        num_layers=2,
-        hidden_size=12,
-        num_attention_heads=3,
-        intermediate_size=20,
-        max_position_embeddings=7,
-        vocab_size=11,
-    )
+    config = GPT2Config(**ODD)
     for name, value in OTHERS.items():
         other = replace(config, **{name: value})
         assert (other.full_shapes() == config.full_shapes()) == (name in UNSEEN_IN_SHAPES), name
