@@ -12,7 +12,7 @@ from rank_sets import StepResult
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "grad_norm": 1e-1}}
 MEASURED = {
     "seconds": "from the first rank's start of a step to the last rank's end; median and quartiles of the timed rounds",
-    "host": "ms that the thread that trains has worked in a step, mean of the ranks, without what it has waited; median",
+    "host_ms": "what the thread that trains has worked in a step, without what it has waited, mean of the ranks; median",
     "ratio": "of the medians, to the first side in the same rounds; by_rounds: quartiles of the ratios within each round",
     "held_mib": "what malloc has given out between steps, touched or not, less that before the side was built, of the rank that "
     "needs most",
