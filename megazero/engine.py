@@ -39,7 +39,7 @@ from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
-from megazero.zero.units import plan_buckets, select_units
+from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
 
@@ -116,6 +116,7 @@ class Engine:
             dtype=dtype,
             matrices=matrices_of(group_of, group_settings),
         )
+        plans = share_buckets(plans, self.zero.shared_numel(groups.data_parallel_size))
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
         self.channel = comm.Channel(groups.data, shard_size=num_shards)

@@ -44,7 +44,6 @@ ALWAYS_SO = {
 
 # Of the ZeRO-3 examples, and of later Megatrons: they tune what is done another way here. Accepted, and named in the log.
 NO_EFFECT = {
-    "--zero-reduce-bucket-size": "buffers are sized by the model's units",
     "--zero-allgather-bucket-size": "buffers are sized by the model's units",
     "--scattered-embeddings": "--sequence-parallel keeps a part of every sequence on each rank, embeddings included",
     "--split-transformers": "--recompute selective keeps less of a block without a second checkpoint in it",
@@ -59,7 +58,7 @@ NO_EFFECT = {
         "no kernel of this project's own is fused; --compile fuses what it can",
     ),
 }
-WITH_VALUE = {"--zero-reduce-bucket-size", "--zero-allgather-bucket-size"}  # those that take one
+WITH_VALUE = {"--zero-allgather-bucket-size"}  # those that take one
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"

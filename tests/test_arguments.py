@@ -194,8 +194,9 @@ def test_the_flags_of_the_zero3_example_are_understood(caplog):
     --cpu-optimizer --partition-activations --contigious-checkpointing --checkpoint-in-cpu --synchronize-each-layer
     --profile-backward --memory-centric-tiled-linear --tile-factor 2 --deepspeed-activation-checkpointing"""
     config = load_config(flags.split())
-    assert config.zero == ZeroConfig(stage=3, offload_optimizer="cpu") and config.model.tile_factor == 2
-    assert "these flags change nothing here: --zero-reduce-bucket-size (buffers are sized" in caplog.text
+    assert config.zero == ZeroConfig(stage=3, offload_optimizer="cpu", reduce_bucket_size=50_000_000)
+    assert config.model.tile_factor == 2
+    assert "these flags change nothing here: --zero-allgather-bucket-size (buffers are sized" in caplog.text
     assert "--split-transformers (" in caplog.text and "--zero-reduce-scatter" not in caplog.text
 
 
@@ -359,7 +360,12 @@ FULL_FILE = {
     "train_micro_batch_size_per_gpu": 2,
     "steps_per_print": 7,
     "gradient_clipping": 0.5,
-    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+    "zero_optimization": {
+        "stage": 2,
+        "reduce_bucket_size": 5e6,
+        "allgather_bucket_size": 5e8,
+        "contiguous_gradients": True,
+    },
     "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 3},
     "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.02}},
     "activation_checkpointing": {"partition_activations": True},
@@ -373,12 +379,13 @@ def test_a_file_says_what_no_flag_does(with_file, spelling):
     assert (config.training.batch_size, config.training.global_batch_size, config.training.log_interval) == (2, 16, 7)
     assert config.accumulation_steps(2) == 4
     assert (config.zero.stage, config.zero.grad_dtype, config.zero.reduce_dtype) == (2, "fp32", "compute")
+    assert config.zero.reduce_bucket_size == 5_000_000
     assert (config.precision.fp16, config.precision.initial_loss_scale, config.precision.hysteresis) == (True, 256.0, 3)
     optimizer = config.optimizer
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.8, 0.95, 1e-6)
     assert (optimizer.weight_decay, optimizer.clip_grad, config.schedule.lr) == (0.02, 0.5, 3e-4)
     assert config.activations.partition_activations
-    assert "wins" not in log and "change nothing here: zero_optimization.reduce_bucket_size\n" in log
+    assert "wins" not in log and "change nothing here: zero_optimization.allgather_bucket_size\n" in log
 
 
 def test_what_neither_file_nor_flag_says_has_the_jobs_default(with_file):
@@ -426,6 +433,13 @@ ZERO_FLAGS = [
         "overlap_param_gather true",
         "overlap_param_gather",
         False,
+    ),
+    (
+        "--zero-reduce-bucket-size 100",
+        {"reduce_bucket_size": 1e3},
+        "reduce_bucket_size 1000",
+        "reduce_bucket_size",
+        100,
     ),
     ("--sub-group-size 100", {"sub_group_size": 1e3}, "sub_group_size 1000", "sub_group_size", 100),
     ("--offload-optimizer cpu", {"offload_optimizer": {"device": "none"}}, 'device "none"', "offload_optimizer", "cpu"),

@@ -49,6 +49,7 @@ def test_shipped_files_load(path, caplog):
         assert config.train_batch_size == 12 and config.compute_dtype == "fp32"
         if path.stem[-1].isdigit():
             own = {"gather_limits": GatherLimits(), "param_persistence_threshold": 0, "sub_group_size": 0}
+            own["reduce_bucket_size"] = ZeroConfig().reduce_bucket_size
             assert replace(config.zero, **own) == ZeroConfig(stage=int(path.stem[-1]))
         else:
             home = {"ds_zero_offload": ("cpu", "none"), "ds_zero_infinity": ("nvme", "nvme")}[path.stem]
@@ -507,7 +508,7 @@ def test_describe_says_what_is_in_force():
     config = load(
         world_size=2,
         train_micro_batch_size_per_gpu=3,
-        zero_optimization={"stage": 3, "stage3_max_live_parameters": 5, "reduce_bucket_size": 7},
+        zero_optimization={"stage": 3, "stage3_max_live_parameters": 5, "allgather_bucket_size": 7},
         optimizer={"type": "Adam", "params": {"lr": 0.25}},
     )
     text = config.describe()
@@ -517,7 +518,7 @@ def test_describe_says_what_is_in_force():
     )
     assert "zero_optimization: stage=3, overlap_comm=true" in text and "'lr': 0.25" in text
     assert "fp16: enabled=false" in text and "gradient_clipping=1.0" in text
-    assert "given, but without effect: zero_optimization.reduce_bucket_size" in text
+    assert "given, but without effect: zero_optimization.allgather_bucket_size" in text
     assert "stage3_max_live_parameters=5" in text or "max_live_parameters=5" in text
 
 

@@ -114,10 +114,16 @@ class Channel:
         """
         return self._issue("all_gather", buffer, name)
 
-    def portion(self, numel: int) -> tuple[int, int]:
-        """[start, stop) of a buffer [numel] that this rank counts and saves: of its part, which ranks of other sets have too."""
+    def portion(self, numel: int, multiple: int) -> tuple[int, int]:
+        """[start, stop) of a buffer [numel] that this rank counts and saves: of its part, which ranks of other sets have too.
+
+        Args:
+            multiple: of which a part is one, and the borders are.
+        """
         part = numel // self.size
-        start, stop = (part * number // self.num_sets for number in (self.set_rank, self.set_rank + 1))
+        start, stop = (
+            part // multiple * place // self.num_sets * multiple for place in (self.set_rank, self.set_rank + 1)
+        )
         return self.rank * part + start, self.rank * part + stop
 
     def meet(self, what: str) -> None:

@@ -35,6 +35,7 @@ ZERO_FIELDS = {
     "data_types.grad_accum_dtype": "grad_dtype",
     f"{ZERO}.stage": "stage",
     f"{ZERO}.mics_shard_size": "shard_size",
+    f"{ZERO}.reduce_bucket_size": "reduce_bucket_size",
     f"{ZERO}.overlap_comm": "overlap_comm",
     f"{ZERO}.overlap_param_gather": "overlap_param_gather",
     f"{ZERO}.placement": "placement",

@@ -117,7 +117,9 @@ class ZeroSection:
         old=("stage3_gather_fp16_weights_on_model_save",),
     )
 
-    reduce_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, above=0)
+    reduce_bucket_size: int = key(
+        500_000_000, OBEYED, "most elements of small units that share a bucket (stages 0 to 2)", above=0
+    )
     allgather_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, at_least=0)
     prefetch_bucket_size: int = key(
         50_000_000,

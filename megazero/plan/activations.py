@@ -38,6 +38,7 @@ class Activations:
     logits: int = 0  # 0 where the loss makes them in chunks
     loss_working: int = 0  # beside these, in the backward of loss and head
     block_working: int = 0  # in the backward of a block: gradients of its largest activations and of a weight
+    freed_early: int = 0  # of `block`, before the first gradient of a weight is added up: the input of the last layer
     head_gradient: int = 0  # of the tied weight: held from the head's backward to the embedding's
 
     @property
@@ -86,6 +87,7 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
         block_working=2 * hidden + wide + _working_weight(model) * e // t,
+        freed_early=0 if model.memory_centric_tiled_linear else wide,
         head_gradient=vocabulary * h * e,
     )
 

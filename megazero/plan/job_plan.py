@@ -143,7 +143,7 @@ def plan_job(setup: Setup) -> JobPlan:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
     shape, settings = setup.shape, setup.states
-    ranks = shape.model_parallel_size, settings.num_shards
+    ranks = shape.model_parallel_size, settings.data_parallel_size
     buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero, setup.uses_muon)
     needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, settings)

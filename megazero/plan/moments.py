@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -25,7 +26,7 @@ from megazero.zero.units import ROOT
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of one unit: a block, of which tiles make several, or the root."""
+    """Bytes of one unit: a block, of which tiles make several, several that share their buckets, or the root."""
 
     gathered: int = 0  # of its parameters, whole
     gradient: int = 0  # of its gradient, whole
@@ -34,10 +35,11 @@ class _Unit:
     reduced: int = 0  # what stays of its gradient on the accelerator: this rank's part, or the whole
     leaving: tuple[int, ...] = ()  # of this part, over the link to another home: by bucket, the last one first
     coming: int = 0  # of this rank's part of the parameters, where it comes over the link ahead of its gather
+    last_block: int = 0  # the last of its blocks, whose backward is the first
     is_tile: bool = False  # which does not stay whole where it is recomputed
 
     @classmethod
-    def of(cls, needs: Sequence[BucketBytes], settings: StateSettings) -> _Unit:
+    def of(cls, needs: Sequence[BucketBytes], settings: StateSettings, last_block: int = 0) -> _Unit:
         """That of its buckets."""
         is_sharded = settings.sharding.gradients
         return cls(
@@ -48,6 +50,7 @@ class _Unit:
             sum(need.gradients for need in needs),
             tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
             sum(need.coming for need in needs),
+            last_block,
             any(need.plan.is_tile for need in needs),
         )
 
@@ -70,8 +73,7 @@ def step_moments(
         states: the sums of these.
         update_working: what the optimizer makes in an update, beside what `states` counts.
     """
-    units, root = _units(needs, settings)
-    per_block = len(units) // num_layers
+    units, root = _units(needs, settings, num_layers)
     has_earlier = settings.micro_batches > 1
     adding = adding_bytes(needs, settings)
     rest = states.at_rest + (states.gradients if has_earlier else 0)
@@ -80,21 +82,30 @@ def step_moments(
     last_unit = units[-1].gathered if is_default else 0  # it stays, as its backward comes next
     backward = 0
     together = min(settings.recomputed_together, num_layers)
-    for first in range(0, num_layers, together):
-        last = min(first + together, num_layers) - 1
-        kept = work.kept * (last + 1) // num_layers + work.recomputed + work.block_working + work.head_gradient
-        for index in range(last * per_block, (last + 1) * per_block):
-            start = first * per_block if together > 1 else index  # from there on units are whole
-            here = sum(unit.gathered for unit in units[start:index] if not unit.is_tile) + units[index].gathered
-            if settings.zero.overlap_comm:
-                fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
-                here += (units[start - 1].gathered if start else 0) + sum(unit.coming for unit in fetched)
-            gradients = _gradients(units, root, index, settings, has_earlier, adding)
-            backward = max(backward, (between + here if is_default else between) + gradients + kept)
+    start_of: dict[int, int] = {}  # the index of the first unit of each piece
+    for index, unit in enumerate(units):
+        piece = unit.last_block // together  # that is recomputed at a time
+        start = start_of.setdefault(piece, index) if together > 1 else index  # from there on units are whole
+        end = min((piece + 1) * together, num_layers)
+        recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
+        kept = work.kept * end // num_layers + recomputed + work.block_working + work.head_gradient
+        here = sum(other.gathered for other in units[start:index] if not other.is_tile) + unit.gathered
+        if settings.zero.overlap_comm:
+            fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
+            here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
+        gradients = _gradients(units, root, index, settings, has_earlier, adding)
+        made = (
+            0 if has_earlier and not settings.sharding.gradients else unit.gradient
+        )  # with the first gradient of a weight
+        held = gradients + kept - min(made, work.freed_early)
+        backward = max(backward, (between + here if is_default else between) + held)
     embedding = _gradients(units, root, -1, settings, has_earlier, adding)
     # Autograd adds up the gradients of both uses of the tied weight; then the root's is made of the sum, and travels.
     made = 0 if has_earlier and not settings.sharding.gradients else root.gradient - root.early
-    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + root.wire)
+    # Before that the reduction under way is waited for: of the first micro-batch's the rank's part gets memory of its own.
+    is_kept = settings.sharding.gradients and not has_earlier
+    part = sum(unit.reduced for unit in units[: settings.reductions_under_way]) if is_kept else 0
+    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, part))
     embedding += units[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
     last_to_go = _last_to_go([root, *units])
     return {
@@ -111,13 +122,16 @@ def muon_working(model: GPT2Config) -> int:
     return (3 * long * short + 2 * short * short) * torch.bfloat16.itemsize
 
 
-def _units(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[list[_Unit], _Unit]:
+def _units(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: int) -> tuple[list[_Unit], _Unit]:
     """Those of all blocks, in forward order, and the root."""
     by_unit: dict[int, list[BucketBytes]] = {}
     for need in needs:
         by_unit.setdefault(need.plan.unit, []).append(need)
     root = _Unit.of(by_unit.pop(ROOT), settings)
-    return [_Unit.of(by_unit[unit], settings) for unit in sorted(by_unit)], root
+    counts = {unit: sum(len(need.plan.layout.segments) for need in by_unit[unit]) for unit in sorted(by_unit)}
+    per_block = sum(counts.values()) // num_layers  # parameters; blocks are equal
+    ends = accumulate(counts.values())
+    return [_Unit.of(by_unit[u], settings, (end - 1) // per_block) for u, end in zip(counts, ends, strict=True)], root
 
 
 def _gradients(

@@ -12,7 +12,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.zero.config import ZeroConfig
 from megazero.zero.param_groups import matrices_of, weight_decay_groups
-from megazero.zero.units import ROOT, BucketPlan, find_units, plan_buckets
+from megazero.zero.units import ROOT, BucketPlan, find_units, plan_buckets, share_buckets
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Ranks:
 def gpt2_buckets(
     model: GPT2Config,
     model_parallel_size: int,
-    num_shards: int,
+    data_parallel_size: int,
     dtype: torch.dtype,
     zero: ZeroConfig,
     uses_muon: bool = False,
@@ -49,10 +49,11 @@ def gpt2_buckets(
     groups = weight_decay_groups(one, 0.0, uses_muon)
     zero = replace(zero, model_persistence_threshold=None)
     matrices = matrices_of(*groups)
+    num_shards = zero.num_shards(data_parallel_size)
     plans = plan_buckets(one, find_units(one), num_shards, groups[0], replicated=(), zero=zero, matrices=matrices)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
-    return [
-        *(replace(plan, unit=plan.unit + layer * per_block) for layer in range(model.num_layers) for plan in blocks),
-        *(plan for plan in plans if plan.unit == ROOT),
-    ]
+    layers = reversed(range(model.num_layers))
+    every = [replace(plan, unit=plan.unit + layer * per_block) for layer in layers for plan in blocks]
+    root = [plan for plan in plans if plan.unit == ROOT]
+    return share_buckets([*every, *root], zero.shared_numel(data_parallel_size))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megazero.comm import Channel
 from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
-from megazero.zero.layout import NO_GROUP, Segment
+from megazero.zero.layout import ALIGNMENT, NO_GROUP, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import asked_directly
 from megazero.zero.registry import set_bucket
@@ -136,6 +136,7 @@ class Bucket:
             self.sharding.gradients,
             dtype=self._grad_dtype,
             reduce_dtype=self._reduce_dtype,
+            early_bytes=self.plan.early_bytes,
             predivide=self._predivide,
             device=weights.flat.device,
             home=home,
@@ -399,7 +400,7 @@ class Bucket:
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
         """[start, stop) in the flattened parameter of what this rank saves: of its shard, also where nothing is sharded."""
-        low, high = segment.clip(*self.channel.portion(self.layout.numel))
+        low, high = segment.clip(*self.channel.portion(self.layout.numel, ALIGNMENT))
         return low - segment.start, high - segment.start
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megazero.zero.config import Sharding, ZeroConfig
-from megazero.zero.gradient import may_wait
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
@@ -194,7 +193,7 @@ class BucketBytes:
         """Of the root's, what is there in the units' backward: all of it, but where little comes before and waits as it is."""
         plan, whole = self.plan, self.whole_gradient
         first = plan.first_numel * plan.dtype.itemsize
-        return min(first, whole) if may_wait(first, plan.layout, plan.grad_dtype) else whole
+        return min(first, whole) if first <= plan.early_bytes else whole
 
     @property
     def wire(self) -> int:

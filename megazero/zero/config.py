@@ -15,6 +15,9 @@ GRAD_DTYPES = ("fp32", "compute")
 REDUCE_DTYPES = ("same", "fp32", "compute")
 HOMES = ("none", "cpu", "nvme")
 PLACEMENTS = ("static", "auto")
+# Of buckets that several units share, in elements. Below 32 MiB of fp32 a collective takes its time whatever it moves; on many
+# ranks, where it goes around in as many parts, below 4 MiB for each. The most is less than a block of a 10-billion model.
+SHARED_NUMEL, SHARED_NUMEL_PER_RANK, MOST_SHARED_NUMEL = 2**23, 2**20, 2**27
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class ZeroConfig:
     )
     gradient_predivide_factor: float = 1.0  # gradients are divided by it before they are summed, by the rest afterwards
     prescale_gradients: bool = False  # they are divided by the number of data-parallel ranks before they are summed
+    reduce_bucket_size: int = option(
+        500_000_000,
+        "most elements of small blocks that share a bucket and are reduced together (stages 0 to 2); 1: none do",
+        at_least=1,
+        flag="--zero-reduce-bucket-size",
+    )
     overlap_comm: bool = True  # gradients travel while backward goes on
     overlap_param_gather: bool = option(
         False,
@@ -119,6 +128,18 @@ class ZeroConfig:
                 "to shard over all of them."
             )
         return self.shard_size or data_parallel_size
+
+    def shared_numel(self, data_parallel_size: int) -> int:
+        """Elements that neighbouring units may have together to share a bucket; 0: each unit has its own.
+
+        They do where that takes no memory to speak of: not where parameters are sharded, and little where gradients are. Where
+        these are whole, buckets grow with the ranks, as Megatron-Core's do (`DistributedDataParallelConfig.bucket_size`).
+        """
+        if self.sharding.parameters:
+            return 0
+        per_rank = 0 if self.sharding.gradients else SHARED_NUMEL_PER_RANK
+        most = min(max(SHARED_NUMEL, per_rank * data_parallel_size), MOST_SHARED_NUMEL)
+        return min(most, self.reduce_bucket_size)
 
     @property
     def delays_update(self) -> bool:

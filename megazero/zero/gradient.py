@@ -9,16 +9,8 @@ from torch import Tensor
 
 from megazero.comm import Channel, Work
 from megazero.zero.home import Home, MemoryVector, Vector
-from megazero.zero.layout import BucketLayout, Segment, Span
+from megazero.zero.layout import ALIGNMENT, BucketLayout, Segment, Span
 from megazero.zero.storage import is_same_memory, view_of
-
-NORM_ROW = 256  # elements that one fp32 sum of the gradient norm runs over
-EARLY = 16  # G gets its memory when more than one part in so many of it has come
-
-
-def may_wait(nbytes: int, layout: BucketLayout, dtype: torch.dtype) -> bool:
-    """Whether the first gradients of a bucket, of so many bytes together, wait as they are. `dtype` is that of G."""
-    return nbytes * EARLY <= layout.param_numel * dtype.itemsize
 
 
 class Gradient:
@@ -37,6 +29,7 @@ class Gradient:
         is_sharded: keeps nothing but the owned range between reductions.
         dtype: that gradients add up in.
         reduce_dtype: of gradients on the wire.
+        early_bytes: of the first gradients, which wait as they are.
         predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
         home: where the owned part of sharded gradients rests.
     """
@@ -51,6 +44,7 @@ class Gradient:
         *,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        early_bytes: int,
         predivide: float,
         device: torch.device,
         home: Home,
@@ -58,7 +52,7 @@ class Gradient:
         self.name = name
         self.layout, self.channel, self.owned_range, self.is_sharded = layout, channel, owned_range, is_sharded
         self.dtype, self.reduce_dtype, self.predivide, self.device = dtype, reduce_dtype, predivide, device
-        self.home = home
+        self.home, self._early_bytes = home, early_bytes
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
         self._owned: Vector | None = None
         self._squares: list[tuple[Span, Tensor]] | None = None  # of what is not in memory, before it went
@@ -134,7 +128,7 @@ class Gradient:
     def _is_early(self, grad: Tensor) -> bool:
         """Whether this gradient may wait as well."""
         nbytes = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
-        return may_wait(nbytes, self.layout, self.dtype)
+        return nbytes <= self._early_bytes
 
     def reduce(self) -> None:
         """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
@@ -216,7 +210,7 @@ class Gradient:
         self.whole = self._owned = self._squares = None
 
     def _squares_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
-        start, stop = self.channel.portion(self.layout.numel)
+        start, stop = self.channel.portion(self.layout.numel, ALIGNMENT)
         parts = [span.clip(start, stop) for span in self.layout.spans]
         low = self.owned_range.start
         return [
@@ -245,10 +239,10 @@ class Gradient:
 
 
 def _square_sum(flat: Tensor) -> Tensor:
-    """The sum of squares, float64. On a CPU row by row: one fp32 sum over 10^7 elements is wrong there in the third digit."""
+    """The sum of squares, float64. On a CPU row by row: one fp32 sum over 10^7 elements is wrong there in the third digit.
+
+    A row lies in one parameter and in one rank's part, so that its sum is the same in whichever bucket.
+    """
     if flat.device.type != "cpu":  # sums in a tree, and an operation takes the host longer than the device
         return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    rows = flat.numel() // NORM_ROW
-    norms = torch.linalg.vector_norm(flat[: rows * NORM_ROW].view(rows, NORM_ROW), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(flat[rows * NORM_ROW :], dtype=torch.float32)
-    return norms.double().square().sum() + rest.double().square()
+    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=torch.float32).double().square().sum()

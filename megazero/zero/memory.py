@@ -23,7 +23,7 @@ from megazero.zero.bucket_bytes import (
     updating_bytes,
 )
 from megazero.zero.config import ZeroConfig
-from megazero.zero.units import ROOT, BucketPlan, plan_buckets, select_units
+from megazero.zero.units import ROOT, BucketPlan, plan_buckets, select_units, share_buckets
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def plan_memory(
         dtype=dtype,
         matrices=matrices,
     )
-    return memory_of_buckets(plans, settings)
+    return memory_of_buckets(share_buckets(plans, zero.shared_numel(data_parallel_size)), settings)
 
 
 def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> MemoryPlan:

@@ -248,8 +248,8 @@ class BucketOptimizer(SlicedOptimizer):
     def grad_norm(self) -> float:
         """The 2-norm of the mean gradient of the whole model, equal on every rank; one collective, one device sync.
 
-        Each rank takes its shard of every bucket, also where gradients are whole, so that the sum is the same bit for bit in
-        every stage. Parameters that tensor-parallel ranks hold in common count once.
+        Each rank takes its shard of every bucket, also where gradients are whole, and the float64 sum is rounded to float32: so
+        it is the same in every stage, whatever shares a bucket. Parameters that tensor-parallel ranks hold in common count once.
         """
         device, squares = self.buckets[0].weights.flat.device, []
         for bucket in self._trained:
@@ -258,7 +258,7 @@ class BucketOptimizer(SlicedOptimizer):
                     squares.append(square.to(device) * bucket.gradient.to_mean**2)
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         total = comm.all_reduced(total, self.norm_group)
-        return float(total.sqrt()) / self.cur_scale
+        return float((total.sqrt() / self.cur_scale).float())
 
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""

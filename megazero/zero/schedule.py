@@ -90,11 +90,14 @@ class Schedule:
         if self._overlaps_param_gather:  # what is touched waits by itself, but a compiled kernel does not ask it
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
-            for index, unit in enumerate(units):
-                self._before_forward(unit, partial(self._await, self._of_unit[index]))
+            for unit in units:
+                self._before_forward(unit, partial(self._await, _buckets_in(unit)))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
-                self._watch_inputs(index, unit)
+                if self._of_unit[
+                    index
+                ]:  # where several share a bucket it is the first one's, whose backward is the last
+                    self._watch_inputs(index, unit)
         self.restart()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -493,6 +496,12 @@ class Schedule:
                 "data-parallel rank must run the same units and the same number of steps. (A module that chooses what runs by "
                 f"its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
             ) from error
+
+
+def _buckets_in(unit: nn.Module) -> list[Bucket]:
+    """Those that hold the parameters of a unit, which may share them with others."""
+    found = (bucket_of(parameter) for parameter in unit.parameters())
+    return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
 
 
 def _without_views(output: Any, buckets: list[Bucket]) -> Any:

@@ -15,6 +15,7 @@ from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.layout import NO_GROUP, BucketLayout
 
 ROOT = -1  # unit number of the parameters outside all units
+EARLY = 16  # G gets its memory when more than one part in so many of a unit's has come
 LARGE_LEAF_NUMEL = 2**22  # a module without children that owns more is a unit of its own
 
 
@@ -113,8 +114,8 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
 class BucketPlan:
     """What a bucket will hold."""
 
-    name: str  # the unit's name in the model
-    unit: int  # index in the list of units, or ROOT
+    name: str  # the unit's name in the model; of several their first one's and last one's
+    unit: int  # index in the list of units, of several the first one's; or ROOT
     dtype: torch.dtype  # of P
     is_trainable: bool  # has G and O; a frozen one has P alone
     parameters: dict[str, nn.Parameter]
@@ -124,7 +125,13 @@ class BucketPlan:
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
     has_matrices: bool = False  # that Muon updates, and nothing else
     is_tile: bool = False  # of a layer of which at most one is to be whole: see `_tiles_in`
+    num_units: int = 1
     first_numel: int = 0  # of the root, what is registered behind a unit: its gradients come before that unit's
+
+    @property
+    def early_bytes(self) -> int:
+        """Of gradients that may wait for G's memory: a small part of what one unit's take in G."""
+        return self.layout.param_numel * self.grad_dtype.itemsize // (self.num_units * EARLY)
 
     @property
     def owned_numel(self) -> int:
@@ -153,6 +160,8 @@ def plan_buckets(
     matrices: Collection[str] = (),
 ) -> list[BucketPlan]:
     """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
+
+    Small ones may be put together behind that: see `share_buckets`.
 
     Args:
         num_shards: ranks that share out what is sharded.
@@ -198,6 +207,48 @@ def plan_buckets(
             )
         )
     return plans
+
+
+def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPlan]:
+    """The same with the trained parameters of neighbouring units in one bucket, of at most `most_numel` elements together.
+
+    A collective, the hooks around it and a call of the optimizer take their time however small the bucket is. Units are put
+    together from the last one on, so that the last bucket to be reduced, which no backward hides, is the smallest.
+
+    Args:
+        plans: one or more for each unit, in the order of backward; none of more than one unit is to be sharded.
+    """
+    sizes: dict[int, int] = {}
+    for plan in plans:
+        if plan.is_trainable and plan.unit != ROOT:
+            sizes[plan.unit] = sizes.get(plan.unit, 0) + plan.layout.numel
+    last_of: dict[int, int] = {}  # of each unit: the last one of those that share a bucket with it
+    last, held = ROOT, most_numel
+    for unit, numel in sizes.items():
+        last, held = (last, held + numel) if held + numel <= most_numel else (unit, numel)
+        last_of[unit] = last
+    together: dict[tuple[object, ...], list[BucketPlan]] = {}
+    for plan in plans:
+        last = last_of[plan.unit] if plan.is_trainable and plan.unit != ROOT else plan.unit
+        kind = last, plan.dtype, plan.is_trainable, plan.sharding, plan.has_matrices
+        together.setdefault(kind, []).append(plan)
+    return [_joined(several[::-1]) if len(several) > 1 else several[0] for several in together.values()]
+
+
+def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
+    """One bucket in place of several, which are given in the order of forward."""
+    first, last = plans[0], plans[-1]
+    segments = [segment for plan in plans for segment in plan.layout.segments]
+    return replace(
+        first,
+        name=f"{first.name} to {last.name}",
+        parameters={name: parameter for plan in plans for name, parameter in plan.parameters.items()},
+        layout=BucketLayout.build(
+            [(s.name, s.shape, s.group, s.is_replicated) for s in segments], first.layout.num_shards
+        ),
+        is_tile=False,
+        num_units=len({plan.unit for plan in plans}),
+    )
 
 
 def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:

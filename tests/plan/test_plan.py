@@ -38,7 +38,7 @@ from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, plan_memory
 from megazero.zero.residency import GatherLimits
 from tests.tiny import ROOT
-from tests.zero.models import make_engine
+from tests.zero.models import APART, SHARING, make_engine
 
 GB = 10**9
 TUTORIAL = GPT2Config(  # DeepSpeed's ZeRO tutorial: "GPT-2 with 1.5 billion parameters"
@@ -140,13 +140,13 @@ def test_repeated_blocks_are_the_models_own_buckets(one_rank, settings):
 
 
 LIMITS = [{"gather_limits": limits} for limits in (GatherLimits(reuse=30_000), GatherLimits(live=1))]
-ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}, *LIMITS]
+ZERO = [{}] * 4 + [{"shard_size": 2}] * 3 + [{"param_persistence_threshold": 200}, *LIMITS, APART, APART]
 TILES = {"memory_centric_tiled_linear": True, "tile_factor": 2}
 
 
 @pytest.mark.parametrize("model", [{}, TILES, {**TILES, "checkpoint_activations": True}], ids=["", "tiles", "again"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3), ZERO, strict=True)))
+@pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3, 1, 2), ZERO, strict=True)))
 def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model, monkeypatch):
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)  # there is nobody to compare with
     monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # the fake backend has no timeout
@@ -156,9 +156,8 @@ def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model,
         mpu.model_parallel_cuda_manual_seed(1)
         sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 8}
         config = replace(TUTORIAL, **sizes, **model)
-        engine = make_engine(
-            GPT2Model(config), stage, gradient_accumulation_steps=2, zero=dict(zero), optimizer=optimizer
-        )
+        options = {"zero": {**SHARING, **zero}, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+        engine = make_engine(GPT2Model(config), stage, **options)
         engine.channel.reset_traffic()
         ids = torch.zeros(2, 8, dtype=torch.int64)
         for _ in range(2):

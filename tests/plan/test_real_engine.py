@@ -19,7 +19,7 @@ from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.live_bytes import LiveBytes
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine
+from tests.zero.models import APART, SHARING, make_engine
 
 MODEL = GPT2Config(
     num_layers=3,
@@ -40,6 +40,8 @@ JOBS = [  # stage, dtype, batch size, what is recomputed, micro-batches, what el
     (0, torch.bfloat16, 8, "full", 1, {}),
     (1, torch.bfloat16, 4, None, 1, {}),
     (2, torch.bfloat16, 1, None, 1, {}),
+    (1, torch.float32, 4, None, 1, APART),
+    (2, torch.bfloat16, 4, "full", 2, APART),
     (3, torch.float32, 4, None, 1, {}),
     (3, torch.bfloat16, 8, "full", 1, {}),
     (2, torch.bfloat16, 1, None, 2, {}),
@@ -64,7 +66,7 @@ def engine_case(path: str) -> None:
         plan = plan_job(Setup(config, shape, n, states, CheckpointSettings()))
         ids = torch.zeros(batch_size, 64, dtype=torch.int64)
         with LiveBytes() as live:
-            options = {"zero": {**zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
+            options = {"zero": {**SHARING, **zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
             engine = make_engine(GPT2Model(config, dtype=dtype), stage, **options)
             live.watch(bucket.weights.flat for bucket in engine.buckets)
             # moments come with the first, what is delayed after it

@@ -223,8 +223,12 @@ def token_batches(steps: int, micro: int, world_size: int) -> Tensor:
     return torch.randint(0, 11, (steps, micro, world_size, 2, 7), generator=torch.Generator().manual_seed(1))
 
 
+# Tiny units share no bucket, so that there are as many as in a large model; or they do, as by default.
+APART, SHARING = {"reduce_bucket_size": 1}, {"reduce_bucket_size": ZeroConfig().reduce_bucket_size}
+
+
 def make_engine(model: nn.Module, stage: int, *, optimizer: str = "adamw", decay: float = 0.1, **options) -> Engine:
-    zero = ZeroConfig(stage=stage, **options.pop("zero", {}))
+    zero = ZeroConfig(stage=stage, **{**APART, **options.pop("zero", {})})
     groups = weight_decay_groups(model, decay, use_muon=optimizer == "muon")
     return Engine(model, mpu.get_groups(), OPTIMIZERS[optimizer], *groups, zero=zero, **options)
 

@@ -18,7 +18,7 @@ from megazero.engine import Engine
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from tests.ranks import run_ranks
-from tests.zero.models import FrozenToy, HalfUsedBlock, Toy, make_engine, token_batches
+from tests.zero.models import APART, FrozenToy, HalfUsedBlock, Toy, make_engine, token_batches
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -134,7 +134,7 @@ def resting_case() -> None:
             gc.freeze()
             model = Toy()
             psi = padded_numel(model, n)
-            plan = plan_memory(model, ZeroConfig(stage, grad_dtype), data_parallel_size=n, dtype=DTYPES[dtype])
+            plan = plan_memory(model, ZeroConfig(stage, grad_dtype, **APART), data_parallel_size=n, dtype=DTYPES[dtype])
             assert plan.numel == sum(p.numel() for p in model.parameters()), what
             engine = make_engine(model, stage, **settings)
             start = engine.memory()
@@ -171,7 +171,7 @@ def frozen_case() -> None:
     n = mpu.initialize_model_parallel(1).data_parallel_size
     for stage in STAGES:
         model = FrozenToy()
-        plan = plan_memory(model, ZeroConfig(stage), data_parallel_size=n, dtype=torch.bfloat16)
+        plan = plan_memory(model, ZeroConfig(stage, **APART), data_parallel_size=n, dtype=torch.bfloat16)
         engine = make_engine(model, stage, dtype=torch.bfloat16)
         frozen = sum(bucket.layout.numel for bucket in engine.buckets if not bucket.is_trainable)
         trained = sum(bucket.layout.numel for bucket in engine.buckets if bucket.is_trainable)
@@ -224,7 +224,7 @@ SETTINGS = [
 
 def check_peak(model: Deep, stage: int, settings: dict) -> None:
     n = mpu.get_data_parallel_world_size()
-    plan = plan_memory(model, ZeroConfig(stage, **settings), data_parallel_size=n, dtype=torch.bfloat16)
+    plan = plan_memory(model, ZeroConfig(stage, **{**APART, **settings}), data_parallel_size=n, dtype=torch.bfloat16)
     engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=3)
     step(engine, 3)  # the optimizer's state is there from now on
     counters = counter_bytes(engine)

@@ -15,7 +15,7 @@ from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import hidden_matrices
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, token_batches
+from tests.zero.models import APART, SHARING, make_engine, token_batches
 from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled, step
 from tests.zero.test_offload import Wide
 
@@ -37,11 +37,15 @@ def fake_world(request, monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad_dtype": "compute"}], ids=["fp32 G", "16-bit G"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"grad_dtype": "compute"}, SHARING], ids=["fp32 G", "16-bit G", "units share buckets"]
+)
 def test_the_engine_holds_what_was_planned_on_any_number_of_ranks(fake_world, settings):
     for stage in STAGES:
         model = Deep()
-        plan = plan_memory(model, ZeroConfig(stage, **settings), data_parallel_size=fake_world, dtype=torch.bfloat16)
+        plan = plan_memory(
+            model, ZeroConfig(stage, **{**APART, **settings}), data_parallel_size=fake_world, dtype=torch.bfloat16
+        )
         engine = make_engine(model, stage, zero=settings, dtype=torch.bfloat16, gradient_accumulation_steps=3)
         step(engine, 3)
         counters = counter_bytes(engine)
@@ -116,7 +120,7 @@ def test_states_rest_where_they_are_told(stage, dtype):
 
 def test_an_update_on_a_gpu_casts_a_bucket_of_16_bit_gradients_and_adam_on_a_cpu_reads_them():
     model = Psi(50 * 64 * 1000)
-    zero, settings = ZeroConfig(0, "compute"), {"data_parallel_size": 1, "dtype": torch.bfloat16}
+    zero, settings = ZeroConfig(0, "compute", **APART), {"data_parallel_size": 1, "dtype": torch.bfloat16}
     assert plan_memory(model, zero, device_type="cuda", **settings).updating == 4 * 64 * 1000
     assert plan_memory(model, zero, device_type="cpu", states_per_element=1, **settings).updating == 4 * 64 * 1000
     assert plan_memory(model, zero, device_type="cpu", **settings).updating == 0
@@ -128,7 +132,7 @@ def test_an_update_by_muon_has_directions_of_three_units_and_none_of_frozen_ones
     for trained in range(6):
         for index, block in enumerate(model.blocks):
             block.requires_grad_(index < trained)
-        plan = plan_memory(model, ZeroConfig(2), matrices=hidden_matrices(model), **settings)
+        plan = plan_memory(model, ZeroConfig(2, **APART), matrices=hidden_matrices(model), **settings)
         assert plan.updating == pytest.approx(2 * min(trained, 3) * of_unit, rel=0.01)
 
 
@@ -160,7 +164,9 @@ def offloaded_case(path: str) -> None:
         for offload_optimizer, offload_param in pairs:
             zero = {"offload_optimizer": offload_optimizer, "offload_param": offload_param, "nvme_path": path}
             model = Wide(blocks=5)
-            plan = plan_memory(model, ZeroConfig(stage, **zero), data_parallel_size=n, dtype=torch.bfloat16)
+            plan = plan_memory(
+                model, ZeroConfig(stage, **{**APART, **zero}), data_parallel_size=n, dtype=torch.bfloat16
+            )
             engine = make_engine(model, stage, zero=zero, dtype=torch.bfloat16)
             for _ in range(2):
                 engine.backward(engine(token_batches(1, 1, n)[0, 0, 0]))

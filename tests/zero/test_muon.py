@@ -21,7 +21,7 @@ from megazero.zero.memory import plan_memory
 from megazero.zero.param_groups import hidden_matrices, weight_decay_groups
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, OPTIMIZERS, make_engine, run, token_batches, train
+from tests.zero.models import APART, MODELS, OPTIMIZERS, make_engine, run, token_batches, train
 from tests.zero.test_placement import FakeDevice, Wide, block_bytes
 from tests.zero.test_stages import compare, stages_case
 from tests.zero.test_traffic import step
@@ -235,7 +235,7 @@ def memory_case(stage: int) -> None:
     list(train(engine, token_batches(2, 1, mpu.get_data_parallel_world_size())))
     plan = plan_memory(
         model,
-        ZeroConfig(stage=stage),
+        ZeroConfig(stage=stage, **APART),
         data_parallel_size=2,
         dtype=None,
         matrices=matrices,

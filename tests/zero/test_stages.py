@@ -7,7 +7,7 @@ import torch
 
 from megazero import mpu
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, run
+from tests.zero.models import APART, MODELS, SHARING, run
 
 
 def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-6) -> None:
@@ -44,6 +44,26 @@ def test_all_stages_equal_stage_0_bit_for_bit(world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_stages_equal_stage_0_where_a_block_is_used_twice(world_size):
     run_ranks(world_size, stages_case, TWICE, {"clip_grad": 0.5}, False)
+
+
+def sharing_case(names: list[str], zero: dict, options: dict, bitwise: bool) -> None:
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    for name in names:
+        for stage in (0, 1, 2):
+            want = run(MODELS[name], stage, zero=APART, **options)
+            compare(run(MODELS[name], stage, zero=zero, **options), want, f"{name}, stage {stage}", bitwise)
+
+
+@pytest.mark.parametrize("zero", [SHARING, {"reduce_bucket_size": 150}], ids=["all units", "some"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_units_that_share_buckets_train_as_units_apart_bit_for_bit(world_size, zero):
+    run_ranks(world_size, sharing_case, ONCE, zero, {"clip_grad": 0.5}, True)
+
+
+@pytest.mark.parametrize("options", [{"micro": 3}, {"optimizer": "muon"}, {"dtype": torch.bfloat16}], ids=str)
+def test_units_that_share_buckets_train_as_units_apart(options):
+    run_ranks(2, sharing_case, list(MODELS), {"reduce_bucket_size": 150}, {"clip_grad": 0.5, **options}, False)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw, not fused"])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from megazero.zero.config import ZeroConfig
-from megazero.zero.units import find_units, plan_buckets
+from megazero.zero.units import BucketPlan, find_units, plan_buckets, share_buckets
 from tests.zero.models import make_engine
 
 
@@ -85,3 +85,54 @@ def test_a_model_of_lists_of_lists_trains_at_stage_3(one_rank):
             losses.append(loss.item())
         engine.destroy()
     assert losses[:3] == losses[3:] and losses[2] < losses[0]
+
+
+def shared(layers: nn.Module, most_numel: int, matrices: tuple[str, ...] = ()) -> list[BucketPlan]:
+    groups = dict.fromkeys((name for name, _ in layers.named_parameters()), 0)
+    plans = plan_buckets(layers, find_units(layers), 1, groups, [], ZeroConfig(1), matrices=matrices)
+    return share_buckets(plans, most_numel)
+
+
+def names_of(plans: list[BucketPlan]) -> list[str]:
+    return [plan.name for plan in plans]
+
+
+def test_units_share_buckets_from_the_last_one_on_as_long_as_they_fit():
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))  # 64 elements each
+    apart = ["4", "3", "2", "1", "0"]
+    assert names_of(shared(layers, 0)) == names_of(shared(layers, 127)) == apart
+    assert names_of(shared(layers, 128)) == ["3 to 4", "1 to 2", "0"]
+    assert names_of(shared(layers, 319)) == ["1 to 4", "0"]
+    (plan,) = shared(layers, 320)
+    assert (plan.name, plan.unit, plan.num_units, plan.layout.numel) == ("0 to 4", 0, 5, 320)
+    assert (
+        list(plan.parameters) == [segment.name for segment in plan.layout.segments] == [f"{i}.weight" for i in range(5)]
+    )
+
+
+def test_a_unit_that_is_too_large_has_a_bucket_of_its_own_and_parts_the_others():
+    layers = nn.Sequential(*(nn.Linear(n, 8, bias=False) for n in (8, 8, 80, 8, 8)))
+    assert names_of(shared(layers, 200)) == ["3 to 4", "2", "0 to 1"]
+
+
+def test_what_is_not_trained_and_the_root_share_nothing():
+    model = entries(*(nn.Linear(8, 8) for _ in range(4)))
+    model.root = nn.Linear(8, 8)
+    for layer in model.layers[:2]:
+        layer.weight.requires_grad_(False)
+    names = names_of(shared(model, 10_000))
+    assert sorted(names) == ["layers.0", "layers.0 to layers.3", "layers.1", "root"] and names[-1] == "root"
+
+
+def test_what_muon_updates_is_apart_from_the_rest_of_the_same_units():
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    matrices, rest = shared(layers, 10_000, matrices=("0.weight", "1.weight", "2.weight"))[::-1]
+    assert matrices.has_matrices != rest.has_matrices and matrices.name == rest.name == "0 to 2"
+    assert {matrices.layout.param_numel, rest.layout.param_numel} == {192, 24}
+
+
+def test_buckets_grow_with_the_ranks_where_gradients_are_whole_and_never_where_parameters_are_cut():
+    most = {stage: [ZeroConfig(stage).shared_numel(n) for n in (1, 8, 64, 4096)] for stage in range(4)}
+    assert most[0] == most[1] == [2**23, 2**23, 2**26, 2**27]
+    assert most[2] == [2**23] * 4 and most[3] == [0] * 4
+    assert ZeroConfig(1, reduce_bucket_size=1000).shared_numel(4096) == 1000
