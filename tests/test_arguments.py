@@ -538,12 +538,21 @@ def test_what_the_file_says_of_a_home_follows_the_flag_that_names_it(with_file):
 
 
 def test_the_file_is_checked_as_it_will_be_run_and_errors_name_the_flags_in_it(with_file):
-    document = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    message = r'\.config with --zero-stage 2: zero_optimization.offload_param.device "cpu" needs .*stage 3, got stage 2'
+    document = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    message = r'\.config with --zero-stage 0: zero_optimization.offload_optimizer.device "cpu" needs .*stage 1 .*, got stage 0'
     with pytest.raises(ValueError, match=message):
-        with_file(document, "--zero-stage 2")
+        with_file(document, "--zero-stage 0")
     with pytest.raises(ValueError, match="--cpu-optimizer and --offload-optimizer none exclude each other"):
         load_config("--cpu-optimizer --offload-optimizer none --zero-stage 1".split())
+
+
+def test_a_home_of_parameters_passes_below_stage_3_in_the_file_and_not_as_a_flag(with_file):
+    document = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    config, log = with_file(document, "--zero-stage 2")
+    assert (config.zero.stage, config.zero.offload_param) == (2, "none")
+    assert "change nothing here: zero_optimization.offload_param.device\n" in log
+    with pytest.raises(ValueError, match="--offload-param cpu needs --zero-stage 3, got 2"):
+        with_file({"zero_optimization": {"stage": 2}}, "--offload-param cpu")
 
 
 def test_two_batch_flags_decide_all_three_numbers(with_file):

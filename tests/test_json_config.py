@@ -462,7 +462,6 @@ def test_offload_objects_have_deepspeeds_defaults():
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param.device .* needs .*stage 3, got stage 2"),
         ({"offload_optimizer": {"device": "cpu"}}, "needs zero_optimization.stage 1 or more, got stage 0"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path"),
         ({"stage": 2, "offload_optimizer": {"ratio": 0.5}}, "ratio 0.5 .* the stage is 2"),
@@ -471,6 +470,21 @@ def test_offload_objects_have_deepspeeds_defaults():
 def test_offload_that_cannot_be(section, message):
     with pytest.raises(DeepSpeedConfigError, match=message):
         zero(**section)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_no_stage_shards_stay_and_the_file_is_told_so(stage, caplog):
+    """As DeepSpeed-Chat's files have it, at stage 2."""
+    param = {"device": "nvme", "nvme_path": "x", "pin_memory": False}
+    offload = {"offload_optimizer": {"device": "cpu"}} if stage else {}
+    config = zero(stage=stage, offload_param=param, **offload)
+    assert config.zero == zero(stage=stage, **offload).zero
+    assert f"offload_param is without effect at stage {stage}" in caplog.text
+    assert (
+        f"without effect: {', '.join(f'zero_optimization.offload_param.{key}' for key in param)}" in config.describe()
+    )
+    caplog.clear()
+    assert zero(stage=3, offload_param=param).zero.offload_param == "nvme" and not caplog.records
 
 
 def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):

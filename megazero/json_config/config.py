@@ -148,6 +148,14 @@ class JsonConfig:
         """What the model's parameters and buffers are cast to; None: under fp32 they keep their own dtypes."""
         return None if self.compute_dtype == "fp32" else self.precision.dtype
 
+    @property
+    def idle(self) -> set[str]:
+        """The paths of the keys that were given, and change nothing."""
+        idle = {path for path, f in every_key(type(self)) if f.metadata["effect"] == NO_EFFECT}
+        if self.zero_optimization.has_idle_offload_param:
+            idle |= {path for path in self.given if path.startswith(f"{ZERO}.offload_param.")}
+        return idle & self.given
+
     def at(self, path: str) -> Any:
         """The value of the key at `path`; the sections that it lies in are there."""
         at: Any = self
@@ -174,7 +182,7 @@ class JsonConfig:
     def _zero(self) -> ZeroConfig:
         section = self.zero_optimization
         optimizer = section.offload_optimizer or OffloadOptimizerSection()
-        param = section.offload_param or OffloadParamSection()
+        param = (None if section.has_idle_offload_param else section.offload_param) or OffloadParamSection()
         if "none" not in (optimizer.device, param.device) and optimizer.pin_memory != param.pin_memory:
             raise DeepSpeedConfigError(
                 "zero_optimization.offload_optimizer.pin_memory and offload_param.pin_memory differ, and one setting is for "
@@ -193,6 +201,7 @@ class JsonConfig:
             "shard_size": max(0, section.mics_shard_size),
             "grad_dtype": self._dtype("data_types.grad_accum_dtype") or "fp32",
             "reduce_dtype": self._dtype("communication_data_type") or "same",
+            "offload_param": param.device,
             "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
             "nvme_path": next(iter(paths), None),
             "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
@@ -226,9 +235,8 @@ class JsonConfig:
             f"data-parallel size {self.data_parallel_size}"
         ]
         lines += describe(self, self.given)
-        idle = sorted(p for p, f in every_key(type(self)) if f.metadata["effect"] == NO_EFFECT and p in self.given)
-        if idle:
-            lines.append(f"given, but {NO_EFFECT}: {', '.join(idle)}")
+        if self.idle:
+            lines.append(f"given, but {NO_EFFECT}: {', '.join(sorted(self.idle))}")
         return "\n".join(lines)
 
     def _dtype(self, path: str) -> str | None:

@@ -127,7 +127,9 @@ def _log_idle(config: JsonConfig, used: set[str], path: str) -> None:
     idle = [
         key
         for key, field in every_key(JsonConfig)
-        if key in config.given - used and field.metadata["effect"] != ALWAYS and not key.startswith(elsewhere)
+        if key in (config.given - used) | config.idle
+        and field.metadata["effect"] != ALWAYS
+        and not key.startswith(elsewhere)
     ]
     if idle:
         logger.info("of %s these change nothing here: %s", path, ", ".join(sorted(idle)))

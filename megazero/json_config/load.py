@@ -52,6 +52,11 @@ def load_json_config(
     config = JsonConfig(
         **values, world_size=world_size, model_parallel_size=model_parallel_size, given=frozenset(reader.given)
     )
+    if config.zero_optimization.has_idle_offload_param:
+        reader.warnings.append(
+            f"zero_optimization.offload_param is without effect at stage {config.zero_optimization.stage}, as in DeepSpeed: "
+            "every rank keeps whole parameters on its device. Use stage 3 to offload them, or drop it."
+        )
     for warning in reader.warnings:
         logger.warning("configuration: %s", warning, extra=ALIKE)
     return config

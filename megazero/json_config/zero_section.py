@@ -161,8 +161,8 @@ class ZeroSection:
     leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
 
     def __post_init__(self) -> None:
-        for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
-            self._check_offload(name, getattr(self, name), least)
+        self._check_offload("offload_param", self.offload_param)
+        self._check_offload("offload_optimizer", self.offload_optimizer)
         if self.mics_shard_size == 1 or (self.mics_shard_size > 1 and self.stage == 0):
             raise DeepSpeedConfigError(
                 f"zero_optimization.mics_shard_size {self.mics_shard_size} must be -1 (all data-parallel ranks) or at least "
@@ -175,14 +175,19 @@ class ZeroSection:
                 f"{self.stage}."
             )
 
-    def _check_offload(self, name: str, offload: Any, least_stage: int) -> None:
+    @property
+    def has_idle_offload_param(self) -> bool:
+        """Whether offload_param asks for a home at a stage that shards no parameters, where DeepSpeed passes over it."""
+        return self.stage < 3 and self.offload_param is not None and self.offload_param.device != "none"
+
+    def _check_offload(self, name: str, offload: Any) -> None:
         path = f"zero_optimization.{name}"
         if offload is None or offload.device == "none":
             return
-        if self.stage < least_stage:
+        if self.stage == 0 and name == "offload_optimizer":
             raise DeepSpeedConfigError(
-                f'{path}.device "{offload.device}" needs zero_optimization.stage {least_stage}'
-                f"{' or more' if least_stage < 3 else ''}, got stage {self.stage}: nothing is sharded that could rest elsewhere."
+                f'{path}.device "{offload.device}" needs zero_optimization.stage 1 or more, got stage {self.stage}: nothing is '
+                "sharded that could rest elsewhere."
             )
         if offload.device == "nvme" and not offload.nvme_path:
             raise DeepSpeedConfigError(f'{path}.device "nvme" needs {path}.nvme_path, a directory on the device.')
