@@ -210,6 +210,7 @@ class Engine:
                 f"engine.backward needs a scalar loss that depends on the parameters, got {_described(loss)}. Take the loss out "
                 "of what the model returns, average a per-token loss first, and call the engine outside no_grad."
             )
+        self._follow_requires_grad()  # again: the script may have called a part of the module, and never the engine
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs

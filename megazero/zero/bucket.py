@@ -331,7 +331,7 @@ class Bucket:
             raise RuntimeError(
                 f"Parameter {name!r} has a .grad that engine.step() would not apply: engine.backward(loss) takes all that come, "
                 "and leaves none. To change one write utils.safe_set_full_grad(parameter, values); to clip set "
-                "gradient_clipping. After unfreezing parameters call engine(...), not engine.module(...)."
+                "gradient_clipping."
             )
 
     def accumulate(self, segment: Segment) -> None:

@@ -205,6 +205,32 @@ def test_parts_of_a_model_and_two_forwards_before_a_backward():
     run_ranks(2, part_case)
 
 
+def part_frozen_case(dtype: torch.dtype) -> None:
+    """The engine itself is not called after requires_grad has changed."""
+    mpu.initialize_model_parallel(1)
+    results = []
+    for stage in STAGES:
+        engine = fresh(stage, dtype=dtype)
+        one_step(engine, my_batch())
+        model, states = engine.module, [engine.state_dict()]
+        for requires_grad in (False, True):
+            model.blocks[0].requires_grad_(requires_grad)
+            engine.backward(model.blocks[1](model.blocks[0](model.embedding(my_batch()))).square().mean())
+            engine.step()
+            states.append(engine.state_dict())
+        up = [[state[f"blocks.{i}.up.weight"] for state in states] for i in range(2)]
+        assert torch.equal(up[0][0], up[0][1]), "no weight decay of what is frozen"
+        assert not torch.equal(up[0][1], up[0][2]) and not torch.equal(up[1][0], up[1][1])
+        results.append(states[-1])
+    for state in results[1:]:
+        assert all(torch.equal(value, results[0][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_freezing_is_followed_where_only_a_part_of_the_model_is_called_afterwards(dtype):
+    run_ranks(2, part_frozen_case, dtype)
+
+
 class DownOnly(Block):
     """The weights that are frozen come first, so that they are needed after the last gradient of a trained one has come."""
 
