@@ -251,6 +251,8 @@ class Engine:
             return
         lr_kwargs = lr_kwargs or {}
         self._refuse_unready(lr_kwargs)
+        if not self.schedule.is_reduced:  # no_sync was left, or the boundary set, after the last backward
+            self.allreduce_gradients()
         self.channel.compare_first()  # before the first wait for the device, which may wait for ever
         self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
@@ -312,7 +314,7 @@ class Engine:
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
             bucket.refuse_untaken_gradients()
-        if not (self._has_gradients and self.schedule.is_reduced):
+        if not self._has_gradients:
             raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
             )
@@ -347,12 +349,15 @@ class Engine:
         return self._since_update + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them."""
+        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them.
+
+        Said before its backward, the gradients are reduced while that goes on; after it, by `step`.
+        """
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything.
+        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything, or `step` does.
 
         Raises:
             EngineStateError: gradients are sharded (stage 2 and 3), so every backward has to reduce them.
@@ -369,7 +374,7 @@ class Engine:
             self._syncs = outside
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduces what `no_sync` has accumulated; `backward` does so by itself. `bucket_size` has no effect."""
+        """Reduces what `no_sync` has accumulated; `backward` and `step` do so by themselves. `bucket_size` has no effect."""
         self.schedule.is_last_micro_batch = True
         self.schedule.finish_backward()
 

@@ -231,6 +231,39 @@ def test_freezing_is_followed_where_only_a_part_of_the_model_is_called_afterward
     run_ranks(2, part_frozen_case, dtype)
 
 
+def late_boundary_case() -> None:
+    """Two micro-batches make a step, and nothing has said at their backwards that the second is the last."""
+    mpu.initialize_model_parallel(1)
+    counted = fresh(0, gradient_accumulation_steps=2)
+    for index in range(2):
+        one_step(counted, my_batch(index))
+    for stage in STAGES:
+        engine = fresh(stage, gradient_accumulation_steps=2)
+        engine.set_gradient_accumulation_boundary(False)
+        for index in range(2):
+            engine.backward(engine(my_batch(index)))
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        same_sum(engine, counted)
+    for stage in (0, 1):
+        engine = fresh(stage)
+        with engine.no_sync():
+            for index in range(2):
+                engine.backward(engine(my_batch(index)) / 2)
+        engine.step()
+        same_sum(engine, counted)
+
+
+def same_sum(engine, counted) -> None:
+    """The weights of two engines, of which one has added micro-batches up before it added ranks up."""
+    for name, value in counted.state_dict().items():
+        torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_the_script_calls_for_after_the_last_backward_has_all_ranks_gradients():
+    run_ranks(2, late_boundary_case)
+
+
 class DownOnly(Block):
     """The weights that are frozen come first, so that they are needed after the last gradient of a trained one has come."""
 
