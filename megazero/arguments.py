@@ -107,7 +107,8 @@ def make_parser(components: Sequence[type], description: str) -> Parser:
     for component in components:
         add_flags(parser, component)
     for flag in (*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS):
-        kind: dict[str, Any] = {} if flag in WITH_VALUE or flag in AS_IT_IS else {"action": "store_true"}
+        kind: dict[str, Any] = {} if flag in WITH_VALUE else {"action": "store_true"}
+        kind = {"nargs": "?"} if flag in AS_IT_IS else kind  # whose values `parse` checks, a missing one too
         parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS, **kind)
     if ZeroConfig in components:
         parser.epilog = _always_so()
@@ -137,7 +138,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by field name; absent flags are absent.
 
     Raises:
-        ValueError: a flag is unknown (with the nearest known one), not applicable here, or has a bad value.
+        ValueError: flags are unknown (with the nearest known one) or not applicable here, all at once, or one has a bad value.
     """
     known, foreign = parser.takes_value, {*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS}
     settings = [flag for flag in known if flag not in foreign]
@@ -145,22 +146,23 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, has_value, value = argument.partition("=")
         values[flag] = value if has_value else following
-    refused = [  # all of a script's at once
+    refused = [
         flag
         for flag, value in values.items()
         if (value not in AS_IT_IS[flag] if flag in AS_IT_IS else flag in REFUSED and flag not in known)
     ]
-    if refused:
-        raise ValueError(" ".join(f"{flag} does not apply here: {REFUSED[flag]}. Drop it." for flag in refused))
-    given, rest = parser.parse_known_args(argv)
+    told = [f"{flag} does not apply here: {REFUSED[flag]}. Drop it." for flag in refused]
+    try:
+        given, rest = parser.parse_known_args(argv)
+    except ValueError as error:  # at the first bad value
+        raise ValueError(" ".join([*told, str(error)])) from error
     if idle := [f"{flag} ({why})" for flag, why in NO_EFFECT.items() if flag in values]:
         logger.info("these flags change nothing here: %s", "; ".join(idle))
-    unknown = [flag for argument in rest if (flag := argument.partition("=")[0]).startswith("-")]
-    if unknown:  # all at once, too
-        near = {flag: difflib.get_close_matches(flag.replace("_", "-"), settings, n=1, cutoff=0.75) for flag in unknown}
-        told = [
-            f"Unknown flag {flag}." + (f" Did you mean {found[0]}?" if found else "") for flag, found in near.items()
-        ]
+    dashed = [flag for argument in rest if (flag := argument.partition("=")[0]).startswith("-")]
+    unknown = [flag for flag in dashed if flag not in refused]
+    near = {flag: difflib.get_close_matches(flag.replace("_", "-"), settings, n=1, cutoff=0.75) for flag in unknown}
+    told += [f"Unknown flag {flag}." + (f" Did you mean {found[0]}?" if found else "") for flag, found in near.items()]
+    if told:
         raise ValueError(" ".join(told) + ("" if all(near.values()) else " --help lists all flags."))
     if rest:
         raise ValueError(f"Stray argument {rest[0]!r}: every value follows a flag. --help lists all flags.")

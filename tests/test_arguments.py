@@ -87,6 +87,14 @@ def test_abbreviations_are_not_guessed():
         load_config(["--train-it", "7"])
 
 
+def test_flags_that_do_not_apply_hide_no_others():
+    refused = "^--train-samples does not apply here: .* Drop it. --swiglu does not apply here: .* Drop it. "
+    with pytest.raises(ValueError, match=refused + "Unknown flag --num-layer. Did you mean --num-layers.$"):
+        load_config("--train-samples 100 --num-layer 3 --swiglu".split())
+    with pytest.raises(ValueError, match=refused + "argument --num-layers: invalid int value: 'three'"):
+        load_config("--train-samples 100 --num-layers three --swiglu".split())
+
+
 @pytest.mark.parametrize("flag", sorted(REFUSED))
 def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
     with pytest.raises(ValueError, match=f"^{flag} does not apply here: "):
