@@ -7,7 +7,8 @@
 A step is forward and backward. Beside activations the device holds parameters and gradients; --other-gb is taken off for what
 else there is in training (fp32 gradients, master weights and moments: 16 bytes a parameter beyond these, less what ZeRO cuts or
 offloads). The peak is linear in the batch but for the allocator, so two small batches foretell the largest, which is then tried,
-and its neighbours. Prints one JSON line, and a table on stderr.
+and its neighbours. One process: a rank that ran out of memory would leave the others waiting in its layers. Prints one JSON
+line, and a table on stderr.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     comm.init_distributed()
-    mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    if torch.distributed.get_world_size() > 1:
+        raise SystemExit("largest_batch: it measures one rank; start it without a launcher")
+    mpu.initialize_model_parallel(1)
     device = comm.local_device()
     if args.memory_gb is None and device.type != "cuda":
         raise SystemExit("largest_batch: without a GPU say how much memory there is: --memory-gb 0.1")
