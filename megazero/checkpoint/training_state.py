@@ -94,7 +94,7 @@ class TrainingState:
         dim = None if own.cut is None else own.cut.dim
         is_plain = dim is None or own.cut == Cut(dim, 1, own.shape[dim])
         spans, shape = tile.spans, tile.shape
-        if not is_plain or own.shape != tuple(stop - start for start, stop in spans):
+        if not is_plain or own.shape != tile.tile_shape:
             return own  # of a layer that keeps its parameters in another way
         cut = Cut(dim, 1, 0 if dim is None else shape[dim], tile.bounds)
         before = sum(math.prod(own.shape[:d]) * spans[d][0] * math.prod(shape[d + 1 :]) for d in range(len(shape)))

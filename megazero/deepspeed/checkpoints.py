@@ -17,6 +17,7 @@ from megazero.json_config import JsonConfig
 from megazero.logging import ALIKE, get_logger
 from megazero.mpu.partition import partitions
 from megazero.zero import access
+from megazero.zero.tiling import cut_whole, join_tiles
 
 logger = get_logger(__name__)
 
@@ -134,6 +135,8 @@ class CheckpointingEngine(Engine):
     ) -> bool:
         """Writes a plain, full state dictionary in the training dtype; returns whether it did. Collective over the world.
 
+        Tiled layers are whole in it, as in a checkpoint.
+
         With stage 3 it needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
 
         Raises:
@@ -151,6 +154,7 @@ class CheckpointingEngine(Engine):
             named = self.module.named_parameters(remove_duplicate=False)
             frozen = {name for name, p in named if not p.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
+        state = join_tiles(state, self._checkpointed.tiles)
 
         def write() -> None:
             os.makedirs(save_dir, exist_ok=True)
@@ -171,7 +175,17 @@ class CheckpointingEngine(Engine):
     save_fp16_model = save_16bit_model
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
-        """Loads full values, the same on every rank, into the module, however it is sharded. Collective."""
+        """Loads full values, the same on every rank, into the module, however it is sharded. Collective.
+
+        Of tiled layers it takes the whole ones' parameters as well as tiles.
+
+        Raises:
+            RuntimeError: names are missing or unknown (with `strict`), or a shape differs; nothing has been written then.
+        """
+        known, state_dict = self.module.state_dict(keep_vars=True), dict(state_dict)
+        errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})
+        if errors:
+            raise RuntimeError(f"load_module_state_dict: {' '.join(errors)}")
         self._refuse_changed_model("load_module_state_dict()")
         self.channel.meet("load_module_state_dict")
         self._optimizer.finish()

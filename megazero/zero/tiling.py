@@ -10,7 +10,9 @@ the tiled one does once: each x_i enters the parallel region before its tiles, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,16 @@ class TilePlace(NamedTuple):
     def spans(self) -> list[tuple[int, int]]:
         """[start, stop) of the tile along each dimension."""
         return [(bounds[i], bounds[i + 1]) for bounds, i in zip(self.bounds, self.number, strict=True)]
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        """Of the tile's own parameter."""
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where the tile lies, as an index."""
+        return tuple(slice(*span) for span in self.spans)
 
 
 class TiledLinear(nn.Module):
@@ -254,20 +266,50 @@ def tile_places(model: nn.Module) -> dict[str, TilePlace]:
     return found
 
 
+def join_tiles(state: Mapping[str, Tensor], places: Mapping[str, TilePlace]) -> dict[str, Tensor]:
+    """A state dictionary in which tiles are what they are parts of: whole layers' parameters, as checkpoints have them.
+
+    Those of a layer stay each by itself where some are not in `state`, are tied, or have another shape.
+
+    Args:
+        state: whole over the model-parallel ranks; a tied parameter is one tensor under several names.
+        places: of the tiles, as `tile_places` gives them.
+    """
+    names_of, numels = Counter(map(id, state.values())), Counter[str]()  # of a tensor; of what is there of each whole
+    for name, place in places.items():
+        value = state.get(name)
+        if value is not None and value.shape == place.tile_shape and names_of[id(value)] == 1:
+            numels[place.whole] += value.numel()
+    joined: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name in places and numels[places[name].whole] == math.prod(places[name].shape):
+            place = places[name]
+            if place.whole not in joined:
+                joined[place.whole] = value.new_empty(place.shape)
+            joined[place.whole][place.slices] = value
+        else:
+            joined[name] = value
+    return joined
+
+
+def cut_whole(state: dict[str, Any], places: Mapping[str, TilePlace]) -> list[str]:
+    """Puts tiles into `state` for what there is of whole layers' parameters; those that have another shape, in words."""
+    wholes = {place.whole: place.shape for place in places.values() if place.whole in state}
+    fitting = {key for key, shape in wholes.items() if state[key].shape == shape}  # slices of a larger one would fit
+    state.update({name: state[p.whole][p.slices] for name, p in places.items() if p.whole in fitting})
+    given = {key: tuple(state.pop(key).shape) for key in wholes}
+    return [
+        f"size mismatch for {key}: it has shape {given[key]}, the whole layer's has {shape}."
+        for key, shape in wholes.items()
+        if key not in fitting
+    ]
+
+
 def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Before `load_state_dict`: cuts what there is of a whole layer's parameters, as checkpoints have them, into tiles."""
-    names, wholes = {name for name, _ in tiled.named_parameters()}, {}
-    for name, place in tiled.tile_places():
-        key = prefix + place.whole
-        if name in names and key in state:
-            wholes[key] = place.shape
-            if state[key].shape == place.shape:
-                state[prefix + name] = state[key][tuple(slice(*span) for span in place.spans)]
-    for key, shape in wholes.items():
-        given = tuple(state.pop(key).shape)
-        if given != shape:  # slices of a larger one would fit
-            errors: list[str] = others[-1]
-            errors.append(f"size mismatch for {key}: it has shape {given}, the whole layer's has {shape}.")
+    """Before `load_state_dict`."""
+    names, errors = {name for name, _ in tiled.named_parameters()}, others[-1]
+    places = ((name, place) for name, place in tiled.tile_places() if name in names)
+    errors += cut_whole(state, {prefix + name: p._replace(whole=prefix + p.whole) for name, p in places})
 
 
 def _enter(tile: nn.Module, piece: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import megazero as deepspeed
 from megazero import mpu
 from megazero.checkpoint.commands.reshape import reshape
 from megazero.checkpoint.reader import Reader
@@ -172,3 +173,54 @@ def fp32_case(folder: str) -> None:
 
 def test_the_fp32_weights_of_tiles_are_loaded_into_models_with_other_tiles_and_none(tmp_path):
     run_ranks(1, fp32_case, str(tmp_path))
+
+
+class Plain(nn.Module):
+    """Tiled layers of one rank and cut over the model-parallel ones; or the whole layers; and a layer with a frozen tile."""
+
+    def __init__(self, splits: int) -> None:
+        super().__init__()
+        tiles = {"in_splits": splits, "out_splits": splits}
+        self.into = TiledLinear(6, 8, **tiles) if splits else nn.Linear(6, 8)
+        column = mpu.ColumnParallelLinear
+        self.column = TiledLinear(8, 12, linear_cls=column, **tiles) if splits else column(8, 12)
+        self.partly = TiledLinear(12, 3, in_splits=2, out_splits=1)
+        self.partly.linears[0][0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.partly(self.column(self.into(x)))
+
+
+def whole_16bit_case(folder: str, size: int, stage: int) -> None:
+    mpu.initialize_model_parallel(size)
+    mpu.model_parallel_cuda_manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    engine = deepspeed.initialize(model=Plain(2), config=config, mpu=mpu)[0]
+    engine.save_16bit_model(folder, "all.bin")
+    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    x, state = torch.randn(3, 6), torch.load(f"{folder}/all.bin", weights_only=True)
+    want = engine(x).detach()
+    assert list(state) == [f"{name}.{key}" for name in ("into", "column", "partly") for key in ("weight", "bias")]
+    engine.save_checkpoint(folder)
+    for name in ("into.weight", "into.bias", "column.weight", "column.bias"):
+        assert torch.equal(state[name], Reader(folder).read(name, "master"))
+    trained = torch.load(f"{folder}/trained.bin", weights_only=True)
+    assert [name for name in trained if name not in state] == ["partly.linears.0.1.weight"]
+    if size == 1:
+        plain = Plain(0)
+        plain.load_state_dict(state)
+        assert_close(plain(x), want)
+        again = deepspeed.initialize(model=Plain(3), config=config, mpu=mpu)[0]
+        again.load_module_state_dict(state)
+        assert_close(again(x), want)
+        with pytest.raises(RuntimeError, match=r"size mismatch for into.weight: .* the whole layer's has \(8, 6\)"):
+            again.load_module_state_dict({"into.weight": torch.zeros(9, 6)}, strict=False)
+
+
+@pytest.mark.parametrize("size, stage", [(1, 0), (1, 3), (2, 1)])
+def test_save_16bit_model_writes_whole_layers_which_load_with_other_tiles_or_none(size, stage, tmp_path):
+    run_ranks(2, whole_16bit_case, str(tmp_path), size, stage)
