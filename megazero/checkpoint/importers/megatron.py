@@ -1,5 +1,5 @@
-"""Reads GPT-2 checkpoints of Megatron-LM, whatever number of ranks wrote them: from its first release (2019) to v1.1.5, and the
-weights of later ones, whose models are not megatron-core's.
+"""Reads GPT-2 checkpoints of Megatron-LM, whatever number of ranks wrote them: from its first release (2019) on, where the model
+is not megatron-core's; of its distributed optimizer, which saves apart, the weights.
 
     DIR/latest_checkpointed_iteration.txt            an iteration, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt   one file for each model-parallel rank; or DIR/release/mp_rank_00/...
@@ -191,7 +191,7 @@ def _optimizer(
         return read_optimizer([file["optimizer"] for file in files], shards, names)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         logger.warning(
-            "%s: weights only, the optimizer would start anew: its state is not what v1.1.5 saves (%r)", folder, error
+            "%s: weights only, the optimizer would start anew: its state is in no known form (%r)", folder, error
         )
         return None
 

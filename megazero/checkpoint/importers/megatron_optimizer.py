@@ -1,8 +1,9 @@
 """Adam's state in a checkpoint of Megatron-LM, given the names that it is saved without.
 
 Megatron's optimizer numbers its parameters: first the weights, which decay, then norms and biases, which do not, each in the
-order in which modules are registered. With --fp16, FP16_Optimizer keeps fp32 copies in the same order. That a number is given
-the right name is seen from shapes, and from the copies: rounded to fp16 they are the model's weights.
+order in which modules are registered. With 16-bit parameters it keeps fp32 copies in the same order: FP16_Optimizer, and the
+optimizers of the releases after v1.1.5, which save the same under other names. That a number is given the right name is seen
+from shapes, and from the copies: rounded to 16 bits they are the model's weights.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def read_optimizer(
         names: of the parameters, in the model's order.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, IndexError: it is not what FP16_Optimizer or Adam saves for this model.
+        ValueError, KeyError, TypeError, AttributeError, IndexError: it is not what these optimizers save for this model.
     """
     read = [_read_rank(optimizer, shard, names) for optimizer, shard in zip(saved, weights, strict=True)]
     steps = {step for _, rank_steps in read for step in rank_steps}
@@ -57,6 +58,12 @@ def read_optimizer(
 
 
 def _loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
+    if later := optimizer.get("grad_scaler"):  # {} of a static scale
+        return {
+            "scale": float(later["scale"]),
+            "hysteresis_left": int(later["hysteresis_tracker"]),
+            "clean_steps": int(later["growth_tracker"]),
+        }
     if not optimizer.get("dynamic_loss_scale") or "loss_scaler" not in optimizer:
         return None
     scaler = vars(optimizer["loss_scaler"])
@@ -69,7 +76,7 @@ def _loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _adam(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """What Adam itself saved."""
-    return optimizer.get("optimizer_state_dict", optimizer)
+    return next((optimizer[key] for key in ("optimizer_state_dict", "optimizer") if key in optimizer), optimizer)
 
 
 def _read_rank(
@@ -77,7 +84,7 @@ def _read_rank(
 ) -> tuple[dict[str, dict[str, Tensor]], list[float]]:
     """The states of one rank by parameter, and the number of steps of each."""
     adam = _adam(optimizer)
-    copies = optimizer.get("fp32_from_fp16")
+    copies = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
     is_undecayed = {name: "layernorm" in name or name.endswith(".bias") for name in names}
     states, steps = {}, []
     for i, group in enumerate(adam["param_groups"]):
@@ -85,7 +92,7 @@ def _read_rank(
         copies_of_group = iter(copies[i] if copies else ())
         for name, number in zip(in_group, group["params"], strict=True):
             state, weight = adam["state"][number], weights[name]
-            master = next(copies_of_group) if copies and weight.dtype == torch.float16 else weight
+            master = next(copies_of_group) if copies and weight.dtype != torch.float32 else weight
             found = {"master": master.detach(), **{key: state[key].detach() for key in _MOMENTS}}
             _check(name, found, weight)
             states[name] = found

@@ -136,6 +136,16 @@ def optimizer_of_rank(masters, adam, names, rank, ranks, version):
     }
 
 
+def later_form(optimizer, dtype):
+    """The same as the releases after v1.1.5 save it (megatron/optimizer/optimizer.py of v2.0 and later)."""
+    scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
+    return {
+        "optimizer": optimizer["optimizer_state_dict"],
+        "fp32_from_fp16_params": optimizer["fp32_from_fp16"],
+        **({"grad_scaler": scaler} if dtype == torch.float16 else {}),
+    }
+
+
 @pytest.fixture(autouse=True)
 def loss_scaler_class(monkeypatch):
     """The class that FP16_Optimizer saves an instance of, where pickle finds it."""
@@ -229,7 +239,9 @@ def test_the_first_release_in_fp32(tmp_path):
 @pytest.mark.parametrize("version", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwise(tmp_path, version, ranks):
-    masters, weights, adam, names = trained(torch.float16)
+    dtype = torch.bfloat16 if version == 3 else torch.float16
+    masters, weights, adam, names = trained(dtype)
+    optimizers = [optimizer_of_rank(masters, adam, names, rank, ranks, version) for rank in range(ranks)]
     words = ("encoder", "self_attention") if version == 3 else ("transformer", "attention")
     contents = [
         {
@@ -237,7 +249,7 @@ def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwi
             "checkpoint_version": version,
             "iteration": 12,
             "model": nested(rank_weights(weights, rank, ranks, version), *words),
-            "optimizer": optimizer_of_rank(masters, adam, names, rank, ranks, version),
+            "optimizer": optimizers[rank] if version == 1 else later_form(optimizers[rank], dtype),
             "lr_scheduler": {"max_lr": 1e-4, "num_steps": 12 * 512, "decay_style": "cosine"},
         }
         for rank in range(ranks)
@@ -245,6 +257,9 @@ def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwi
     checkpoint = read_megatron(save(tmp_path, contents), vocab_size=131)
     assert_state(checkpoint, "master", {name: masters[name] for name in CONFIG.full_shapes()})
     assert_state(checkpoint, "exp_avg", adam_state(adam, names, "exp_avg"))
+    assert checkpoint.optimizer_counters == {"step": 3.0}
+    scale = {"scale": 4096.0, "hysteresis_left": 2, "clean_steps": 7}
+    assert checkpoint.loss_scaler == (scale if dtype == torch.float16 else None)
     assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
     assert checkpoint.lr_scheduler is None, "its steps are samples"
 
