@@ -8,7 +8,8 @@ is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ _CONFIG = (
     ("init_method_std", "initializer_range", 0.02),
 )
 PREFIX = "transformer."  # of GPT2LMHeadModel's names, not of GPT2Model's
-HEAD = "lm_head.weight"
+_HEAD = "lm_head.weight"
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers that old versions of transformers saved
 
 
@@ -52,12 +53,13 @@ def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) ->
         ValueError: names are missing or unknown, or a tensor has another shape than `config` says; the first are listed.
     """
     check_names(full_state_dict, (ours for ours, _, _ in matching_names(config)), "the megazero state dict")
-    _check_shapes(_shapes(full_state_dict), config.full_shapes(), "the megazero state dict")
+    shapes = {name: tuple(tensor.shape) for name, tensor in full_state_dict.items()}
+    _check_shapes(shapes, config.full_shapes(), "the megazero state dict")
     out = {
         f"{PREFIX}{theirs}": (full_state_dict[ours].t().contiguous() if transposed else full_state_dict[ours])
         for ours, theirs, transposed in matching_names(config)
     }
-    out[HEAD] = out["transformer.wte.weight"]
+    out[_HEAD] = out["transformer.wte.weight"]
     return out
 
 
@@ -72,17 +74,38 @@ def from_huggingface(state_dict: Mapping[str, Tensor], config: GPT2Config) -> di
         ValueError: names are missing or unknown, a tensor has another shape than `config` says, or `lm_head.weight` is not
             tied to the embedding (this model has no separate head).
     """
-    bare = bare_names(state_dict)
-    head = bare.pop(HEAD, None)
-    check_huggingface(
-        {name: state_dict[key].shape for name, key in bare.items()}, config, "the Hugging Face state dict"
-    )
-    if head is not None:
-        check_head(state_dict[head], state_dict[bare["wte.weight"]], "the Hugging Face state dict")
+    names = saved_names(state_dict, config, "the Hugging Face state dict", state_dict.__getitem__)
     return {
-        ours: (state_dict[bare[theirs]].t().contiguous() if transposed else state_dict[bare[theirs]])
-        for ours, theirs, transposed in matching_names(config)
+        ours: (state_dict[key].t().contiguous() if transposed else state_dict[key]) for ours, key, transposed in names
     }
+
+
+def saved_names(
+    saved: Mapping[str, Any], config: GPT2Config, what: str, read: Callable[[str], Tensor]
+) -> list[tuple[str, str, bool]]:
+    """(our name, the name in `saved`, whether one is the other's transpose) of every parameter, in our order.
+
+    Args:
+        saved: as for `from_huggingface`; of what is in it only `shape` is looked at.
+        what: how messages call it.
+        read: the tensor of a name in `saved`, to compare the head with the embedding.
+
+    Raises:
+        ValueError: as `from_huggingface`.
+    """
+    bare = {name.removeprefix(PREFIX): name for name in saved}
+    bare = {name: key for name, key in bare.items() if not _CAUSAL_MASK.fullmatch(name)}
+    head = bare.pop(_HEAD, None)
+    check_names(bare, (theirs for _, theirs, _ in matching_names(config)), what)
+    names = [(ours, bare[theirs], transposed) for ours, theirs, transposed in matching_names(config)]
+    shapes = {ours: tuple(saved[key].shape)[:: -1 if transposed else 1] for ours, key, transposed in names}
+    _check_shapes(shapes, config.full_shapes(), f"{what} (in megazero's names and layout)")
+    if head is not None and not torch.equal(read(head), read(bare["wte.weight"])):
+        raise ValueError(
+            f"{what}: {_HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no "
+            "separate one. Import a checkpoint with tie_word_embeddings=true."
+        )
+    return names
 
 
 def matching_names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
@@ -95,42 +118,6 @@ def matching_names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
             yield f"transformer.layers.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
     yield "transformer.final_layernorm.weight", "ln_f.weight", False
     yield "transformer.final_layernorm.bias", "ln_f.bias", False
-
-
-def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Their names without `transformer.` -> as they are; without the causal masks that old versions saved."""
-    bare = {name.removeprefix(PREFIX): name for name in names}
-    return {name: key for name, key in bare.items() if not _CAUSAL_MASK.fullmatch(name)}
-
-
-def check_huggingface(shapes: Mapping[str, Sequence[int]], config: GPT2Config, what: str) -> None:
-    """Returns if `shapes`, by bare name and without the head, are those of the model that `config` describes.
-
-    Args:
-        what: how messages call the checkpoint.
-
-    Raises:
-        ValueError: names are missing or unknown, or a parameter has another shape; the first are listed.
-    """
-    names = list(matching_names(config))
-    check_names(shapes, (theirs for _, theirs, _ in names), what)
-    ours_found = {
-        ours: tuple(shapes[theirs])[::-1] if transposed else tuple(shapes[theirs]) for ours, theirs, transposed in names
-    }
-    _check_shapes(ours_found, config.full_shapes(), f"{what} (in megazero's names and layout)")
-
-
-def check_head(head: Tensor, word_embeddings: Tensor, what: str) -> None:
-    """Returns if `head` is the embedding's weight.
-
-    Raises:
-        ValueError: it is another one, which this model has no place for.
-    """
-    if not torch.equal(head, word_embeddings):
-        raise ValueError(
-            f"{what}: {HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no "
-            "separate one. Import a checkpoint with tie_word_embeddings=true."
-        )
 
 
 def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
@@ -182,10 +169,6 @@ def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> Non
             f"{what} does not match the configuration: missing {some(missing, 4) or 'nothing'}; unknown "
             f"{some(unknown, 4) or 'nothing'}. Check the number of layers, and that this is a GPT-2."
         )
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], what: str) -> None:

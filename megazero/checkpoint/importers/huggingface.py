@@ -23,14 +23,7 @@ from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTens
 from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.files import append_suffix
 from megazero.model.config import GPT2Config
-from megazero.model.huggingface import (
-    HEAD,
-    bare_names,
-    check_head,
-    check_huggingface,
-    config_from_huggingface,
-    matching_names,
-)
+from megazero.model.huggingface import config_from_huggingface, saved_names
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
@@ -54,11 +47,7 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
     directory = Path(directory)
     config = _read_config(directory)
     saved = _open_weights(directory)
-    bare = bare_names(saved)
-    head = bare.pop(HEAD, None)
-    check_huggingface({name: saved[key].shape for name, key in bare.items()}, config, str(directory))
-    if head is not None:
-        check_head(saved[head].read(), saved[bare["wte.weight"]].read(), str(directory))
+    names = saved_names(saved, config, str(directory), lambda key: saved[key].read())
     shapes = config.full_shapes()
 
     def read(key: str, transposed: bool) -> Tensor:
@@ -69,8 +58,8 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
         return full.to(torch.float32, copy=True)  # never a view of the file
 
     tensors = {
-        ours: ForeignTensor(shapes[ours], "trained", {"master": partial(read, bare[theirs], transposed)})
-        for ours, theirs, transposed in matching_names(config)
+        ours: ForeignTensor(shapes[ours], "trained", {"master": partial(read, key, transposed)})
+        for ours, key, transposed in names
     }
     return ForeignCheckpoint(tensors, client_state={"model": asdict(config)})
 
