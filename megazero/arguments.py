@@ -71,15 +71,11 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
 
 def _integer(text: str) -> int:
     """As in JSON, 1.0 and 5e8 are integers too."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
-    try:
-        if float(text) == int(float(text)):
-            return int(float(text))
-    except (ValueError, OverflowError):
-        pass
+    with suppress(ValueError):
+        if (value := float(text)).is_integer():  # inf and nan are none
+            return int(value)
     raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
 
 
