@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megazero import comm, zero
 from megazero.compat.colossalai.shard_strategy import BucketTensorShardStrategy
+from megazero.mpu.random import RngState
 from megazero.zero.units import shape_of
 
 
@@ -61,8 +62,7 @@ class ZeroInitContext:
 
     def __enter__(self) -> ZeroInitContext:
         """Starts to convert what is constructed."""
-        self._rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        self._rng = RngState.capture()
         self._handle = register_module_parameter_registration_hook(self._on_parameter)
         self._init.__enter__()
         return self
@@ -75,9 +75,7 @@ class ZeroInitContext:
         self._modules.clear()
         if kind is None:
             self._finish(list(modules))
-        torch.set_rng_state(self._rng)
-        if self._cuda_rng is not None:
-            torch.cuda.set_rng_state(self._cuda_rng)
+        self._rng.restore()
 
     def _on_parameter(self, module: nn.Module, _: str, __: nn.Parameter | None) -> None:
         self._modules.append(ref(module))
