@@ -94,9 +94,8 @@ class Schedule:
                 self._before_forward(unit, partial(self._await, _buckets_in(unit)))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
-                if self._of_unit[
-                    index
-                ]:  # where several share a bucket it is the first one's, whose backward is the last
+                # Where several share a bucket it is the first one's, whose backward is the last.
+                if self._of_unit[index]:
                     self._watch_inputs(index, unit)
         self.restart()
 
