@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megazero.comm import ProcessGroup, is_destroyed, world
+from megazero.comm import ProcessGroup, even_out_groups, is_destroyed, world
 from megazero.logging import counted
 
 
@@ -115,28 +115,24 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
 
 
 def _new_groups(world_size: int, model_parallel_size: int, timeout_s: float) -> ParallelGroups:
-    strided = [tuple(range(first, world_size, model_parallel_size)) for first in range(model_parallel_size)]
-    neighbours = [
-        tuple(range(first, first + model_parallel_size)) for first in range(0, world_size, model_parallel_size)
-    ]
+    first = dist.get_rank() // model_parallel_size * model_parallel_size
+    neighbours = range(first, first + model_parallel_size)
+    strided = range(dist.get_rank() % model_parallel_size, world_size, model_parallel_size)
+    even_out_groups(world())
     data = _new_group(strided, "data_parallel", timeout_s)
     model = _new_group(neighbours, "model_parallel", timeout_s)
     return ParallelGroups(model, data)
 
 
-def _new_group(members: list[tuple[int, ...]], name: str, timeout_s: float) -> ProcessGroup:
-    """Makes one group per entry of `members`, on every rank (a collective over the world), and returns this rank's.
+def _new_group(ranks: Sequence[int], name: str, timeout_s: float) -> ProcessGroup:
+    """This rank's group. A collective over the world, whose other ranks make theirs at the same time, each its own alone.
 
-    Not each group by its own ranks alone, which is faster in a large world: torch then names groups after how many a process is
-    in already, and ranks that are in different numbers of them would wait for each other under different names. A rank that is
-    alone in its group waits for nobody, so these are made so: on NCCL by one split of the world's communicator into its ranks,
-    all at the same time, instead of one split, which every rank enters, for each of them.
+    On NCCL that is one split of the world's communicator into all of them. Where every rank made all groups it would be a split
+    for each, which the whole world enters: more than a hundred for a thousand ranks.
     """
-    timeout = timedelta(seconds=timeout_s)
-    if len(members[0]) == 1:
-        return dist.new_group([dist.get_rank()], timeout=timeout, group_desc=name, use_local_synchronization=True)
-    groups = [dist.new_group(ranks, timeout=timeout, group_desc=name) for ranks in members]
-    return next(group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+    return dist.new_group(
+        list(ranks), timeout=timedelta(seconds=timeout_s), group_desc=name, use_local_synchronization=True
+    )
 
 
 def model_group_of(mpu: Any) -> ProcessGroup:

@@ -73,28 +73,26 @@ def test_groups_of_a_size_are_made_once():
     run_ranks(2, successive_case)
 
 
-def alone_case():
+def own_case():
     world, rank, new_group, made = dist.get_world_size(), dist.get_rank(), dist.new_group, []
-    dist.new_group([0, 1])  # of which not every rank is a member, as a script may have made before
-    for size in (1, world):
+    for size in (1, 2, world):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 dist, "new_group", lambda ranks, **more: (made.append(list(ranks)), new_group(ranks, **more))[1]
             )
             groups = mpu.initialize_model_parallel(size)
-        single, whole = (groups.model, groups.data) if size == 1 else (groups.data, groups.model)
-        assert dist.get_process_group_ranks(single) == [rank] and single.size() == 1 and single.rank() == 0
-        x = torch.tensor([float(rank)])
-        for group, total in ((single, rank), (whole, sum(range(world)))):
-            y = x.clone()
-            dist.all_reduce(y, group=group)  # as a script may: ours returns at once for one rank
-            assert y.item() == total
+        assert made == [dist.get_process_group_ranks(group) for group in (groups.data, groups.model)]
+        made.clear()
+        for group in (groups.data, groups.model):
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=group)  # as a script may: ours returns at once for one rank
+            assert x.item() == sum(dist.get_process_group_ranks(group))
         mpu.destroy_model_parallel()
-    assert made == [list(range(world)), [rank], [rank], list(range(world))]
 
 
-def test_a_rank_that_is_alone_in_its_group_makes_that_one_only():
-    run_ranks(3, alone_case)
+def test_a_rank_makes_its_own_groups_only():
+    """Over NCCL every rank of the world enters the making of each of them."""
+    run_ranks(4, own_case)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12])
@@ -129,8 +127,10 @@ def test_groups_are_frozen(one_rank):
 
 def uneven_case():
     dist.new_group([0])  # the script's own: rank 0 is in one group more than the others
+    dist.new_group([0, 1])
     groups = mpu.initialize_model_parallel(2)
     assert comm.all_reduced(torch.ones(1), groups.model).item() == 2
+    assert comm.all_reduced(torch.ones(1), groups.data).item() == 2
 
 
 def test_groups_are_made_whatever_groups_the_script_has_made():
