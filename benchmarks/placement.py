@@ -74,7 +74,8 @@ def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
     def make(device: torch.device) -> tuple[Step, Any]:
         meter = None if is_cuda else StandIn(args.budget)
         if is_cuda:
-            torch.cuda.set_per_process_memory_fraction(args.budget / torch.cuda.mem_get_info(device)[1], device)
+            total = torch.cuda.mem_get_info(device)[1]  # may be a little less than what the device says of itself
+            torch.cuda.set_per_process_memory_fraction(min(1.0, args.budget / total), device)
         engine = make_engine(args, config_of(name, args), device, meter)
         if meter is not None:
             meter.engine = engine
@@ -159,7 +160,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.budget is None and not torch.cuda.is_available():
         sys.exit("error: without a GPU give --budget, the bytes of the device that is played.")
-    args.budget = parse_size(args.budget, "--budget") if args.budget else torch.cuda.mem_get_info()[1]
+    if args.budget:
+        args.budget = parse_size(args.budget, "--budget")
+    else:  # by what starts nothing on the first device, which neither this process nor most ranks compute on
+        args.budget = torch.cuda.get_device_properties(0).total_memory
     if args.warmup < 2:
         sys.exit("error: --warmup must be at least 2: the first step is traced, and after it states move.")
     play(args, run_side, measure)
