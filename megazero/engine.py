@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from megazero.mpu.sequence_mappings import sequence_channel
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.optim.optimizers import OptimizerFactory
+from megazero.timers import Timers
 from megazero.zero import access
 from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
@@ -69,6 +69,7 @@ class Engine:
 
     Attributes:
         optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
+        reduction_timers: get, as "allreduce", the time that backward has not hidden of reductions; None by default.
 
     Raises:
         ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, the
@@ -165,7 +166,7 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._has_gradients = False  # of engine.backward, which scales them; loss.backward() does not
-        self.exposed_reduce_s = 0.0  # seconds spent waiting for reductions that backward did not hide
+        self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
 
     # ---- forward, backward, step
@@ -220,10 +221,9 @@ class Engine:
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         finally:
             self.schedule.is_open = False
-        start = time.perf_counter()
-        self.schedule.finish_backward()
+        with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
+            self.schedule.finish_backward()
         self._has_gradients = True
-        self.exposed_reduce_s += time.perf_counter() - start
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

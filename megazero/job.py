@@ -138,6 +138,7 @@ def build_job(
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
+    engine.reduction_timers = timers
     job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak)
     if weighs_tokens:
         job.count_tokens = count_tokens

@@ -176,8 +176,6 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
         with timers("backward"):
             total += engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
-            timers.add("allreduce", engine.exposed_reduce_s)
-            engine.exposed_reduce_s = 0.0
             report = _tell_others(total, job.stop)
         with timers("optimizer"):
             engine.step()

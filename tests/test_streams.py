@@ -26,6 +26,7 @@ from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.comm.meeting import Meeting
 from megazero.job import Job
 from megazero.plan.activations import Shape, plan_activations
+from megazero.timers import Timers
 from megazero.training import train_step
 from megazero.zero import GatheredParameters, access, arrival, home, link, nvme_home
 from megazero.zero.homes import TILE_MULTIPLE
@@ -422,6 +423,19 @@ def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(comm, "start_all_reduce", forget)
     races = run(WEIGHED, 8, does=weighed_steps).races
     assert races and all(" weights\n" in race for race in races), races
+
+
+def test_what_backward_does_not_hide_of_reductions_is_timed_where_the_device_waits_for_it():
+    waited_for: set[str] = set()
+
+    def timed_step(job: Job) -> None:
+        job.engine.reduction_timers = timers = Timers(torch.device("cuda"))
+        step(job)
+        ((_, start, stop),) = timers._events
+        waited_for.update(agent.name for agent, time in stop.clock.items() if time > start.clock.get(agent, 0))
+
+    run("--zero-stage 2 --bf16", does=timed_step)
+    assert any("NCCL" in name for name in waited_for), waited_for
 
 
 # ---- ends that are no end of a step
