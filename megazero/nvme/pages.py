@@ -108,6 +108,8 @@ def _pin(pages: _Pages) -> None:
     runtime, address = torch.cuda.cudart(), ctypes.addressof(ctypes.c_char.from_buffer(pages))
     code = int(runtime.cudaHostRegister(address, len(pages), _PORTABLE))
     if code:
+        with suppress(RuntimeError):  # CUDA tells its last error to whoever looks next: let that be this kernel
+            torch.zeros(1, device="cuda")
         raise MemoryError(
             f"CUDA could not pin a buffer of {len(pages)} bytes of host memory (cudaHostRegister returned {code}). Free host "
             "memory, use smaller or fewer buffers (buffer_count, sub_group_size), or set pin_memory to false."

@@ -82,11 +82,20 @@ def test_pages_whose_last_tensor_goes_in_another_thread_are_unlocked_on_the_devi
     assert runtime.locked == {} and runtime.devices == {3}
 
 
-def test_what_cannot_be_locked_is_told_with_what_to_change(runtime):
+def test_what_cannot_be_locked_is_told_with_what_to_change_and_cudas_last_error_is_taken_away(runtime, monkeypatch):
+    kernels: list = []
+
+    def zeros(numel: int, device: str) -> None:
+        kernels.append((numel, device))
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    aligned_empty(1, pin=True)
+    assert not kernels
     runtime.code = 2
     with pytest.raises(MemoryError, match=f"pin a buffer of {2 * PAGE} bytes .* returned 2.*pin_memory"):
         aligned_empty(PAGE + 1, pin=True)
-    assert runtime.locked == {}
+    assert runtime.locked == {} and kernels == [(1, "cuda")]
 
 
 def test_pages_of_one_size_are_locked_once_and_used_again(runtime):
