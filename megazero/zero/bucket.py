@@ -236,8 +236,14 @@ class Bucket:
             with self._p_to_write(start, stop) as weights:
                 weights.copy_(master)  # casts as it goes, without a copy of its own
 
-    def staging(self) -> Tensor:
-        """A copy of the owned range of P in host memory, for new weights that are not P's yet."""
+    def staging(self, is_all_written: bool) -> Tensor:
+        """Host memory of the owned range of P, for new weights that are not P's yet.
+
+        Args:
+            is_all_written: it comes as it is; else with P's values, for which the host waits.
+        """
+        if is_all_written:
+            return torch.empty(self.owned_numel, dtype=self.weights.flat.dtype)
         with self.weights.owned() as owned:
             return owned.to("cpu", copy=True)
 

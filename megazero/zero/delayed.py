@@ -24,7 +24,8 @@ class DelayedUpdate:
 
     def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
-        self._staged = {bucket: bucket.staging() for bucket in buckets}  # new weights of the owned range
+        # New weights of the owned range.
+        self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
         self._update = Update(
             optimizer, self._gradients, factor, scales_itself=False, steps_apart=True, staged=self._staged
         )

@@ -158,6 +158,10 @@ class SlicedOptimizer:
         """Those that lie in one bucket."""
         return self._by_bucket.get(bucket, [])
 
+    def trains_all_of(self, bucket: Bucket) -> bool:
+        """Whether a step writes every element of the bucket's owned range."""
+        return sum(p.stop - p.start for p in self.slices_of(bucket) if p.is_trained) == bucket.owned_numel
+
     def slices_in(self, tile: Tile) -> list[Slice]:
         """Those that lie in one tile."""
         bucket, start, stop = tile

@@ -27,6 +27,7 @@ CASES = {
     "O on the host, whole G": "--zero-stage 1 --bf16 --offload-optimizer cpu",
     "O on the host, whole G of fp32": "--zero-stage 1 --offload-optimizer cpu",
     "O on a drive, whole G": "--zero-stage 1 --bf16 --offload-optimizer nvme --nvme-path /drive",
+    "delayed": "--zero-stage 2 --bf16 --offload-optimizer cpu --delayed-param-update 1",
 }
 
 
