@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from megazero import comm
 from megazero.optim.adam_kernels import AdamSettings
@@ -255,7 +256,8 @@ class BucketOptimizer(SlicedOptimizer):
         for bucket in self._trained:
             for span, square in bucket.gradient.squares():
                 if self.counts_replicated or not span.is_replicated:
-                    squares.append(square.to(device) * bucket.gradient.to_mean**2)
+                    squares.append(square * bucket.gradient.to_mean**2)
+        squares = _brought(squares, device)
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         total = comm.all_reduced(total, self.norm_group)
         return float((total.sqrt() / self.cur_scale).float())
@@ -270,3 +272,10 @@ class BucketOptimizer(SlicedOptimizer):
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
                 mine = name and f"{name} (rank {torch.distributed.get_rank()})"
         return next(filter(None, comm.all_gathered_objects(mine, self.norm_group)), "no single parameter")
+
+
+def _brought(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
+    """0-d tensors on a device, in their order: those that are elsewhere in one copy, for which the host does not wait."""
+    away = [number for number in numbers if number.device != device]
+    coming = iter(torch.stack(away).to(device, non_blocking=True) if away else ())
+    return [number if number.device == device else next(coming) for number in numbers]

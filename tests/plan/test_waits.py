@@ -27,7 +27,12 @@ CASES = {
     "O on the host, whole G": "--zero-stage 1 --bf16 --offload-optimizer cpu",
     "O on the host, whole G of fp32": "--zero-stage 1 --offload-optimizer cpu",
     "O on a drive, whole G": "--zero-stage 1 --bf16 --offload-optimizer nvme --nvme-path /drive",
+    "all on the host": "--zero-stage 3 --bf16 --offload-optimizer cpu --offload-param cpu --global-batch-size 32",
+    "all on a drive": "--zero-stage 3 --bf16 --offload-optimizer nvme --offload-param nvme --nvme-path /drive",
     "delayed": "--zero-stage 2 --bf16 --offload-optimizer cpu --delayed-param-update 1",
+    "muon": "--zero-stage 2 --bf16 --model-parallel-size 2 --optimizer muon",
+    "sets of ranks": "--zero-stage 3 --bf16 --zero-shard-size 2",
+    "new weights on their way": "--zero-stage 1 --bf16 --overlap-param-gather",
 }
 
 
