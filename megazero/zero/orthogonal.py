@@ -88,7 +88,7 @@ class Orthogonal:
         whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.weights.flat.device)
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
-            whole[piece.span.start : piece.span.stop].copy_(piece.master.grad)
+            whole[piece.span.start : piece.span.stop].copy_(piece.master.grad, non_blocking=True)
         if not bucket.sharding.optimizer:
             return whole, None  # each rank has all of them
         return whole, bucket.channel.all_gather_(whole, bucket.name)
@@ -134,10 +134,12 @@ class Orthogonal:
         groups = self._optimizer.param_groups
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
+            start = piece.span.start
+            found = whole[start : piece.span.stop].to(piece.master.device)  # in one copy, where O is on the host
             for segment in self._matrices(bucket):
-                mine, place = part_of(piece.master.grad, piece.span.start, segment)
+                (mine, _), (new, _) = (part_of(values, start, segment) for values in (piece.master.grad, found))
                 factor = rate_factor(groups[segment.group]["adjust_lr_fn"], *self._shape(segment))
-                mine.copy_(view_of(whole, segment).view(-1)[place]).mul_(factor)
+                mine.copy_(new).mul_(factor)
 
 
 def _cost(segment: Segment) -> int:

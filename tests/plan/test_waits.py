@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero import training
 from megazero.arguments import load_config
-from tests.plan.fake_world import ACCELERATOR, fake_job
+from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
 
 COMMON = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --vocab-size 128
     --batch-size 2 --peak-tflops 1 --no-use-pin-memory"""
@@ -51,6 +51,18 @@ def test_a_step_waits_for_the_gradient_norm_alone(flags, monkeypatch):
             held.waits.clear()
             training.train_step(job, batches)
         assert held.waits == ["_local_scalar_dense in grad_norm"], held.waits
+
+
+def test_muon_on_the_host_waits_once_for_what_comes_back_of_each_slice():
+    flags = "--zero-stage 3 --bf16 --optimizer muon --offload-optimizer cpu --offload-param cpu"
+    config = load_config(f"{COMMON} {flags}".split(), world_size=2)
+    with fake_job(config, 2) as (job, held):
+        optimizer = job.engine.optimizer
+        of_muon = [piece for piece in optimizer.slices if optimizer.param_groups[piece.span.group]["use_muon"]]
+        fake_step(job)
+        held.waits.clear()
+        fake_step(job)
+        assert held.waits == ["_local_scalar_dense in grad_norm", *["_to_copy in _take"] * len(of_muon)]
 
 
 def test_waits_are_seen():
