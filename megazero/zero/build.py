@@ -49,7 +49,7 @@ def _fill(
         )
         for source in sources:
             source.weights.forget(plan.parameters.values())
-        sums.append(bucket.weights.flat.sum(dtype=torch.float64))
+        sums.append(_sum_of_bits(bucket.weights.flat))
         bucket.weights.release()
         buckets.append(bucket)
     if homes.link is not None:
@@ -113,9 +113,14 @@ def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
     if channel.num_ranks == 1 or not sums:
         return
     mine = torch.stack(sums)
-    bits = mine.view(torch.int64)  # NaN is not equal to itself
-    if any(not torch.equal(bits, other) for other in comm.all_gathered(bits, channel.group)):
+    if any(not torch.equal(mine, other) for other in comm.all_gathered(mine, channel.group)):
         raise ValueError(
             "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
             "with the same seed on every rank before the model is built, or load the same weights."
         )
+
+
+def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """int64, equal for equal tensors wherever it is computed: a sum of floats depends on the threads, and on the kind of GPU."""
+    integers = {1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    return flat.view(integers).sum(dtype=torch.int64)

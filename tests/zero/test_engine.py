@@ -162,6 +162,24 @@ def test_replicas_that_start_differently_are_refused_on_every_rank():
     run_ranks(2, different_weights_case)
 
 
+def other_threads_case() -> None:
+    """A rank on a host with other cores adds floats up in another order."""
+    groups = mpu.initialize_model_parallel(1)
+    torch.set_num_threads(1 + 2 * groups.data_parallel_rank)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.randn(5_000_003))
+        sums = comm.all_gathered_objects(float(model.weight.detach().sum(dtype=torch.float64)))
+        if sums[0] != sums[1]:
+            return make_engine(model).destroy()
+    raise AssertionError("there is nothing to try this with")
+
+
+def test_replicas_that_start_alike_are_taken_whatever_computes_on_them():
+    run_ranks(2, other_threads_case)
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))
