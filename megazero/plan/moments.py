@@ -80,6 +80,12 @@ def step_moments(
     is_default = settings.zero.gather_limits == GatherLimits()
     between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
     last_unit = units[-1].gathered if is_default else 0  # it stays, as its backward comes next
+
+    def being_kept(index: int) -> int:
+        """When a unit's gradient is complete, reductions under way are waited for: this rank's part gets memory of its own."""
+        under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
+        return sum(other.reduced for other in under_way) if settings.sharding.gradients and not has_earlier else 0
+
     backward = 0
     together = min(settings.recomputed_together, num_layers)
     start_of: dict[int, int] = {}  # the index of the first unit of each piece
@@ -93,19 +99,19 @@ def step_moments(
         if settings.zero.overlap_comm:
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
-        gradients = _gradients(units, root, index, settings, has_earlier, adding)
-        made = (
-            0 if has_earlier and not settings.sharding.gradients else unit.gradient
-        )  # with the first gradient of a weight
-        held = gradients + kept - min(made, work.freed_early)
+        # G gets its memory with the first gradient of a weight.
+        made = 0 if has_earlier and not settings.sharding.gradients else unit.gradient
+        earlier_blocks = (
+            units[index - 1].last_block + 1 if index else 0
+        )  # whose activations are there when it is complete
+        complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
+        held = max(kept - min(made, work.freed_early), complete)
+        held += _gradients(units, root, index, settings, has_earlier, adding)
         backward = max(backward, (between + here if is_default else between) + held)
     embedding = _gradients(units, root, -1, settings, has_earlier, adding)
     # Autograd adds up the gradients of both uses of the tied weight; then the root's is made of the sum, and travels.
     made = 0 if has_earlier and not settings.sharding.gradients else root.gradient - root.early
-    # Before that the reduction under way is waited for: of the first micro-batch's the rank's part gets memory of its own.
-    is_kept = settings.sharding.gradients and not has_earlier
-    part = sum(unit.reduced for unit in units[: settings.reductions_under_way]) if is_kept else 0
-    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, part))
+    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, being_kept(-1)))
     embedding += units[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
     last_to_go = _last_to_go([root, *units])
     return {
