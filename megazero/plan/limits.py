@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ def measure_limits(device: torch.device | None = None, nvme_path: str | None = N
     """
     free = memlock = None
     if device is not None and device.type == "cuda":
-        free, memlock = torch.cuda.mem_get_info(device)[0], lock_limit(partial(_lock_a_page, device))
+        free, memlock = torch.cuda.mem_get_info(device)[0], lock_limit(partial(aligned_empty, PAGE, pin=True))
     disk = None if nvme_path is None else free_disk(nvme_path)
     return Limits(free, available_host_memory(Path(root)), memlock, disk)
 
@@ -65,15 +64,6 @@ def lock_limit(pin: Callable[[], object]) -> int | None:
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return None
-
-
-def _lock_a_page(device: torch.device) -> None:
-    try:
-        aligned_empty(PAGE, pin=True)
-    except MemoryError:
-        with suppress(RuntimeError):  # CUDA tells its last error to whoever looks next: let that be this kernel
-            torch.zeros(1, device=device)
-        raise
 
 
 def free_disk(path: str) -> int:
