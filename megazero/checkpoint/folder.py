@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from megazero.checkpoint.tensor_file import naming
 from megazero.files import is_still, sync_folder, write_whole
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # a job that has been killed lets go when the system has taken its memory away
 
 
 class DirectoryInUseError(OSError):
@@ -70,18 +73,26 @@ class CheckpointFolder:
     def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:  # children do not inherit it, and NFS has it
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX leaves it to the system which of the two
-            owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise DirectoryInUseError(
-                f"{self.path}: another job ({owner or 'unknown'}) is saving checkpoints here, and one would "
-                "overwrite the other's. Stop it, or give this job another --save."
-            ) from None
-        except OSError as error:
-            logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
-        return lock
+        deadline: float | None = None
+        while True:
+            try:  # children do not inherit it, and NFS has it
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # POSIX leaves it to the system which of the two
+                owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
+                if deadline is None:
+                    deadline = time.monotonic() + PATIENCE_S
+                    logger.info("%s: another job (%s) saves here; waiting in case it is ending", self.path, owner)
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                os.close(lock)
+                raise DirectoryInUseError(
+                    f"{self.path}: another job ({owner}) is saving checkpoints here, and one would overwrite the other's. "
+                    "Stop it, or give this job another --save."
+                ) from None
+            except OSError as error:
+                logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
+            return lock
 
     def release(self) -> None:
         """Lets other jobs save here, when nothing is being deleted any more."""

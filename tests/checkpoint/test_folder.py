@@ -66,7 +66,8 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         engine._saver.close()
 
 
-def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
+def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
     code = (
         "import sys; from megazero.checkpoint.folder import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
         "folder.claim(); print(flush=True); input()"
@@ -80,6 +81,20 @@ def test_two_jobs_on_one_directory_are_detected(world, tmp_path):
     claimed.kill()
     claimed.wait()
     engine.save_checkpoint(str(tmp_path))
+
+
+def test_a_job_that_is_started_while_the_last_one_dies_waits_for_its_end(tmp_path, caplog):
+    caplog.set_level("INFO", logger="megazero")
+    code = (
+        "import sys, time; from megazero.checkpoint.folder import CheckpointFolder; "
+        "CheckpointFolder(sys.argv[1]).claim(); print(flush=True); time.sleep(1)"
+    )
+    dying = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert dying.stdout.readline()
+    claimed = folder.CheckpointFolder(tmp_path)
+    assert claimed.claim() and dying.wait() == 0
+    assert f"another job (process {dying.pid} on " in caplog.text and "waiting in case it is ending" in caplog.text
+    claimed.release()
 
 
 def is_locked(directory) -> bool:
@@ -113,6 +128,7 @@ def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path,
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(folder.fcntl, "lockf", refused)
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
     with pytest.raises(folder.DirectoryInUseError, match="another job"):
         folder.CheckpointFolder(tmp_path).claim()
 
