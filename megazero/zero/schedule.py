@@ -91,12 +91,10 @@ class Schedule:
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for unit in units:
-                self._before_forward(unit, partial(self._await, _buckets_in(unit)))
+                self._before_forward(unit, partial(self._await, list(_names_by_bucket(unit))))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
-                # Where several share a bucket it is the first one's, whose backward is the last.
-                if self._of_unit[index]:
-                    self._watch_inputs(index, unit)
+                self._watch_inputs(index, unit)
         self.restart()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -456,7 +454,10 @@ class Schedule:
 
         Autograd runs what was recorded later first, so all of the unit has run before the node that made an input. An input that
         no node made, a leaf, is served out of turn and tells nothing; nor do the others, where the unit has also run without any.
+
+        Of the others that share a bucket it tells nothing either: they may run in another order than the model has them in.
         """
+        names_of = _names_by_bucket(unit)
 
         def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
             # Neither of a graph from before the last backward, nor in a backward that is not this engine's.
@@ -465,9 +466,9 @@ class Schedule:
             inputs_left[index] -= 1
             if inputs_left[index] == 0:
                 if index not in self._has_leaf_inputs:
-                    for bucket in self._of_unit[index]:
+                    for bucket, names in names_of.items():
                         if bucket.is_trainable and bucket not in self._external:
-                            self._waiting[bucket].clear()
+                            self._waiting[bucket] -= names
                     self._reduce_ready()
                 self._release_if_done(index)
 
@@ -497,10 +498,11 @@ class Schedule:
             ) from error
 
 
-def _buckets_in(unit: nn.Module) -> list[Bucket]:
-    """Those that hold the parameters of a unit, which may share them with others."""
-    found = (bucket_of(parameter) for parameter in unit.parameters())
-    return list(dict.fromkeys(bucket for bucket in found if bucket is not None))
+def _names_by_bucket(unit: nn.Module) -> dict[Bucket, set[str]]:
+    """The names of a unit's parameters in the buckets that hold them, where other units' may lie as well."""
+    own = dict.fromkeys(unit.parameters())
+    buckets = dict.fromkeys(bucket for parameter in own if (bucket := bucket_of(parameter)) is not None)
+    return {bucket: {name for name, p in bucket.parameters.items() if p in own} for bucket in buckets}
 
 
 def _without_views(output: Any, buckets: list[Bucket]) -> Any:

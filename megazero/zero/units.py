@@ -212,8 +212,8 @@ def plan_buckets(
 def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPlan]:
     """The same with the trained parameters of neighbouring units in one bucket, of at most `most_numel` elements together.
 
-    A collective, the hooks around it and a call of the optimizer take their time however small the bucket is. Units are put
-    together from the last one on, so that the last bucket to be reduced, which no backward hides, is the smallest.
+    A collective and a call of the optimizer take their time however small the bucket is. Units are put together from the last
+    one on, so that the last bucket to be reduced, which no backward hides, is the smallest.
 
     Args:
         plans: one or more for each unit, in the order of backward; none of more than one unit is to be sharded.

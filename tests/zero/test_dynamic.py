@@ -13,7 +13,7 @@ from megazero import mpu, utils
 from megazero.engine import EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks
-from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, token_batches, train
+from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, make_engine, token_batches, train
 
 STAGES = (0, 1, 2, 3)
 
@@ -420,6 +420,41 @@ def expert_case() -> None:
 
 def test_experts_that_ranks_choose_apart_train_as_one_unit_and_are_named_as_several():
     run_ranks(2, expert_case)
+
+
+class Backwards(nn.Module):
+    """Runs its layers from the last one to the first, without some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, left_out: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for index in reversed(range(3)):
+            x = x if index in left_out else self.layers[index](x)
+        return x.square().mean()
+
+
+def backwards_case() -> None:
+    """The unit whose backward is the first says nothing of those that share its bucket, which other ranks do not run."""
+    mpu.initialize_model_parallel(1, timeout_s=5.0)
+    left_out = ((), (1, 2))[mpu.get_data_parallel_rank()]
+    for stage in (0, 1, 2):
+        grads = []
+        for zero, count in ((APART, 4), (SHARING, 2)):
+            torch.manual_seed(0)
+            engine = make_engine(Backwards(), stage, zero=zero)
+            engine.channel.reset_traffic()
+            engine.backward(engine(torch.ones(2, 4), left_out))
+            assert sum(traffic.collectives for traffic in engine.channel.traffic.values()) == count
+            grads.append({name: engine.full_grad(name) for name in dict(engine.module.named_parameters())})
+            engine.destroy()
+        assert all(torch.equal(grad, grads[0][name]) and grad.any() for name, grad in grads[1].items())
+
+
+def test_units_that_share_a_bucket_and_run_in_another_order_are_reduced_once_also_where_ranks_leave_some_out():
+    run_ranks(2, backwards_case)
 
 
 def save_alone_case(folder: str) -> None:
