@@ -111,7 +111,7 @@ class JsonConfig:
     use_data_before_expert_parallelism: bool = key(False, REFUSED, "mixtures of experts are not built")
     sequence_parallel_size: int = key(1, REFUSED, "sequences are cut over the model-parallel ranks alone")
     graph_harvesting: bool = key(False, REFUSED, "CUDA graphs are not captured")
-    disable_allgather: bool = key(False, NO_EFFECT, "updated weights travel in one all-gather per unit")
+    disable_allgather: bool = key(False, NO_EFFECT, "updated weights travel in one all-gather per bucket")
     allgather_size: int = key(500_000_000, NO_EFFECT, "buffers are sized by the model's units", above=0)
     vocabulary_size: int | None = key(None, NO_EFFECT, "the model pads its own vocabulary", at_least=1)
     disable_python_gc: bool = key(False, NO_EFFECT, "the garbage collector is left alone")

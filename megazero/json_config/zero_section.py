@@ -79,8 +79,8 @@ class ZeroSection:
 
     contiguous_gradients: bool = key(True, ALWAYS, "the gradients of a unit always lie in one buffer")
     reduce_scatter: bool = key(True, ALWAYS, "a rank gets the gradients that it needs and no others")
-    allgather_partitions: bool = key(True, ALWAYS, "updated weights travel in one all-gather per unit")
-    use_multi_rank_bucket_allreduce: bool = key(True, ALWAYS, "gradients travel in one collective per unit")
+    allgather_partitions: bool = key(True, ALWAYS, "updated weights travel in one all-gather per bucket")
+    use_multi_rank_bucket_allreduce: bool = key(True, ALWAYS, "gradients travel in one collective per bucket")
     load_from_fp32_weights: bool = key(True, ALWAYS, "master weights are loaded in fp32 where a checkpoint has them")
     ignore_unused_parameters: bool = key(True, ALWAYS, "a parameter that was not used has a gradient of zero")
     compute_grad_norm: bool = key(True, ALWAYS, "the norm is what finds overflows")

@@ -101,9 +101,8 @@ def step_moments(
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
         # G gets its memory with the first gradient of a weight.
         made = 0 if has_earlier and not settings.sharding.gradients else unit.gradient
-        earlier_blocks = (
-            units[index - 1].last_block + 1 if index else 0
-        )  # whose activations are there when it is complete
+        # When it is complete, activations of earlier units' blocks are there.
+        earlier_blocks = units[index - 1].last_block + 1 if index else 0
         complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
         held = max(kept - min(made, work.freed_early), complete)
         held += _gradients(units, root, index, settings, has_earlier, adding)

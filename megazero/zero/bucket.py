@@ -1,4 +1,4 @@
-"""The bucket: one unit's parameters (P), gradients (G), and fp32 master weights with optimizer states (O), whole or sharded."""
+"""The bucket: a unit's parameters (P), gradients (G), and fp32 master weights with optimizer states (O), whole or sharded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 
 class Bucket:
-    """One unit's P, G and O, as planned.
+    """P, G and O of one unit, or of several small ones, as planned.
 
     What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. Where the owned
     range of P and O rest in one memory there are no two copies of it: fp32 parameters are the master weights, which the optimizer
@@ -55,7 +55,7 @@ class Bucket:
 
     Attributes:
         plan: what it was made of; a frozen bucket may have become trainable since.
-        unit: its index in forward order, or ROOT.
+        unit: its index in forward order, of several the first one's; or ROOT.
         weights: P.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
     """

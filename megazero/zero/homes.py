@@ -122,7 +122,7 @@ def _offloaded(config: ZeroConfig, plans: Sequence[BucketPlan]) -> list[int]:
 
 def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
     """Bytes and number of the buffers for O in a file: one tile is read while another is updated and a third one written."""
-    largest = max((plan.layout.shard_numel for plan in plans), default=1)  # a tile lies in one unit
+    largest = max((plan.layout.shard_numel for plan in plans), default=1)  # a tile lies in one bucket
     return min(offloaded_tile(config, plans), largest) * FP32_BYTES, 3 * config.optimizer_buffer_count
 
 

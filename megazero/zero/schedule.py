@@ -1,10 +1,10 @@
 """When buckets are gathered, filled, reduced and released: the hooks between a model and its buckets.
 
 Forward: before a unit runs, its parameters are gathered, and those of the next unit start to come; after it they are released.
-Backward: the same in reverse order, driven by the gradients of the units' outputs; a unit is reduced as soon as its gradients are
-complete, and released then. What is used twice in a row stays: the last unit for its backward; the root and the first unit for
-the next micro-batch. Where parameters are whole on every rank, gather and release do nothing; a forward waits for new
-values that the last update has left on their way.
+Backward: the same in reverse order, driven by the gradients of the units' outputs; a bucket is reduced as soon as its gradients
+are complete, and released then. What is used twice in a row stays: the last unit for its backward; the root and the first unit
+for the next micro-batch. Where parameters are whole on every rank, gather and release do nothing; a forward waits for new values
+that the last update has left on their way.
 
 Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival, which may
 differ between ranks and would then pair one rank's bucket with another's. One is on its way while the next unit is filled.
