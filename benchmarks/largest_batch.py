@@ -37,16 +37,7 @@ SIZES = {  # layers, width, heads, tokens of a sequence, vocabulary
 
 
 def peak_bytes(bench: Bench, way: Way, batch: int) -> float:
-    """As `own_peak_bytes`, of the rank that takes the most, so that all go on alike. Collective."""
-    return max(comm.all_gathered_objects(own_peak_bytes(bench, way, batch)))
-
-
-def own_peak_bytes(bench: Bench, way: Way, batch: int) -> float:
-    """The most memory of a step beyond what was there before, gradients included; infinite if the device has not as much.
-
-    Raises:
-        OutOfMemoryError: it has not, and other ranks wait for this one in the middle of the step.
-    """
+    """The most memory of a step beyond what was there before, gradients included; infinite if the device has not as much."""
     bench.tokens = torch.randint(bench.whole.config.require_vocab_size(), (batch, bench.tokens.size(1)))
     bench.tokens = bench.tokens.to(comm.local_device())
     if not bench.tokens.is_cuda:
@@ -58,8 +49,6 @@ def own_peak_bytes(bench: Bench, way: Way, batch: int) -> float:
     try:
         bench.step(model)
     except torch.OutOfMemoryError:
-        if comm.world().size() > 1:
-            raise
         bench.use(way)  # drops the gradients
         return math.inf
     return torch.cuda.max_memory_allocated() - before
@@ -132,21 +121,14 @@ def main() -> None:
     device = comm.local_device()
     if args.memory_gb is None and device.type != "cuda":
         raise SystemExit("largest_batch: without a GPU say how much memory there is: --memory-gb 0.1")
-    if args.memory_gb is None and comm.world().size() > 1:
-        raise SystemExit(
-            "largest_batch: a rank that runs out of memory leaves the others waiting: with several ranks say how much may be "
-            "taken, some GB less than a device has: --memory-gb 70"
-        )
     bench = Bench(args)
     held = sum(p.numel() * p.element_size() for p in bench.whole.parameters())
     total = torch.cuda.mem_get_info()[1] if args.memory_gb is None else args.memory_gb * 1e9
     result = measure(bench, ways(args, bench.whole), total - held - args.other_gb * 1e9, args)
-    if comm.world().rank() == 0:
-        print(table("way", result), file=sys.stderr)
-        name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-        question = "the largest micro-batch that fits, by way to keep activations"
-        about = {"question": question, **vars(args), "bytes": total}
-        print(json.dumps({**about, "machine": name, "torch": torch.__version__, "ways": result}))
+    print(table("way", result), file=sys.stderr)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    about = {"question": "the largest micro-batch that fits, by way to keep activations", **vars(args), "bytes": total}
+    print(json.dumps({**about, "machine": name, "torch": torch.__version__, "ways": result}))
     torch.distributed.destroy_process_group()
 
 
