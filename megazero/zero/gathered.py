@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megazero import comm
 from megazero.zero.bucket import Bucket
@@ -29,8 +29,8 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        RuntimeError: some ranks did not come; a parameter is gathered by an enclosing context already; a parameter was changed
-            without `modifier_rank`, or given data of another shape.
+        RuntimeError: some ranks did not come; a sharded parameter is gathered by an enclosing context already; a parameter was
+            changed without `modifier_rank`, or given data of another shape.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         self.buckets: list[Bucket] = []
+        self._parameters = parameters
         for parameter in parameters if enabled else []:
             bucket = bucket_of(parameter)
             if bucket is not None and bucket not in self.buckets:
@@ -60,7 +61,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         """Gathers."""
         for bucket in self.buckets:
-            if bucket.weights.is_held:
+            if bucket.weights.is_held and bucket.sharding.parameters:
                 raise RuntimeError(
                     f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
                     "and the inner one would release them under it. Use one context for all."
@@ -95,7 +96,8 @@ class GatheredParameters:
         for bucket in self.buckets:
             bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
-                comm.broadcast_(bucket.weights.flat, bucket.channel.group, self.modifier_rank)
+                for values in self._to_send(bucket):
+                    comm.broadcast_(values, bucket.channel.group, self.modifier_rank)
                 bucket.keep_gathered()
             elif kind is None:
                 changed.update(_changed(bucket))
@@ -117,6 +119,13 @@ class GatheredParameters:
                 "Resize (as resize_token_embeddings does) before zero.Init or initialize shards the model, or after "
                 "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
+
+    def _to_send(self, bucket: Bucket) -> list[Tensor]:
+        """What of P the modifier rank gives to the others: where it is whole, other contexts may be open on the rest of it."""
+        if bucket.sharding.parameters:
+            return [bucket.weights.flat]
+        mine = [p for p in dict.fromkeys(self._parameters) if bucket_of(p) is bucket]
+        return [bucket.weights.view(bucket.segment_of(parameter).name) for parameter in mine]
 
 
 def _is_in_use(bucket: Bucket) -> bool:

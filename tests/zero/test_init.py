@@ -16,7 +16,7 @@ from megazero import mpu, zero
 from megazero.nvme import AioConfig
 from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
-from tests.zero.models import Block, Toy, make_engine, run, token_batches, train
+from tests.zero.models import SHARING, Block, Toy, make_engine, run, token_batches, train
 from tests.zero.test_memory import live_bytes
 
 
@@ -378,6 +378,27 @@ def loading_case() -> None:
 
 def test_loading_into_a_sharded_model_says_how():
     run_ranks(2, loading_case)
+
+
+def nested_case(stage: int) -> None:
+    """Contexts around blocks that share a bucket, each with changes of another rank."""
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    torch.manual_seed(0)
+    engine = make_engine(Toy(), stage, zero=SHARING)
+    first, second = engine.module.blocks[0].up.weight, engine.module.blocks[1].up.weight
+    with torch.no_grad(), zero.GatheredParameters(first, modifier_rank=0):
+        first.fill_(rank + 2.0)
+        with zero.GatheredParameters(second, modifier_rank=1):
+            second.fill_(rank + 4.0)
+    state = engine.state_dict()
+    assert (state["blocks.0.up.weight"] == 2.0).all() and (state["blocks.1.up.weight"] == 5.0).all()
+    assert (first == 2.0).all() and (second == 5.0).all()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_contexts_within_each_other_keep_the_changes_of_blocks_that_share_a_bucket(stage):
+    run_ranks(2, nested_case, stage)
 
 
 def gathered_case(dtype: torch.dtype, stage: int) -> None:
