@@ -60,8 +60,8 @@ class ZeroConfig:
     prescale_gradients: bool = False  # they are divided by the number of data-parallel ranks before they are summed
     reduce_bucket_size: int = option(
         500_000_000,
-        "most elements of small blocks that share a bucket and are reduced together (stages 0 to 2); 1: none do",
-        at_least=1,
+        "most elements of small blocks that share a bucket and are reduced together (stages 0 to 2); 0: none do",
+        at_least=0,
         flag="--zero-reduce-bucket-size",
     )
     overlap_comm: bool = True  # gradients travel while backward goes on

@@ -135,4 +135,4 @@ def test_buckets_grow_with_the_ranks_where_gradients_are_whole_and_never_where_p
     most = {stage: [ZeroConfig(stage).shared_numel(n) for n in (1, 8, 64, 4096)] for stage in range(4)}
     assert most[0] == most[1] == [2**23, 2**23, 2**26, 2**27]
     assert most[2] == [2**23] * 4 and most[3] == [0] * 4
-    assert ZeroConfig(1, reduce_bucket_size=1000).shared_numel(4096) == 1000
+    assert [ZeroConfig(1, reduce_bucket_size=most).shared_numel(4096) for most in (1000, 0)] == [1000, 0]
