@@ -138,8 +138,7 @@ class ZeroConfig:
         if self.sharding.parameters:
             return 0
         per_rank = 0 if self.sharding.gradients else SHARED_NUMEL_PER_RANK
-        most = min(max(SHARED_NUMEL, per_rank * data_parallel_size), MOST_SHARED_NUMEL)
-        return min(most, self.reduce_bucket_size)
+        return min(max(SHARED_NUMEL, per_rank * data_parallel_size), MOST_SHARED_NUMEL, self.reduce_bucket_size)
 
     @property
     def delays_update(self) -> bool:

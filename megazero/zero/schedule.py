@@ -86,15 +86,16 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
+        names_in = _names_by_unit(units, buckets)
         self._overlaps_param_gather = zero.overlap_param_gather
         if self._overlaps_param_gather:  # what is touched waits by itself, but a compiled kernel does not ask it
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
-            for unit in units:
-                self._before_forward(unit, partial(self._await, list(_names_by_bucket(unit))))
+            for unit, names in zip(units, names_in, strict=True):
+                self._before_forward(unit, partial(self._await, list(names)))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
-                self._watch_inputs(index, unit)
+                self._watch_inputs(index, unit, names_in[index])
         self.restart()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -449,15 +450,17 @@ class Schedule:
         if self.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
             bucket.weights.release()
 
-    def _watch_inputs(self, index: int, unit: nn.Module) -> None:
+    def _watch_inputs(self, index: int, unit: nn.Module, names_of: dict[Bucket, set[str]]) -> None:
         """Takes a unit's parameters that were not used for done when the gradients of its inputs have come.
 
         Autograd runs what was recorded later first, so all of the unit has run before the node that made an input. An input that
         no node made, a leaf, is served out of turn and tells nothing; nor do the others, where the unit has also run without any.
 
         Of the others that share a bucket it tells nothing either: they may run in another order than the model has them in.
+
+        Args:
+            names_of: the unit's own parameters, as of `_names_by_unit`.
         """
-        names_of = _names_by_bucket(unit)
 
         def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
             # Neither of a graph from before the last backward, nor in a backward that is not this engine's.
@@ -498,11 +501,16 @@ class Schedule:
             ) from error
 
 
-def _names_by_bucket(unit: nn.Module) -> dict[Bucket, set[str]]:
-    """The names of a unit's parameters in the buckets that hold them, where other units' may lie as well."""
-    own = dict.fromkeys(unit.parameters())
-    buckets = dict.fromkeys(bucket for parameter in own if (bucket := bucket_of(parameter)) is not None)
-    return {bucket: {name for name, p in bucket.parameters.items() if p in own} for bucket in buckets}
+def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
+    """For each unit the names of its parameters in the buckets that hold them, where other units' may lie as well."""
+    place_of = {p: (bucket, name) for bucket in buckets for name, p in bucket.parameters.items()}
+    found: list[dict[Bucket, set[str]]] = []
+    for unit in units:
+        found.append({})
+        for parameter in unit.parameters():
+            bucket, name = place_of[parameter]
+            found[-1].setdefault(bucket, set()).add(name)
+    return found
 
 
 def _without_views(output: Any, buckets: list[Bucket]) -> Any:
