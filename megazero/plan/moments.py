@@ -75,6 +75,7 @@ def step_moments(
     """
     units, root = _units(needs, settings, num_layers)
     has_earlier = settings.micro_batches > 1
+    has_whole = has_earlier and not settings.sharding.gradients  # G of everything is there, from the micro-batch before
     adding = adding_bytes(needs, settings)
     rest = states.at_rest + (states.gradients if has_earlier else 0)
     is_default = settings.zero.gather_limits == GatherLimits()
@@ -100,7 +101,7 @@ def step_moments(
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
         # G gets its memory with the first gradient of a weight.
-        made = 0 if has_earlier and not settings.sharding.gradients else unit.gradient
+        made = 0 if has_whole else unit.gradient
         # When it is complete, activations of earlier units' blocks are there.
         earlier_blocks = units[index - 1].last_block + 1 if index else 0
         complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
@@ -109,7 +110,7 @@ def step_moments(
         backward = max(backward, (between + here if is_default else between) + held)
     embedding = _gradients(units, root, -1, settings, has_earlier, adding)
     # Autograd adds up the gradients of both uses of the tied weight; then the root's is made of the sum, and travels.
-    made = 0 if has_earlier and not settings.sharding.gradients else root.gradient - root.early
+    made = 0 if has_whole else root.gradient - root.early
     embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, being_kept(-1)))
     embedding += units[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
     last_to_go = _last_to_go([root, *units])
