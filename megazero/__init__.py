@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors, which cannot follow __getattr__
+    from megazero import accelerator, comm, mpu, ops, utils, zero
+    from megazero import activation_checkpointing as checkpointing
+    from megazero.comm import init_distributed
+    from megazero.deepspeed.api import add_config_arguments, initialize
+    from megazero.deepspeed.engine import DeepSpeedEngine
+    from megazero.engine import Engine
+    from megazero.json_config import DeepSpeedConfigError, JsonConfig
+    from megazero.zero import ZeroConfig
 
 try:
     __version__ = version("megazero")
@@ -35,7 +45,28 @@ _MODULES["accelerator"] = "megazero.accelerator"
 _MODULES["ops"] = "megazero.ops"
 _MODULES["checkpointing"] = "megazero.activation_checkpointing"
 
-__all__ = ["__version__", *_HOMES, *_MODULES]  # noqa: F822  (looked up by __getattr__)
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "Engine",
+    "JsonConfig",
+    "ZeroConfig",
+    "__version__",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "mpu",
+    "ops",
+    "utils",
+    "zero",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

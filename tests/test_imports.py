@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import megazero
+
 ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
@@ -69,7 +71,8 @@ def edges() -> set[tuple[str, str]]:
 
 
 def test_every_module_has_a_level():
-    modules = {p.name.removesuffix(".py") for p in (ROOT / "megazero").iterdir() if p.name[0] not in "._"}
+    paths = [path for path in (ROOT / "megazero").iterdir() if path.suffix in ("", ".py") and path.name[0] not in "._"]
+    modules = {path.stem for path in paths}
     assert modules == set(LEVEL_OF)
 
 
@@ -108,3 +111,12 @@ def test_only_comm_calls_collectives():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name):
                 assert node.value.id != "dist" or path.parent == comm, f"{path}:{node.lineno} calls dist.{node.attr}"
+
+
+def test_what_is_looked_up_late_is_what_type_checkers_and_dir_see():
+    tree = ast.parse((ROOT / "megazero" / "__init__.py").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert seen | {"__version__"} == set(megazero.__all__) <= set(dir(megazero))
+    assert seen == {*megazero._HOMES, *megazero._MODULES}
+    assert all(getattr(megazero, name) is not None for name in seen)
