@@ -194,7 +194,11 @@ def _decode_marked(encoded: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if kind == "complex":
         return complex(*decode(encoded["parts"], tensors))
     if kind == "numpy_scalar":
-        return _numpy_dtype(encoded["dtype"]).type(decode(encoded["value"], tensors))
+        value = decode(encoded["value"], tensors)
+        scalar = _numpy_dtype(encoded["dtype"]).type(value)
+        if scalar != value == value:  # numpy before 2.0 wraps it; a NaN equals nothing
+            raise ValueError(f"the client state holds {value!r} as {encoded['dtype']}, which cannot hold it.")
+        return scalar
     if kind == "numpy":
         stored = tensors[encoded["name"]].contiguous().reshape(-1).view(torch.uint8).numpy()
         return stored.view(_numpy_dtype(encoded["dtype"])).reshape(encoded["shape"])
