@@ -1,4 +1,4 @@
-"""What DeepSpeed has and megazero has not: what to do instead, for the error of a ported script that asks for it."""
+"""Names that DeepSpeed has and megazero lacks, each with what to do instead, for the error that a ported script gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megazero.initialize`: from a model and a JSON configuration to an engine, an optimizer, a data loader and a schedule."""
+"""`megazero.initialize`: makes an engine, an optimizer, a data loader and a schedule from a model and a JSON configuration."""
 
 from __future__ import annotations
 
@@ -53,24 +53,25 @@ def initialize(
     mesh_param: Any = None,
     zero_units: Any = None,
 ) -> tuple[DeepSpeedEngine, BucketOptimizer | None, DataLoader | None, Any]:
-    """Wraps a model for training: engine, optimizer, data loader and learning-rate schedule; those that are absent are None.
+    """Wraps a model for training: engine, optimizer, data loader and learning-rate schedule, or None for any that is absent.
 
-    Without any optimizer the engine is for evaluation, with ZeRO stage 3 or 0: it holds neither gradients nor optimizer states.
+    Without an optimizer the engine is for evaluation, at ZeRO stage 3 or 0, and holds neither gradients nor optimizer states.
 
     Args:
-        args: a namespace whose `deepspeed_config` names the configuration, instead of `config`; `local_rank` is checked.
-        model: whose weights and buffers on the first data-parallel rank count; or built under `zero.Init`.
-        optimizer: a torch optimizer over the model's parameters, or a callable that makes one; beats the configuration's.
+        args: a namespace whose `deepspeed_config` names the configuration, instead of `config`; its `local_rank` is checked.
+        model: the model. Every rank starts from the weights and buffers of the first data-parallel rank. It may be built under
+            `zero.Init`.
+        optimizer: a torch optimizer over the model's parameters, or a callable that makes one; overrides the configuration's.
         model_parameters: parameters or parameter groups for the configuration's optimizer (default: all of the model's).
-        training_data: a dataset to make a loader of.
-        lr_scheduler: an object with step(), or a callable that makes one from the optimizer; beats the configuration's.
-        mpu: whose `get_{model,data}_parallel_group()` say which ranks share a layer and which share the data. Parameters of
-            which a rank holds a part are those of `megazero.mpu`'s layers, and those marked as Megatron-LM marks its own.
-        config, config_params: a dict, a path, or url-safe base64 of JSON.
+        training_data: a dataset to make a loader for.
+        lr_scheduler: an object with step(), or a callable that makes one from the optimizer; overrides the configuration's.
+        mpu: an object whose `get_{model,data}_parallel_group()` say which ranks share a layer and which share the data. Split
+            parameters are those of `megazero.mpu`'s layers, and those that are marked the way Megatron-LM marks its own.
+        config, config_params: a dict, a path, or URL-safe base64 of JSON.
         zero_units: modules or classes that are gathered and released together, see `Engine`.
 
     Raises:
-        DeepSpeedConfigError: the arguments or the configuration are wrong; it is a ValueError and an AssertionError.
+        DeepSpeedConfigError: the arguments or the configuration are wrong; this is a ValueError and an AssertionError.
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(f"megazero.initialize needs a model (an nn.Module), got {type(model).__name__}.")
@@ -97,7 +98,7 @@ def initialize(
     grouped = named_groups(param_groups, model)
     _place(model, groups, told)
     declare_cuts(model, groups)
-    if torch.distributed.get_rank() == 0:  # a script's own log may show all ranks
+    if torch.distributed.get_rank() == 0:  # a script's own log may show every rank
         logger.info("%s", told.describe())
     with given_back(optimizer):
         engine = DeepSpeedEngine(
@@ -125,7 +126,7 @@ def _check_training_data(data: Any) -> None:
 
 
 def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool | None) -> ParallelGroups:
-    """Joins the world, unless this process is in one, and shows the log where the script does not. Returns the groups."""
+    """Joins the world unless this process is already in one, shows the log if the script does not, and returns the groups."""
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if not torch.distributed.is_initialized():
         raise DeepSpeedConfigError(
@@ -164,7 +165,7 @@ def _check_local_rank(args: Any) -> None:
 
 
 def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:
-    """Checks all that can be known before the model is touched; then it is on its device, and equal on all ranks."""
+    """Checks all that can be checked, then moves the model to its device and makes it equal on all ranks."""
     _ = config.zero  # checks it
     _check_values(model, config)
     _move(model, comm.local_device(), config.cast_to)
@@ -184,7 +185,7 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
         ):
             wanted = "fp16" if parameter.dtype == torch.float16 else "bf16"
             bucket = bucket_of(parameter)
-            is_left = bucket is not None and bucket.driver is None and bucket.is_trainable  # as zero.Init's are not
+            is_left = bucket is not None and bucket.driver is None and bucket.is_trainable  # unlike zero.Init's
             remedy = (
                 "build the model anew: the last initialize, which failed, has cast it"
                 if is_left
@@ -197,7 +198,7 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
 
 
 def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Parameters to the device, buffers to the device and the dtype; the engine's buckets give parameters theirs."""
+    """Moves parameters to the device, and buffers to the device and dtype; the engine's buckets cast the parameters."""
     for parameter in model.parameters():
         if not isinstance(parameter, ReleasedParameter) and parameter.device != device:
             parameter.data = parameter.data.to(device)
@@ -207,11 +208,11 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
-    """Gives parameters and buffers the values of the first data-parallel rank: scripts for DeepSpeed need not set a seed."""
+    """Copies the first data-parallel rank's parameters and buffers to all: scripts for DeepSpeed need not set a seed."""
     if groups.data_parallel_size == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        if isinstance(tensor, ReleasedParameter):  # zero.Init has done so
+        if isinstance(tensor, ReleasedParameter):  # zero.Init has done this already
             continue
         values = tensor.detach().contiguous()
         comm.broadcast_(values.view(-1).view(torch.uint8), groups.data)

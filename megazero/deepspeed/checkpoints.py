@@ -1,4 +1,4 @@
-"""Saving and loading by DeepSpeed's calls: tags that ranks agree on, plain state dictionaries, whole on every rank."""
+"""Saving and loading through DeepSpeed's calls: one tag on all ranks, and plain state dictionaries, whole on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class CheckpointingEngine(Engine):
-    """`Engine` whose checkpoints are saved and loaded by DeepSpeed's arguments, with the count of samples in them."""
+    """`Engine` whose checkpoint methods take DeepSpeed's arguments and also store the sample count."""
 
     config: JsonConfig
     global_samples = 0
@@ -40,14 +40,14 @@ class CheckpointingEngine(Engine):
         """Writes a checkpoint that any number of ranks can load, and returns True. Collective over the world.
 
         Args:
-            tag: name of the checkpoint, by `str`; default: global_step{N}. `checkpoint.tag_validation` says what happens where
-                ranks give different ones: the first rank's counts.
+            tag: the checkpoint's name, converted with `str`; default: global_step{N}. If ranks pass different tags, the first
+                rank's is used, unless `checkpoint.tag_validation` makes that an error.
             options: those of `Engine.save_checkpoint` (keep_last, in_background, ...).
 
         Raises:
             ValueError: `save_dir` is empty.
             AssertionError: ranks give different tags, and `checkpoint.tag_validation` is FAIL.
-            Exception: as `Engine.save_checkpoint`.
+            Exception: see `Engine.save_checkpoint`.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}.")
@@ -87,19 +87,19 @@ class CheckpointingEngine(Engine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continues from a checkpoint of any number of ranks, any stage and any precision. Collective over the world.
 
-        Without `load_optimizer_states` no byte of the optimizer's is read; the fp32 master weights are the saved ones.
+        Without `load_optimizer_states` the optimizer's states are not read; the fp32 master weights are still the saved ones.
 
         Args:
-            tag: which checkpoint, by `str`; default: the one that `latest` names.
-            load_module_only: the weights alone; counters, schedule and optimizer stay as they are.
+            tag: the checkpoint's name, converted with `str`; default: the one that `latest` names.
+            load_module_only: load only the weights; counters, schedule and optimizer stay as they are.
             options: those of `Engine.load_checkpoint` (load_rng, fallback, ...).
 
         Returns:
-            The checkpoint's directory and the client state; (None, None), after a warning, where there is no checkpoint.
+            The checkpoint's directory and the client state, or (None, None) with a warning if there is no checkpoint.
 
         Raises:
             NotImplementedError: `custom_load_fn` was given.
-            Exception: as `Engine.load_checkpoint`.
+            Exception: see `Engine.load_checkpoint`.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
@@ -108,7 +108,7 @@ class CheckpointingEngine(Engine):
                 "engine.load_module_state_dict."
             )
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
-        self.wait_for_checkpoint()  # which may be the one to load
+        self.wait_for_checkpoint()  # it may be the one to load
         fallback = options.get("fallback", False)
         if tag is None:
             tag = comm.all_gathered_objects(comm.together(lambda: newest_tag(load_dir, fallback)))[0]
@@ -135,12 +135,12 @@ class CheckpointingEngine(Engine):
     ) -> bool:
         """Writes a plain, full state dictionary in the training dtype; returns whether it did. Collective over the world.
 
-        Tiled layers are whole in it, as in a checkpoint.
+        Tiled layers are saved whole, as in a checkpoint.
 
-        With stage 3 it needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
+        At stage 3 this needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
 
         Raises:
-            OSError: the file could not be written; OtherRankError on the other ranks.
+            OSError: the file could not be written; the other ranks raise OtherRankError.
         """
         if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
             logger.warning(
@@ -165,7 +165,7 @@ class CheckpointingEngine(Engine):
         return True
 
     def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A state dictionary whose parameters are whole over the tensor-parallel ranks too. Tied ones stay one tensor."""
+        """The state dictionary with its parameters merged over the tensor-parallel ranks. Tied ones stay one tensor."""
         cuts, whole = partitions(self.module), {}
         for name, value in state.items():
             if name in cuts and self.groups.model_parallel_size > 1 and id(value) not in whole:
@@ -177,10 +177,10 @@ class CheckpointingEngine(Engine):
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Loads full values, the same on every rank, into the module, however it is sharded. Collective.
 
-        Of tiled layers it takes the whole ones' parameters as well as tiles.
+        For tiled layers it accepts the whole layer's parameters as well as tiles.
 
         Raises:
-            RuntimeError: names are missing or unknown (with `strict`), or a shape differs; nothing has been written then.
+            RuntimeError: names are missing or unknown (with `strict`), or a shape differs. Nothing has been written in that case.
         """
         known, state_dict = self.module.state_dict(keep_vars=True), dict(state_dict)
         errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})

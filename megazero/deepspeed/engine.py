@@ -1,4 +1,4 @@
-"""The engine as DeepSpeed's users know it: told by a JSON configuration, with its data loader and its log lines."""
+"""The engine as DeepSpeed's users know it: configured by JSON, with DeepSpeed's data loader and log lines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DeepSpeedEngine(CheckpointingEngine):
     Args:
         config: the resolved configuration.
         of_engine: the first arguments of `Engine`, from the model to the parameter groups' settings.
-        lr_scheduler: as for `initialize`.
-        collate_fn: of the data loaders that `deepspeed_io` makes.
+        lr_scheduler: see `initialize`.
+        collate_fn: for the data loaders that `deepspeed_io` makes.
         zero_units: see `Engine`.
     """
 
@@ -61,10 +61,10 @@ class DeepSpeedEngine(CheckpointingEngine):
         self.timers = Timers(self.device)
         self._micro_batch_size = config.train_micro_batch_size_per_gpu
         self._is_replication_checked = self.groups.model_parallel_size == 1
-        self._losses: Tensor | float = 0.0  # sum since the last update, on the device: read when a step was skipped
+        self._losses: Tensor | float = 0.0  # sum since the last update, on the device; read if a step was skipped
 
     def __getattr__(self, name: str) -> Any:
-        """Falls through to the module. Of what DeepSpeed's engine has besides, the error says what to do instead."""
+        """Falls through to the module. For attributes that only DeepSpeed's engine has, the error says what to do instead."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -75,7 +75,7 @@ class DeepSpeedEngine(CheckpointingEngine):
     # ---- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; with `fp16.auto_cast` of the floating-point inputs in fp16."""
+        """The module's forward; with `fp16.auto_cast`, floating-point inputs are cast to fp16 first."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = moved(args, floating=torch.float16), moved(kwargs, floating=torch.float16)
         with self._timed("forward"):
@@ -84,12 +84,12 @@ class DeepSpeedEngine(CheckpointingEngine):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """See `Engine.backward`. With `gradient_allreduce_op` "sum" ranks are summed, and the returned loss is this rank's."""
+        """See `Engine.backward`. `gradient_allreduce_op` "sum" sums gradients over ranks; the returned loss is this rank's."""
         with self._timed("backward"):
-            if self.config.gradient_allreduce_op == "mean" or not isinstance(loss, Tensor):  # which says what is wrong
+            if self.config.gradient_allreduce_op == "mean" or not isinstance(loss, Tensor):  # super() raises if not
                 own = super().backward(loss, retain_graph, scale_wrt_gas)
             else:
-                ranks = self.groups.data_parallel_size  # the mean over ranks of N times the gradient is the sum
+                ranks = self.groups.data_parallel_size  # the mean of N times the gradients is their sum
                 own = super().backward(loss * ranks, retain_graph, scale_wrt_gas) / ranks
             self._losses = self._losses + own.float()
             return own
@@ -102,7 +102,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         try:
             with self._timed("step"):
                 super().step(lr_kwargs)
-        finally:  # also where the loss scale can fall no further
+        finally:  # even if the loss scale can fall no further
             if at_boundary:
                 self._report_loss()
         if at_boundary:
@@ -110,11 +110,11 @@ class DeepSpeedEngine(CheckpointingEngine):
             self._report()
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
-        """Times a phase, where its time is logged: to read it waits for the device."""
+        """Times a phase if its time is logged, because reading the time waits for the device."""
         return self.timers(phase) if self.config.wall_clock_breakdown else nullcontext()
 
     def _report_loss(self) -> None:
-        """Tells a skipped step whose loss was wrong already from one whose gradients overflowed."""
+        """Distinguishes a step skipped because the loss was not finite from one whose gradients overflowed."""
         losses, self._losses = self._losses, 0.0
         if self._optimizer.overflow and isinstance(losses, Tensor) and not math.isfinite(losses.item()):
             logger.warning(
@@ -125,7 +125,7 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def _report(self) -> None:
         every = self.config.steps_per_print
-        phases = self.timers.read_and_reset()  # on every rank: the times are of one step
+        phases = self.timers.read_and_reset()  # on every rank, so that the times are those of one step
         if torch.distributed.get_rank() != 0:
             return
         if every and self.global_steps % every == 0:
@@ -153,12 +153,12 @@ class DeepSpeedEngine(CheckpointingEngine):
 
         Args:
             batch_size: by default the micro-batch size.
-            route: "train" is shuffled, every epoch alike unless `loader.sampler.set_epoch(epoch)` is called before it; anything
-                else comes in order.
-            data_sampler: which samples this rank gets; by default every data-parallel rank an equal share.
+            route: "train" shuffles, in the same order every epoch unless `loader.sampler.set_epoch(epoch)` is called before it;
+                anything else keeps the dataset's order.
+            data_sampler: which samples this rank gets; by default every data-parallel rank gets an equal share.
         """
         groups, sampler = self.groups, data_sampler
-        if sampler is None and not isinstance(dataset, IterableDataset):  # which shares itself out
+        if sampler is None and not isinstance(dataset, IterableDataset):  # which splits itself
             sampler = DistributedSampler(
                 dataset,
                 num_replicas=groups.data_parallel_size,
@@ -181,7 +181,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         """Changes the number of micro-batches per step.
 
         Raises:
-            ValueError: it is no multiple of micro-batch size x data-parallel size.
+            ValueError: `train_batch_size` is not a multiple of micro-batch size x data-parallel size.
         """
         one = self._micro_batch_size * self.groups.data_parallel_size
         if train_batch_size < one or train_batch_size % one:
@@ -191,10 +191,10 @@ class DeepSpeedEngine(CheckpointingEngine):
             )
         self.set_gradient_accumulation_steps(train_batch_size // one)
 
-    # ---- questions
+    # ---- queries
 
     def train_batch_size(self) -> int:
-        """Samples of one optimizer step on all ranks."""
+        """Samples per optimizer step on all ranks."""
         return self._micro_batch_size * self._accumulation_steps * self.groups.data_parallel_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -213,31 +213,31 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the world."""
+        """Number of ranks in the world."""
         return torch.distributed.get_world_size()
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.groups.data_parallel_size
 
     @property
     def mp_world_size(self) -> int:
-        """Model-parallel ranks."""
+        """Number of model-parallel ranks."""
         return self.groups.model_parallel_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one rank."""
+        """Samples per forward on one rank."""
         return self._micro_batch_size
 
     def get_mom(self) -> list:
         """The momentum, or Adam's betas, of every parameter group."""
         groups = self._optimizer.param_groups
-        # A group that Muon leaves to AdamW has a momentum too, without effect.
+        # A group that Muon leaves to AdamW has a momentum as well, but it has no effect.
         return [group.get("momentum" if group.get("use_muon", "momentum" in group) else "betas") for group in groups]
 
     def gradient_clipping(self) -> float:
-        """The global norm that gradients are clipped to; 0 for none."""
+        """The global norm that gradients are clipped to; 0 for no clipping."""
         return self._optimizer.clip_grad
 
     def dynamic_loss_scale(self) -> bool:

@@ -1,8 +1,8 @@
-"""What `initialize` makes of an `mpu`: its groups, and how layers that are not ours are cut over the model-parallel ranks.
+"""What `initialize` reads from an `mpu`: its groups, and how other libraries' layers are cut over the model-parallel ranks.
 
-Megatron-LM's layers say so by attributes of their parameters: `model_parallel`, later `tensor_model_parallel`, is true where a
-rank holds a part; `partition_dim` and `partition_stride` (v1.1.5 and later) say which. The tree of 2019 and 2020 says only how
-large a part is, by an attribute of the layer (`output_size_per_partition`, ...).
+Megatron-LM's layers mark their parameters with attributes: `model_parallel`, later `tensor_model_parallel`, is true if a rank
+holds only a part; `partition_dim` and `partition_stride` (v1.1.5 and later) say which part. The source tree of 2019 and 2020
+gives only the size of a part, in an attribute of the layer (`output_size_per_partition`, ...).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megazero.zero.units import shape_of
 
 logger = get_logger(__name__)
 
-# Attributes of Megatron-LM's first layers, whose matrices are cut along this dimension.
+# Attributes of Megatron-LM's first layers, with the dimension along which their matrices are cut.
 _DIM_BY_ATTRIBUTE = {
     "output_size_per_partition": 0,
     "num_embeddings_per_partition": 0,
@@ -32,16 +32,16 @@ _DIM_BY_ATTRIBUTE = {
     "embedding_dim_per_partition": 1,
 }
 
-# Gradients that differ by this part of themselves are those of different parameters: rounding is far below.
+# Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
 _UNLIKE = 0.1
-_TOO_SMALL = 1e-3  # of the largest: a gradient that cancels out is nothing but rounding
+_TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
 
 
 def parallel_groups(mpu: Any) -> ParallelGroups:
-    """The groups of a foreign mpu, or our own; without either every rank has the whole model.
+    """The groups of a foreign mpu, or megazero's own. If neither exists, every rank has the whole model.
 
     Raises:
-        DeepSpeedConfigError: the mpu does not say which groups there are.
+        DeepSpeedConfigError: the mpu does not provide its groups.
     """
     if mpu is None or hasattr(mpu, "get_groups"):
         if not mpu_groups.model_parallel_is_initialized():
@@ -57,12 +57,12 @@ def parallel_groups(mpu: Any) -> ParallelGroups:
 
 
 def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
-    """Gives layers with parameters of which a model-parallel rank holds a part `partitions`, as ours have. Collective.
+    """Sets `partitions`, as megazero's layers have it, on layers with split parameters. Collective.
 
-    Norms, clipping and checkpoints go by those: what no layer declares is the same on all model-parallel ranks, and saved once.
+    Norms, clipping and checkpoints rely on it: undeclared parameters are the same on all model-parallel ranks, and saved once.
 
     Raises:
-        DeepSpeedConfigError: a parameter is not marked as a part, and differs between model-parallel ranks.
+        DeepSpeedConfigError: a parameter is not marked as a part, but differs between model-parallel ranks.
     """
     if groups.model_parallel_size == 1:
         return
@@ -72,7 +72,7 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
             full_name = f"{prefix}.{name}".lstrip(".")
             if _is_marked(parameter) and full_name not in cuts:
                 marked.append((full_name, module, name, parameter, _dim_of(module, parameter)))
-    # A tied parameter is cut as the layer says that knows; `partitions` then has that for its other names too.
+    # A tied parameter is cut as the layer that knows its dimension says; `partitions` then applies that to its other names.
     told = {id(parameter) for *_, parameter, dim in marked if dim is not None}
     guessed = [full_name for full_name, *_, parameter, _ in marked if id(parameter) not in told]
     for full_name, module, name, parameter, dim in marked:
@@ -92,13 +92,13 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
 
 
 def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
-    """Whether there were finite gradients to compare: those of a parameter that is whole are alike on all model-parallel ranks.
+    """Whether there were finite gradients to compare. Whole parameters have equal gradients on all model-parallel ranks.
 
-    Of one that each rank has a part of, but that nothing marks, they are not, even where the parts were drawn from one seed and
-    were alike at the start. What is compared are mean gradients before an update, up to rounding. Collective over the world.
+    Parameters that are split but not marked do not, even if their parts were drawn from one seed and started out equal. The
+    comparison is between mean gradients before an update, up to rounding. Collective over the world.
 
     Raises:
-        DeepSpeedConfigError: those of some parameter differ.
+        DeepSpeedConfigError: the gradients of some parameter differ.
     """
     cuts = partitions(model)
     names, rows = [], []
@@ -133,24 +133,24 @@ def _is_marked(parameter: nn.Parameter) -> bool:
 
 
 def _dim_of(module: nn.Module, parameter: nn.Parameter) -> int | None:
-    """The dimension that a marked parameter is cut along, as it or its layer says; None where neither does."""
+    """The dimension along which a marked parameter is cut, according to it or its layer; None if neither says."""
     dim = getattr(parameter, "partition_dim", -1)
     if dim >= 0:
         return dim
-    if len(shape_of(parameter)) == 1:  # a bias is that of the rows
+    if len(shape_of(parameter)) == 1:  # a bias is cut like the rows
         return 0
     return next((dim for name, dim in _DIM_BY_ATTRIBUTE.items() if hasattr(module, name)), None)
 
 
 def _cut(parameter: nn.Parameter, dim: int, size: int) -> Partition:
-    """How one of `size` parts belongs to the whole."""
-    stride = vars(parameter).get("stride", 1)  # v1.1.5 calls that of a bias so, which hides the tensor's method
+    """The partition of a parameter whose `size` parts are along `dim`."""
+    stride = vars(parameter).get("stride", 1)  # v1.1.5's name on a bias, hiding the tensor's method
     stride = getattr(parameter, "partition_stride", stride)
     return Partition(dim, stride, full_size=shape_of(parameter)[dim] * size)
 
 
 def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
-    """Compares what is not marked with the first model-parallel rank's, bit for bit: one would be saved, and the rest lost."""
+    """Compares unmarked parameters with the first model-parallel rank's, bit for bit: only one copy of each is saved."""
     cuts = partitions(model)
     common = {name: p for name, p in model.named_parameters() if name not in cuts}
     mine = {name: (tuple(shape_of(p)), str(p.dtype)) for name, p in common.items()}
@@ -161,13 +161,13 @@ def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
 
 
 def _equals_the_firsts(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    # Of what `zero.Init` has sharded this rank's shard: a model-parallel group has one place in the data-parallel groups.
+    # For a parameter that `zero.Init` has sharded, compare shards: model-parallel peers have the same data-parallel rank.
     values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
     return torch.equal(*_beside_the_firsts(values.contiguous().view(-1).view(torch.uint8), groups))
 
 
 def _beside_the_firsts(values: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
-    """A contiguous tensor of this rank's, and the first model-parallel rank's, both on the device. Collective."""
+    """A contiguous tensor of this rank and the first model-parallel rank's counterpart, both on the device. Collective."""
     mine = values.to(comm.local_device())
     first = mine.clone()
     comm.broadcast_(first, groups.model)

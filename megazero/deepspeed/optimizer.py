@@ -1,4 +1,4 @@
-"""What `initialize` makes of a caller's optimizer and parameter groups, or the configuration's."""
+"""How `initialize` uses the optimizer and parameter groups of the caller, or those of the configuration."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megazero.zero.param_groups import hidden_matrices
 
 logger = get_logger(__name__)
 
-# How torch runs an optimizer, not what it computes: left to the optimizer that is made.
+# These choose how torch runs an optimizer, not what it computes; the optimizer that is made decides them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 
 
 def client_optimizer(
     config: JsonConfig, optimizer: Any, model_parameters: Iterable[Any] | None, model: nn.Module
 ) -> tuple[OptimizerFactory | None, list[dict[str, Any]]]:
-    """What makes the torch optimizer, and the parameter groups it is for; (None, []) where neither caller nor file has one.
+    """A factory for the torch optimizer, and its parameter groups; (None, []) if neither caller nor file has an optimizer.
 
     Raises:
-        DeepSpeedConfigError: it cannot work on flat ranges, has made steps, or `model_parameters` is no such list.
+        DeepSpeedConfigError: the optimizer cannot work on flat ranges or has made steps, or `model_parameters` is invalid.
     """
     if optimizer is None and config.optimizer is None:
         return None, []
@@ -64,7 +64,7 @@ def _groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
 
 
 def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
-    """What gives the caller's own optimizer the flat slices, so that schedulers that hold it go on working; and its groups."""
+    """A factory that gives the caller's own optimizer the flat slices, so that its schedulers keep working; and its groups."""
     name = type(optimizer).__name__
     if not config.zero_allow_untested_optimizer:
         try:
@@ -76,7 +76,7 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
             f"{name} has made steps already, and its state cannot be taken over. Pass a new one."
         )
     groups = [dict(group) for group in optimizer.param_groups]
-    if optimizer.state:  # Adagrad makes its state in its constructor, so it has to be constructed on the slices
+    if optimizer.state:  # Adagrad makes its state in its constructor, so construct it on the slices
         defaults = {key: value for key, value in optimizer.defaults.items() if key not in _IMPLEMENTATION}
         return lambda new: type(optimizer)(new, **defaults), groups
 
@@ -89,10 +89,10 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
 
 
 def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
-    """Without an optimizer the engine evaluates: refuses what only training has, and logs what the file says in vain.
+    """For an engine without an optimizer: refuses settings that need training, and logs those that have no effect.
 
     Raises:
-        DeepSpeedConfigError: a schedule was given, or ZeRO shards nothing but what training has, or plans from a training step.
+        DeepSpeedConfigError: a schedule was given, the ZeRO stage shards only training states, or the placement is "auto".
     """
     remedy = 'Give optimizer= to initialize, or an "optimizer" section'
     zero = config.zero_optimization
@@ -114,7 +114,7 @@ def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
 
 
 def _unnamed(parameters: Any) -> list[Any]:
-    """Parameters as a list, from one, or from what torch's optimizers take: parameters, or (name, parameter) pairs."""
+    """A list of parameters, from one tensor or from what torch's optimizers take: parameters, or (name, parameter) pairs."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
@@ -122,7 +122,7 @@ def _unnamed(parameters: Any) -> list[Any]:
 
 @contextmanager
 def given_back(optimizer: Any) -> Iterator[None]:
-    """Where the block raises, the caller's own optimizer has its parameters again, and not the flat slices."""
+    """If the block raises, gives the caller's own optimizer its parameters back in place of the flat slices."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     before = [group["params"] for group in groups]
     try:
@@ -134,10 +134,10 @@ def given_back(optimizer: Any) -> Iterator[None]:
 
 
 def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """The group index of each parameter by name, and the groups' settings. Without groups nothing is trained, on purpose.
+    """The group index of each parameter by name, and the groups' settings. Having no groups, and training nothing, is valid.
 
     Raises:
-        DeepSpeedConfigError: a group holds what is no parameter of the model, or two hold the same.
+        DeepSpeedConfigError: a group holds a tensor that is not a parameter of the model, or two groups hold the same one.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of = {}

@@ -1,4 +1,4 @@
-"""What `initialize` makes of a caller's learning-rate schedule, or the configuration's."""
+"""How `initialize` uses the learning-rate schedule of the caller, or that of the configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megazero.zero.optimizer import BucketOptimizer
 
 logger = get_logger(__name__)
 
-# What torch's schedules write into parameter groups when they are built.
+# Keys that torch's schedules write into parameter groups when they are built.
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
 
 def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer) -> Any:
-    """The schedule that is given, driving the engine's optimizer from now on; else the configuration's; None for none.
+    """The given schedule, made to drive the engine's optimizer; otherwise the configuration's, or None if there is none.
 
     Raises:
-        DeepSpeedConfigError: it drives an optimizer with other parameter groups.
+        DeepSpeedConfigError: the schedule drives an optimizer with a different number of parameter groups.
     """
     if given is None:
         if config.scheduler is None:
@@ -33,7 +33,7 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
             config.scheduler.type,
             extra=ALIKE,
         )
-    if isinstance(given, type) or not hasattr(given, "step"):  # a class of schedules has a step, but is a callable
+    if isinstance(given, type) or not hasattr(given, "step"):  # a schedule class has step(), but is a callable
         return given(optimizer.torch_optimizer)
     if getattr(given, "optimizer", optimizer.torch_optimizer) is not optimizer.torch_optimizer:
         if len(given.optimizer.param_groups) != len(optimizer.param_groups):
@@ -42,7 +42,7 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
                 f"has {len(optimizer.param_groups)}. Build it on the optimizer that is given to initialize, or pass a callable."
             )
         logger.info("the lr_scheduler was built on another optimizer; it drives the engine's from now on")
-        # torch warns of a schedule over an optimizer that no schedule was built on: this one changes nothing.
+        # torch warns if no schedule was built on an optimizer that a schedule drives; this one changes nothing.
         torch.optim.lr_scheduler.ConstantLR(optimizer.torch_optimizer, 1.0)
         for mine, theirs in zip(optimizer.param_groups, given.optimizer.param_groups, strict=True):
             cycled = ("momentum", "betas") if "max_momentum" in theirs else ()
@@ -52,7 +52,7 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
 
 
 def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Lets a schedule, and those that it is made of (torch's SequentialLR, ChainedScheduler), drive another optimizer."""
+    """Makes a schedule, and its parts if it has any (torch's SequentialLR, ChainedScheduler), drive another optimizer."""
     schedule.optimizer = optimizer
     for part in getattr(schedule, "_schedulers", ()):
         _rebind(part, optimizer)
