@@ -1,1 +1,1 @@
-"""Front doors of other systems, for their users' scripts: `colossalai` and `patrickstar`. Adapters over megazero's own engine."""
+"""Entry points of other systems, for their users' scripts: `colossalai` and `patrickstar`. They adapt megazero's own engine."""

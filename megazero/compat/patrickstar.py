@@ -1,7 +1,7 @@
-"""PatrickStar's `initialize_engine` (arXiv:2108.05818, v0.4) over megazero's engine: its chunk is our bucket.
+"""PatrickStar's `initialize_engine` (arXiv:2108.05818, v0.4) over megazero's engine: its chunk corresponds to a bucket.
 
-Parameters, gradients and optimizer states are sharded (ZeRO stage 3). Where they rest is the placement policy "auto", or with
-`with_static_partition` host memory.
+Parameters, gradients and optimizer states are sharded (ZeRO stage 3). The placement policy "auto" decides where they are kept;
+with `with_static_partition` they are kept in host memory.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OBEYED = (
     _MARGIN,
     _STATIC,
 )
-# True asks for something that is not there; False and absence are fine.
+# Refused if true, because the feature does not exist; false or absent is accepted.
 _REFUSED = {
     "use_cpu_embedding": "embeddings compute on the device, like every other layer",
     "use_fake_dist": "ranks are real processes; start several with torchrun on one machine",
     "client.opts.with_mem_saving_comm": "a bucket travels in one all-gather; chunk-by-chunk broadcasts are not built",
     "client.mem_tracer.use_fake_dist": "ranks are real processes; start several with torchrun on one machine",
 }
-# Say how, not what: the result does not depend on them.
+# These choose how something is done; the result does not depend on them.
 _NO_EFFECT = {
     "client.opts.with_mem_cache": "torch's allocator keeps freed memory",
     "client.opts.with_async_move": "transfers always overlap with computing",
@@ -63,14 +63,14 @@ def initialize_engine(
 
     Args:
         model_func: builds the model; it is sharded while it is built, unless `release_after_init`.
-        local_rank: this process's number on its host, as the launcher gives it.
+        local_rank: this process's number on its host, as set by the launcher.
         config: PatrickStar's dict; see docs/coming_from_other_systems.md for each key. "Adam" adds weight decay to the gradient,
             "AdamW" decouples it. Without "fp16" the model computes in the dtype that it was built in.
-        client: there are no chunk clients here; must be None.
+        client: must be None, because there are no chunk clients here.
 
     Raises:
-        ValueError: a key is unknown, or asks for something that is not there; the message names it.
-        TypeError: `model_func` is a model already, or `client` is given.
+        ValueError: a key is unknown, or asks for something that does not exist here; the message names it.
+        TypeError: `model_func` is a model instead of a function, or `client` is given.
     """
     if isinstance(model_func, nn.Module) or not callable(model_func) or client is not None:
         raise TypeError(
@@ -80,7 +80,7 @@ def initialize_engine(
     join()
     settings = _checked(config or {})
     device = comm.local_device()
-    # As `init_distributed` counts: a batch system may show each rank no other device than its own.
+    # Count as `init_distributed` does: a batch system may show each rank only its own device.
     if device.type == "cuda" and device.index != local_rank % torch.cuda.device_count():
         raise ValueError(
             f"initialize_engine: local_rank is {local_rank}, and this process computes on {device}, by LOCAL_RANK. Give both "
@@ -95,7 +95,7 @@ def initialize_engine(
     homes = offload_sections(policy, stage=3, margin_ratio=margin, margin_name=_MARGIN, what="PatrickStar's placement")
     document = {
         "optimizer": _optimizer(settings.get("optimizer", {})),
-        "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 is PatrickStar's word for none
+        "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 means none in PatrickStar
         "zero_optimization": {"stage": 3, **homes},
     }
     if fp16:
@@ -108,7 +108,7 @@ def initialize_engine(
 
 
 class PatrickStarEngine(EngineModule):
-    """What `initialize_engine` returns: called like the model, it also does the backward.
+    """The model that `initialize_engine` returns. It is called like the original model, and also runs backward.
 
     Use: `optimizer.zero_grad()`, `loss = model(data)`, `model.backward(loss)`, `optimizer.step()`.
     """
@@ -120,7 +120,7 @@ class PatrickStarEngine(EngineModule):
         self.train()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of `loss`, the mean over this rank's batch, in place of those there were: they do not accumulate."""
+        """Computes the gradients of `loss`, the mean over this rank's batch. They replace earlier ones: nothing accumulates."""
         self.engine.zero_grad()
         self.engine.backward(loss)
 
@@ -130,7 +130,7 @@ class FP16Adam(EngineOptimizer):
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are obeyed, after all of them were looked at."""
+    """The keys that are obeyed, after checking all of them."""
     values = {key: value for key, value in config.items() if key != "client"}
     client = config.get("client", {})
     check_known("config['client'] has no", client, ("mem_tracer", "opts"))
@@ -147,7 +147,7 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fp16(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """DeepSpeed's fp16 section, with PatrickStar's default of 2000 clean steps; None where it is not enabled."""
+    """DeepSpeed's fp16 section, with PatrickStar's default of 2000 clean steps, or None if fp16 is not enabled."""
     if section is None:
         return None
     check_known("config['fp16'] has no", section, _FP16)
@@ -160,5 +160,5 @@ def _optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config['optimizer']['type'] must be Adam or AdamW, got {kind!r}.")
     check_known("config['optimizer']['params'] has no", given, _ADAM)
     params = {**_ADAM, **given}
-    params.pop("use_hybrid_adam")  # each shard is updated where it lies, by the kernel of that device
+    params.pop("use_hybrid_adam")  # the kernel of a shard's device updates it in place
     return {"type": "Adam", "params": {**params, "adam_w_mode": kind == "AdamW"}}

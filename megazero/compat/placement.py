@@ -1,4 +1,4 @@
-"""What a placement policy of another system means here: where the shards of parameters, gradients and optimizer states rest."""
+"""Translates other systems' placement policies: where the shards of parameters, gradients and optimizer states are kept."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def offload_sections(
 
     Args:
         policy: "cuda": everything stays on the device that the model computes on. "cpu": optimizer states and reduced gradients
-            rest in host memory and are updated there, and under stage 3 the shards of the parameters rest there too. "auto":
-            under stage 3 as "cpu", and one traced iteration decides what stays on the device as well; else as "cpu".
+            are kept in host memory and updated there; at stage 3, parameter shards are kept there too. "auto": the same as
+            "cpu", except that at stage 3 one traced iteration decides what stays on the device.
         stage: the ZeRO stage.
-        margin_ratio: part of the device's free memory that "auto" may give to optimizer states.
-        margin_name, what: how the caller calls that part, and the policy, for messages.
+        margin_ratio: share of the device's free memory that "auto" may give to optimizer states.
+        margin_name, what: the caller's names for that share and for the policy, for messages.
 
     Raises:
-        ValueError: the ratio lies outside of [0, 1].
+        ValueError: the ratio is not in [0, 1].
     """
     if not 0 <= margin_ratio <= 1:
         raise ValueError(f"{margin_name} must lie between 0 and 1, got {margin_ratio}.")

@@ -1,4 +1,4 @@
-"""What the front doors share: a module and a torch optimizer that hand everything to one engine."""
+"""What the entry points share: a module and a torch optimizer that delegate everything to one engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def join(backend: str | None = None) -> None:
-    """Joins the world that the environment describes, and shows megazero's log where the script shows none of its own."""
+    """Joins the world that the environment describes, and shows megazero's log if the script shows none of its own."""
     comm.init_distributed(backend)
     if not logger.hasHandlers():
         setup_logging(comm.world().rank())
@@ -34,11 +34,11 @@ def build_engine(
     loss_scaler: LossScaler | None = None,
     zero_units: Sequence[nn.Module] | None = None,
 ) -> DeepSpeedEngine:
-    """The engine that a configuration in DeepSpeed's keys describes. The size of a batch is the caller's own business.
+    """The engine that a configuration in DeepSpeed's keys describes. Batch sizes are up to the caller.
 
     Args:
-        optimizer: over the model's parameters; it is given the engine's flat slices and stays the same object.
-        loss_scaler: in place of the configuration's.
+        optimizer: an optimizer over the model's parameters. It is given the engine's flat slices and stays the same object.
+        loss_scaler: replaces the configuration's.
         zero_units: see `Engine`.
 
     Raises:
@@ -56,7 +56,7 @@ class EngineModule(nn.Module):
     """A model whose forward is its engine's, once it has one.
 
     Args:
-        module: the user's model. Its parameters are those of the engine; their names here begin with "module.".
+        module: the user's model. The engine trains its parameters, whose names here begin with "module.".
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class EngineModule(nn.Module):
         """The engine, for everything that the other system has no name for (checkpoints, norms, memory).
 
         Raises:
-            RuntimeError: there is none yet.
+            RuntimeError: there is no engine yet.
         """
         if self._engine is None:
             raise RuntimeError(
@@ -79,14 +79,14 @@ class EngineModule(nn.Module):
         return self._engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; where it computes in 16 bits, floating-point tensors among the arguments are cast."""
+        """The model's forward. If it computes in 16 bits, floating-point tensors among the arguments are cast."""
         dtype = self.engine.config.cast_to
         return self.engine(*moved(args, floating=dtype), **moved(kwargs, floating=dtype))
 
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Tensor]:
-        """Full values under the names of the user's own model, copies on the CPU, the same on every rank. Collective."""
+        """Full values under the names of the user's own model, as copies on the CPU, the same on every rank. Collective."""
         state = {prefix + name: value for name, value in self.engine.module_state_dict().items()}
         if destination is None:
             return state
@@ -94,7 +94,7 @@ class EngineModule(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
-        """Takes full values, the same on every rank, into the parameters and their fp32 master weights. Collective.
+        """Loads full values, the same on every rank, into the parameters and their fp32 master weights. Collective.
 
         Raises:
             RuntimeError: names are missing or unknown (with `strict`), or a shape differs.
@@ -109,7 +109,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine  # and not super().__init__(): groups and state have one owner
+        self.engine = engine  # no super().__init__(): groups and state have one owner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -118,7 +118,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """The state by flat slice. By parameter: `megazero.utils.safe_get_full_optimizer_state`."""
+        """The state of each flat slice. For a parameter's: `megazero.utils.safe_get_full_optimizer_state`."""
         return self.engine.optimizer.state
 
     @property
@@ -128,19 +128,19 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss."""
+        """The factor by which the next loss is scaled."""
         return self.engine.loss_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients since the last step, which does so by itself."""
+        """Discards the gradients since the last step. A step does so by itself."""
         self.engine.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update, or none where a gradient is inf or NaN; the loss scale adapts to the outcome.
+        """Makes one update, or none if a gradient is inf or NaN; the loss scale adapts to the outcome.
 
         Raises:
-            ValueError: there is a closure.
-            RuntimeError: there was no backward before it.
+            ValueError: a closure was given.
+            RuntimeError: there was no backward before this step.
         """
         if closure is not None:
             raise ValueError(f"{type(self).__name__}.step takes no closure: call backward(loss) first.")
@@ -155,7 +155,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise RuntimeError("Parameter groups cannot be added later. Freeze parameters by requires_grad instead.")
 
     def state_dict(self) -> NoReturn:
-        """Refused: a rank has a part of the state, which no other number of ranks could load.
+        """Refused: a rank holds only a part of the state, which no other number of ranks could load.
 
         Raises:
             NotImplementedError: always.
@@ -163,7 +163,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise NotImplementedError(_CHECKPOINTS.format(type(self).__name__, "state_dict", "save"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        """Refused, as `state_dict`.
+        """Refused, like `state_dict`.
 
         Raises:
             NotImplementedError: always.

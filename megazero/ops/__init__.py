@@ -1,4 +1,4 @@
-"""DeepSpeed's `ops`: optimizers by the names that scripts know."""
+"""DeepSpeed's `ops`: optimizers under the names that scripts use."""
 
 from megazero.ops import adam
 

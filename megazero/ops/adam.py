@@ -18,9 +18,9 @@ class FusedAdam(torch.optim.Adam):
     """torch's fused AdamW, or Adam, under the signature of DeepSpeed's and apex's FusedAdam, with their defaults.
 
     Args:
-        params: parameters, or dicts of parameter groups; on any device that torch has a fused kernel for.
-        bias_correction: must be true: torch always corrects. CPUAdam and HybridAdam can do without.
-        adam_w_mode: decoupled weight decay (AdamW); else it is added to the gradient (Adam).
+        params: parameters, or dicts of parameter groups, on any device that torch has a fused kernel for.
+        bias_correction: must be true, because torch always corrects the bias. CPUAdam and HybridAdam accept false.
+        adam_w_mode: true: decoupled weight decay (AdamW). False: weight decay is added to the gradient (Adam).
 
     Raises:
         ValueError: bias_correction is false, or a number is out of its range.

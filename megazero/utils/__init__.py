@@ -1,4 +1,4 @@
-"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states; and the logger."""
+"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, and the logger."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's place of the functions that turn a checkpoint into plain fp32 weights."""
+"""The functions that turn a checkpoint into plain fp32 weights, under DeepSpeed's module name."""
 
 from megazero.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -1,6 +1,6 @@
-"""Colossal-AI's ZeRO of 2022 (v0.1.3 to v0.1.12) over megazero's engine: change the imports of a script to this module.
+"""Colossal-AI's ZeRO of 2022 (v0.1.3 to v0.1.12) over megazero's engine. To port a script, import from this module instead.
 
-docs/coming_from_other_systems.md says what each name means here, and what is refused.
+docs/coming_from_other_systems.md describes what each name means here, and what is refused.
 """
 
 from megazero.compat.colossalai.grad_scaler import DynamicGradScaler

@@ -10,14 +10,15 @@ logger = logging.getLogger(__name__)
 
 
 class DynamicGradScaler(LossScaler):
-    """A dynamic loss scale with factors and bounds of one's own.
+    """A dynamic loss scale with configurable factors and bounds.
 
-    An overflow sets the count of clean steps to 0; from the `hysteresis`-th one on each multiplies the scale by
-    `backoff_factor`, not below `min_scale`. `growth_interval` clean steps in a row multiply it by `growth_factor`, not above
-    `max_scale`, and forgive the overflows. With factors 2 and 0.5 it is DeepSpeed's, but goes on at the smallest scale.
+    An overflow resets the count of clean steps; from the `hysteresis`-th overflow on, each one multiplies the scale by
+    `backoff_factor`, down to `min_scale`. After `growth_interval` clean steps in a row, the scale is multiplied by
+    `growth_factor`, up to `max_scale`, and the count of overflows is reset. With factors 2 and 0.5 this matches DeepSpeed's
+    scale, except that training continues at the smallest scale.
 
     Raises:
-        ValueError: a number makes no sense.
+        ValueError: a number is out of range.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Colossal-AI's trainer hooks: what a `Trainer` calls at fixed points."""
+"""Colossal-AI's trainer hooks, which a `Trainer` calls at fixed points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BaseHook:
-    """What a `Trainer` calls; override what you need. Hooks of lower `priority` are called first."""
+    """Methods that a `Trainer` calls; override those you need. Hooks with a lower `priority` are called first."""
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
@@ -62,11 +62,11 @@ class BaseHook:
 class LossHook(BaseHook):
     """Keeps this rank's mean loss of the epoch in `trainer.states["metrics"]`, under "train" and "test"."""
 
-    def __init__(self, priority: int = 0) -> None:  # before those that read it
+    def __init__(self, priority: int = 0) -> None:  # before hooks that read it
         super().__init__(priority)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """Starts anew."""
+        """Starts a new list of losses."""
         self._losses: list[Tensor] = []
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor) -> None:
@@ -74,14 +74,14 @@ class LossHook(BaseHook):
         self._losses.append(loss.float())
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Says the mean."""
+        """Stores the mean loss."""
         trainer.states.setdefault("metrics", {})["train"] = float(torch.stack(self._losses).mean())
 
     before_test_epoch = before_train_epoch
     after_test_iter = after_train_iter
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """Says the mean."""
+        """Stores the mean loss."""
         trainer.states.setdefault("metrics", {})["test"] = float(torch.stack(self._losses).mean())
 
 
@@ -93,30 +93,30 @@ class LRSchedulerHook(BaseHook):
         self.lr_scheduler, self.by_epoch = lr_scheduler, by_epoch
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Steps by epoch."""
+        """Steps the schedule if it steps by epoch."""
         if self.by_epoch:
             self.lr_scheduler.step()
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor) -> None:
-        """Steps by batch."""
+        """Steps the schedule if it steps by batch."""
         if not self.by_epoch:
             self.lr_scheduler.step()
 
 
 class LogMetricByEpochHook(BaseHook):
-    """Logs what `LossHook` has left in `trainer.states["metrics"]`, on the first rank, after every `interval`-th epoch."""
+    """Logs what `LossHook` stored in `trainer.states["metrics"]`, on the first rank, after every `interval`-th epoch."""
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
         self.logger, self.interval = logger, interval
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Says the training loss."""
+        """Logs the training loss."""
         if trainer.cur_epoch % self.interval == 0:
             self._log(trainer, "train")
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """Says the loss of an evaluation."""
+        """Logs the loss of an evaluation."""
         self._log(trainer, "test")
 
     def _log(self, trainer: Trainer, mode: str) -> None:

@@ -1,4 +1,4 @@
-"""Colossal-AI's `ZeroInitContext`: a model that is built in half precision, and sharded while it is built."""
+"""Colossal-AI's `ZeroInitContext`: builds a model in half precision, and shards it while it is built."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from megazero.zero.units import shape_of
 
 
 class ZeroInitContext:
-    """Context manager in which modules are built with parameters in fp16 or bf16, and sharded with `shard_param`.
+    """Context manager in which modules are built with parameters in fp16 or bf16, and sharded if `shard_param` is true.
 
-    Initial values are those of an unsharded construction with the first rank's generators, rounded to 16 bits: initialisers see
-    full shapes. At the end the generators of this process are as they were at the beginning.
+    Initial values are those of an unsharded construction with the first rank's generators, rounded to 16 bits: initializers see
+    full shapes. At the end, the generators of this process are restored to their state at the beginning.
 
     Args:
-        target_device: where parameters, or their shards, rest: the device that this process computes on, or the CPU.
-        shard_strategy: accepted; `ShardedModelV2` asks its own.
-        shard_param: each module is sharded when it is built (`zero.Init`), and `ShardedModelV2` trains at ZeRO stage 3. Else
-            every rank has the whole parameters, and it is stage 2.
-        rm_torch_payload_on_the_fly: accepted; a module is sharded as soon as its constructor and its parent's allow.
+        target_device: where parameters, or their shards, are kept: the device that this process computes on, or the CPU.
+        shard_strategy: accepted without effect; `ShardedModelV2` uses its own.
+        shard_param: true: each module is sharded when it is built (`zero.Init`), and `ShardedModelV2` trains at ZeRO stage 3.
+            False: every rank has the whole parameters, and `ShardedModelV2` trains at stage 2.
+        rm_torch_payload_on_the_fly: accepted without effect; a module is sharded as soon as its and its parent's constructors
+            allow.
         model_numel_tensor: one integer, to which the number of elements of all parameters is added at the end.
-        dp_process_group: the ranks to shard over; by default megazero's data-parallel group, else the world.
-        bf16: bf16 instead of fp16.
+        dp_process_group: the ranks to shard over; by default megazero's data-parallel group, or the world if there is none.
+        bf16: use bf16 instead of fp16.
 
     Raises:
-        ValueError: `target_device` is another device.
+        ValueError: `target_device` is any other device.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class ZeroInitContext:
         self._modules: list[ref[nn.Module]] = []
 
     def __enter__(self) -> ZeroInitContext:
-        """Starts to convert what is constructed."""
+        """Starts converting the modules that are constructed."""
         self._rng = RngState.capture()
         self._handle = register_module_parameter_registration_hook(self._on_parameter)
         self._init.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
-        """Converts what is left, counts, and gives the generators their states back."""
+        """Converts the remaining parameters, counts them all, and restores the generators."""
         self._handle.remove()
         self._init.__exit__(kind, *details)
         modules = {module: None for module in (reference() for reference in self._modules) if module is not None}
@@ -89,7 +90,7 @@ class ZeroInitContext:
 
 
 def _device(device: torch.device | str | int) -> torch.device:
-    """The device that `ZeroInitContext` was given, which may be a number: torch.cuda.current_device() is one."""
+    """The device that `ZeroInitContext` was given. It may be a number, such as torch.cuda.current_device()."""
     local = comm.local_device()
     wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if wanted.type == local.type and wanted.index in (None, local.index):

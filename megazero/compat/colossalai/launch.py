@@ -1,4 +1,4 @@
-"""Colossal-AI's start of a script: `launch_from_torch(config)`, and `initialize` with the `zero` part of that configuration."""
+"""How a Colossal-AI script starts: `launch_from_torch(config)`, then `initialize` with the `zero` part of that configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.option import check_known, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Parts of a configuration that ask for another engine than ZeRO's. A script may keep whatever else it likes in there.
+# Parts of a configuration that ask for an engine other than ZeRO's. A script may keep anything else in there.
 _REFUSED = {
     "parallel": "pipelines and tensor parallelism by configuration are not built; megazero.mpu has tensor-parallel layers",
     "fp16": "precision is part of zero: fp16, or model_config=dict(bf16=True)",
@@ -29,7 +29,7 @@ _REFUSED = {
 
 
 class Config(dict):
-    """A configuration whose keys are attributes too, and those of the dicts in it: `config.zero.model_config`."""
+    """A configuration whose keys, and those of the dicts in it, are attributes too: `config.zero.model_config`."""
 
     def __init__(self, values: Iterable[tuple[Any, Any]] = ()) -> None:
         pairs = ((key, Config(value.items()) if type(value) is dict else value) for key, value in values)
@@ -46,7 +46,7 @@ class Config(dict):
 
 
 class GlobalContext:
-    """What scripts look up as `gpc`: the configuration that was launched."""
+    """The object that scripts know as `gpc`: holds the configuration that was launched."""
 
     def __init__(self) -> None:
         self.config = Config()
@@ -56,7 +56,7 @@ class GlobalContext:
         return comm.world().rank()
 
 
-gpc = GlobalContext()  # scripts for this system read their settings from it, everywhere
+gpc = GlobalContext()  # scripts for Colossal-AI read their settings from it everywhere
 
 
 def launch_from_torch(
@@ -66,8 +66,8 @@ def launch_from_torch(
 
     Args:
         config: a dict, or the path of a Python file whose top-level names are the configuration.
-        backend: "nccl" or "gloo"; by default nccl where CUDA is.
-        seed: the same on every rank, so that models start alike.
+        backend: "nccl" or "gloo"; by default nccl if CUDA is available.
+        seed: the same on every rank, so that models start with equal weights.
         verbose: whether to log the number of ranks.
     """
     join(backend)
@@ -79,13 +79,13 @@ def launch_from_torch(
 
 
 class Engine:
-    """What `initialize` returns.
+    """The engine that `initialize` returns.
 
     Use: `engine.train()`, `engine.zero_grad()`, `output = engine(x)`, `loss = engine.criterion(output, y)`,
     `engine.backward(loss)`, `engine.step()`.
 
     Args:
-        clip_grad_norm: the global norm of the gradients is at most this; 0 for no clipping.
+        clip_grad_norm: the maximum global norm of the gradients; 0 for no clipping.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class Engine:
         self.model.eval()
 
     def zero_grad(self) -> None:
-        """Forgets gradients, but not those that are accumulating for an update."""
+        """Discards gradients, except those that are accumulating for an update."""
         engine = self.optimizer.engine
         if engine.micro_steps % engine.gradient_accumulation_steps() == 0:
             self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of `loss`, the mean over this rank's batch."""
+        """Computes the gradients of `loss`, the mean over this rank's batch."""
         self.optimizer.backward(loss)
 
     def step(self) -> None:
-        """Counts the batch, and updates at every `gradient_accumulation`-th one."""
+        """Counts the batch, and makes an update at every `gradient_accumulation`-th one."""
         self.optimizer.clip_grad_norm(self.model, self._clip_grad_norm)
         self.optimizer.step()
 
@@ -134,8 +134,8 @@ class Engine:
     ) -> tuple[Any, Any, Tensor | None]:
         """Forward, loss and, unless `forward_only`, backward of the next batch.
 
-        A batch is a pair of data and label, or data alone (label None). A dict goes into the model by keywords, a list or tuple
-        by position. Without a criterion the loss is the output's `loss`, or the output.
+        A batch is a pair of data and label, or data alone (label None). A dict is passed to the model as keyword arguments, a
+        list or tuple as positional ones. Without a criterion, the loss is the output's `loss` attribute, or the output itself.
 
         Returns:
             Output and label (None without `return_output_label`), and the detached loss (None without `return_loss`).
@@ -163,7 +163,7 @@ class Engine:
 
 
 def _sizes_of(parallel: dict[str, Any]) -> set[Any]:
-    """The sizes in a `parallel` section, as in dict(pipeline=1, tensor=dict(size=1, mode=None))."""
+    """The sizes in a `parallel` section, such as dict(pipeline=1, tensor=dict(size=1, mode=None))."""
     return {part.get("size") if isinstance(part, dict) else part for part in parallel.values()}
 
 
@@ -177,17 +177,17 @@ def initialize(
     ophooks: None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Iterable | None, Iterable | None, Any]:
-    """An engine as `gpc.config.zero = dict(model_config=..., optimizer_config=...)` describes it; the rest comes back as it is.
+    """An engine configured by `gpc.config.zero = dict(model_config=..., optimizer_config=...)`, and the rest unchanged.
 
-    `gradient_accumulation` and `clip_grad_norm` of the configuration are obeyed, and `cudnn_benchmark`, `cudnn_deterministic`.
+    Also obeys `gradient_accumulation`, `clip_grad_norm`, `cudnn_benchmark` and `cudnn_deterministic` in the configuration.
 
     Args:
-        model: built in `ZeroInitContext` (or a function that builds it), or any other one.
-        optimizer: over its parameters, or a class or function that makes one of them.
+        model: a model that was built in `ZeroInitContext`, a function that builds it, or any other model.
+        optimizer: an optimizer over the model's parameters, or a class or function that makes one from them.
         ophooks: must be None.
 
     Raises:
-        ValueError: there is no `zero` in the configuration, or a part of it asks for something that is not there.
+        ValueError: there is no `zero` in the configuration, or a part of it asks for something that does not exist here.
         TypeError: `model_config` or `optimizer_config` has an unknown key.
     """
     config = gpc.config

@@ -1,4 +1,4 @@
-"""What the tutorial prints with: memory in one line, and a logger that speaks on chosen ranks."""
+"""What the tutorial uses for its output: memory in one line, and a logger that logs on chosen ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def get_mem_info(prefix: str = "") -> str:
 
 
 class DistributedLogger:
-    """A logger whose every call may name the ranks that speak.
+    """A logger; each call may choose the ranks that log.
 
     Args:
-        name: of the logger of the standard library behind it, which writes to standard output.
+        name: the name of the underlying standard-library logger, which writes to standard output.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,11 +42,11 @@ class DistributedLogger:
             self._logger.propagate = False
 
     def set_level(self, level: str) -> None:
-        """Sets the least level that is shown: "DEBUG", "INFO", "WARNING" or "ERROR"."""
+        """Sets the lowest level that is shown: "DEBUG", "INFO", "WARNING" or "ERROR"."""
         self._logger.setLevel(level)
 
     def _log(self, level: int, message: object, *, ranks: Sequence[int] | None = None) -> None:
-        """Logs on all ranks, or on `ranks`."""
+        """Logs on all ranks, or only on `ranks`."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if ranks is None or rank in ranks:
             self._logger.log(level, "%s", message)
@@ -58,12 +58,12 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
-    """The logger of that name."""
+    """The logger with the given name."""
     return DistributedLogger(name)
 
 
 def disable_existing_loggers(include: Iterable[str] | None = None, exclude: Iterable[str] = ("colossalai",)) -> None:
-    """Silences, below WARNING, the loggers that exist now: those that `include` names, or all but those of `exclude`."""
+    """Sets existing loggers to WARNING: those that `include` names, or by default all except those in `exclude`."""
     names = list(logging.root.manager.loggerDict) if include is None else list(include)
     left_alone = set(exclude) if include is None else set()
     for name in names:

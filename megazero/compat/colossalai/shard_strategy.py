@@ -1,7 +1,7 @@
 """Colossal-AI's shard strategies: which parameters travel in one collective.
 
-There a strategy cuts tensors one by one, or the tensors of a module together. Here parameters always lie in the flat buckets of
-units, each cut evenly over all ranks, and a strategy says what the units are. No strategy sends a collective per tensor.
+In Colossal-AI, a strategy cuts tensors one by one, or the tensors of a module together. Here parameters always live in the flat
+buckets of units, each cut evenly over all ranks, and a strategy chooses the units. No strategy sends a collective per tensor.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ class BucketTensorShardStrategy:
     """One gather per entry of the model's lists of layers (a transformer block): the fewest collectives."""
 
     def units(self, model: nn.Module) -> list[nn.Module] | None:
-        """What is gathered and released together; None for the engine's own choice."""
+        """The modules that are gathered and released together, or None for the engine's own choice."""
         return None
 
 
 class TensorShardStrategy(BucketTensorShardStrategy):
-    """One gather per layer (its weight and bias): more and smaller collectives, and least memory for what is gathered."""
+    """One gather per layer (its weight and bias): more, smaller collectives, and the least memory for gathered parameters."""
 
     def units(self, model: nn.Module) -> list[nn.Module] | None:
-        """The modules that own parameters, but for embeddings, tied weights, and what owns some and holds a list of layers."""
+        """Modules that own parameters, except embeddings, those with tied weights, and those that hold a list of layers."""
         uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
         found: list[nn.Module] = []
-        inside: set[nn.Module] = set()  # of a unit that is taken whole, as an attention that reads its child's weights
+        inside: set[nn.Module] = set()  # parts of a whole unit, such as an attention that reads its child's weights
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             if (

@@ -19,23 +19,25 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedModelV2(EngineModule):
-    """A model whose states are sharded: at ZeRO stage 3 where its parameters are, by `ZeroInitContext`, else at stage 2.
+    """A model whose states are sharded: at ZeRO stage 3 if `ZeroInitContext` sharded its parameters, else at stage 2.
 
-    It computes from the moment that `ShardedOptimizerV2` is made of it.
+    It can compute once `ShardedOptimizerV2` has been made from it.
 
     Args:
-        module: of 16-bit parameters by `ZeroInitContext`; another one is converted, and its master weights keep what it had.
+        module: a model with 16-bit parameters from `ZeroInitContext`. Any other model is converted, and its master weights keep
+            its original values.
         shard_strategy: which parameters travel together.
         process_group, reduce_scatter_process_group: must be None: `megazero.mpu.initialize_model_parallel` makes the groups.
-        reduce_scatter_bucket_size_mb: accepted; the gradients of a unit travel together.
+        reduce_scatter_bucket_size_mb: accepted without effect; the gradients of a unit travel together.
         fp32_reduce_scatter: gradients are summed over the ranks in fp32 instead of 16 bits.
         tensor_placement_policy: "cuda", "cpu" or "auto", see `compat.placement`.
-        gradient_predivide_factor: 16-bit gradients are divided by it before the sum and by ranks / it afterwards, so the result
-            is the mean for every positive value; None chooses a power of two near the root of the number of ranks.
-        reuse_fp16_shard: gradients stay in 16 bits (they lie beside the parameters, not in their place), and so cannot
-            accumulate over several backwards; that is refused.
-        bf16: bf16 and no loss scale, instead of fp16.
-        warmup_non_model_data_ratio: accepted; no placement here guesses what activations need.
+        gradient_predivide_factor: 16-bit gradients are divided by this factor before the sum and by ranks / factor afterwards, so
+            the result is the mean for every positive value. None chooses a power of two near the square root of the number of
+            ranks.
+        reuse_fp16_shard: gradients stay in 16 bits, stored separately from the parameters. Accumulating them over several
+            backwards is therefore refused.
+        bf16: use bf16 without a loss scale, instead of fp16.
+        warmup_non_model_data_ratio: accepted without effect; no placement here relies on a guess of what activations need.
 
     Raises:
         ValueError: an argument is out of its range, or a process group is given.
@@ -89,7 +91,7 @@ class ShardedModelV2(EngineModule):
         gpu_margin_mem_ratio: float,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Makes the engine that trains this model with `optimizer`; `ShardedOptimizerV2` calls it.
+        """Makes the engine that trains this model with `optimizer`; called by `ShardedOptimizerV2`.
 
         Raises:
             ValueError: the settings contradict each other, or the optimizer is not over this model's parameters.
@@ -119,18 +121,18 @@ class ShardedOptimizerV2(EngineOptimizer):
     """The optimizer of a `ShardedModelV2`. Use: `zero_grad()`, `backward(loss)`, `step()`.
 
     Args:
-        sharded_model: what is trained.
+        sharded_model: the model to train.
         optimizer: `HybridAdam`, `CPUAdam`, or a torch optimizer that updates each element by itself, over the model's parameters.
-            It stays the one that steps, so that schedulers which hold it go on working.
-        gpu_margin_mem_ratio: part of the device's free memory for optimizer states, with the policy "auto".
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: of `DynamicGradScaler`.
+            It remains the one that steps, so schedulers that hold it keep working.
+        gpu_margin_mem_ratio: share of the device's free memory for optimizer states, with the policy "auto".
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: see `DynamicGradScaler`.
         dp_process_group, mp_process_group: must be None, as for `ShardedModelV2`.
-        verbose: accepted; `optimizer.engine.memory()` has the bytes.
-        gradient_accumulation_steps: each loss is divided by it, and each so many-th `step()` is an update. With 1 the losses of
-            several backwards before a `step()` add up.
+        verbose: accepted without effect; `optimizer.engine.memory()` has the bytes.
+        gradient_accumulation_steps: if N, each loss is divided by N, and every N-th `step()` is an update. With 1, the gradients
+            of several backwards before a `step()` add up.
 
     Raises:
-        ValueError: an argument is out of its range, or gradients are to accumulate under `reuse_fp16_shard`.
+        ValueError: an argument is out of its range, or gradients would accumulate under `reuse_fp16_shard`.
     """
 
     def __init__(
@@ -175,10 +177,10 @@ class ShardedOptimizerV2(EngineOptimizer):
         self.model = sharded_model
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of `loss`, the mean over this rank's batch, are added to those since the last step and reduced.
+        """Adds the gradients of `loss`, the mean over this rank's batch, to those since the last step, and reduces them.
 
         Raises:
-            RuntimeError: there are some already, and `reuse_fp16_shard` is on.
+            RuntimeError: there are gradients already, and `reuse_fp16_shard` is on.
         """
         if self.model.reuse_fp16_shard and self.engine.schedule.is_reduced:
             raise RuntimeError(
@@ -187,14 +189,14 @@ class ShardedOptimizerV2(EngineOptimizer):
         self.engine.backward(loss)
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> None:
-        """Has the next update scale the gradients so that their global norm is at most `max_norm`; 0 does not.
+        """Makes the next update scale the gradients so that their global norm is at most `max_norm`; 0 for no scaling.
 
-        The norm itself is there after the update: `optimizer.engine.get_global_grad_norm()`.
+        The norm itself is available after the update: `optimizer.engine.get_global_grad_norm()`.
         """
         self.engine.optimizer.clip_grad = max_norm
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update, or none where a gradient is inf or NaN; the loss scale adapts to the outcome."""
+        """Makes one update, or none if a gradient is inf or NaN; the loss scale adapts to the outcome."""
         is_update = self.engine.is_gradient_accumulation_boundary()
         super().step(closure)
         if is_update:
@@ -208,5 +210,5 @@ _NO_ACCUMULATION = (
 
 
 def _root_of(ranks: int) -> float:
-    """A power of two about the square root of the number of ranks: division before and after the sum are then alike."""
+    """A power of two near the square root of the number of ranks: the divisions before and after the sum are then similar."""
     return 2.0 ** (ranks.bit_length() // 2)

@@ -1,4 +1,4 @@
-"""Colossal-AI's `Trainer`: epochs over data loaders with an engine, which calls hooks at fixed points."""
+"""Colossal-AI's `Trainer`: runs an engine for epochs over data loaders, and calls hooks at fixed points."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megazero.compat.colossalai.reports import DistributedLogger
 
 
 class Trainer:
-    """Runs epochs.
+    """Runs an engine for epochs of training and evaluation.
 
     Args:
-        engine: what `initialize` returned.
-        timer: must be None; `torch.profiler` and the engine's own timers are there.
-        logger: says when `max_steps` ends the training.
+        engine: the engine that `initialize` returned.
+        timer: must be None; use `torch.profiler` or the engine's own timers.
+        logger: logs when `max_steps` ends the training.
 
     Attributes:
-        states: for hooks, which may leave there what others read.
+        states: a dict through which hooks pass values to each other.
         cur_epoch, cur_step: epochs and batches done.
     """
 
@@ -50,9 +50,9 @@ class Trainer:
         """Trains until `epochs` epochs, or `max_steps` batches, are done, counted over all calls.
 
         Args:
-            test_dataloader: is evaluated after every `test_interval`-th epoch, the first one included.
-            display_progress: a bar on the first rank.
-            return_output_label: whether hooks get output and label, or None.
+            test_dataloader: evaluated after every `test_interval`-th epoch, including the first one.
+            display_progress: whether to show a bar on the first rank.
+            return_output_label: whether hooks get output and label; otherwise they get None.
         """
         most = math.inf if max_steps is None else max_steps
         self._attach(hooks)
@@ -92,7 +92,7 @@ class Trainer:
         self._test(test_dataloader, display_progress, return_output_label)
 
     def predict(self, data: Any) -> Any:
-        """The model's output in evaluation mode, for a tensor, or a list or dict of what the model takes."""
+        """The model's output in evaluation mode, for a tensor, or for a list or dict of the model's arguments."""
         self.engine.eval()
         output, _, _ = self.engine.execute_schedule(iter([(data, None)]), forward_only=True, return_loss=False)
         return output
