@@ -1,4 +1,4 @@
-"""Colossal-AI's ZeRO tutorial, GPT-2 Medium in a Hugging Face model, over megazero: such a loop with its imports changed.
+"""Colossal-AI's ZeRO tutorial over megazero: GPT-2 Medium as a Hugging Face model, in such a loop with its imports changed.
 
 torchrun --nproc_per_node 2 examples/colossalai_gpt2.py                        # GPT-2 Medium
 python examples/colossalai_gpt2.py --layers 2 --hidden 64 --seq-len 16 --batch-size 2 --steps 3   # a laptop
@@ -51,7 +51,7 @@ class GPTLMLoss(nn.Module):
         self.loss_fn = nn.CrossEntropyLoss()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over all tokens but the first of each sequence."""
+        """The mean over all tokens except the first of each sequence."""
         return self.loss_fn(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     model.train()
     losses = []
-    torch.manual_seed(torch.distributed.get_rank())  # data of one's own
+    torch.manual_seed(torch.distributed.get_rank())  # different data on each rank
     for n in range(args.steps):
         start = time.perf_counter()
         input_ids = torch.randint(0, VOCABULARY, (args.batch_size, args.seq_len), device=get_current_device())

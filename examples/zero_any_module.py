@@ -1,4 +1,4 @@
-"""ZeRO for a module that knows nothing of it: one line chooses the stage, and the sharded model predicts as it is.
+"""ZeRO for a module that knows nothing about it: one line chooses the stage, and the sharded model predicts without changes.
 
 megazero examples/zero_any_module.py 3    # stage 0, 1, 2 or 3; or torchrun; python alone is one process
 """
@@ -14,7 +14,7 @@ import megazero
 
 
 def train(stage: int, steps: int = 5) -> megazero.Engine:
-    """The engine after some steps; each rank has samples of its own."""
+    """The engine after some steps; each rank trains on its own samples."""
     megazero.init_distributed()
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -33,7 +33,7 @@ def train(stage: int, steps: int = 5) -> megazero.Engine:
 
 
 def predict(engine: megazero.Engine, x: torch.Tensor) -> torch.Tensor:
-    """Logits [samples, 10]. Every rank calls it; layers are whole one after the other, and sharded again afterwards."""
+    """Logits [samples, 10]. Every rank must call it. Layers are gathered one after the other, and sharded again afterwards."""
     engine.eval()
     with torch.no_grad():
         return engine(x.to(engine.device))

@@ -1,17 +1,17 @@
-# Shared by the scripts beside it (source it): finds or makes a Python environment, prepares data, starts torchrun
-# (megazero.launch is torchrun with readable error messages).
-# Variables that matter to every script, with their defaults:
-#   PYTHON          the interpreter; without it .venv/ of the repository, else python3 if it has the packages, else a new .venv/
+# Functions shared by the other scripts, which source this file. They find or create a Python environment, prepare data, and start
+# torchrun through megazero.launch, which makes its error messages readable.
+# Variables that every script uses, with their defaults:
+#   PYTHON          the interpreter; if unset, .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes, or RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
-#   MAX_RESTARTS    on one node: how often all ranks are started again after one has failed (0); they continue from the last checkpoint
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+#   MAX_RESTARTS    one node only: how often all ranks are restarted after one has failed (0); they continue from the last checkpoint
 
 set -euo pipefail
 REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 
-# has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules (without
-# importing them, which takes seconds); prints those that it does not find
+# has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules. It does not import
+# them, because that takes seconds. Prints the modules that are missing.
 has_packages() {
   local python=$1
   shift
@@ -25,7 +25,7 @@ sys.exit(bool(missing) or sys.version_info < (3, 10))
 PYTHON
 }
 
-# use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules, installing the extra into .venv/ if need be
+# use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules; if necessary, installs the extra into .venv/
 use_python() {
   local extra=$1 candidate missing
   shift
@@ -50,25 +50,25 @@ use_python() {
 
 JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm matplotlib tokenizers)
 
-# launch SCRIPT ARG...: becomes torchrun on this node, for a script that runs by megazero.entry; a signal reaches the ranks, which finish their
-# step, save and exit 0
+# launch SCRIPT ARG...: replaces this process with torchrun on this node, for a script that uses megazero.entry. Signals are passed to the
+# ranks, which finish their step, save and exit 0.
 launch() {
   local where=() name
-  # bash takes what is no number for false, and each node would then train by itself
+  # bash treats a value that is not a number as false, and each node would then train by itself
   for name in NNODES NODE_RANK MAX_RESTARTS; do
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "error: $name=${!name} must be a number, or unset." >&2; exit 2; }
   done
-  # Its torchrun would wait for a job that has begun without it, or never does; or train by itself, where NNODES is forgotten.
+  # Otherwise torchrun would wait for a job that started without this node or never starts, or train alone if NNODES was forgotten.
   if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NODE_RANK:-0}" -ge "${NNODES:-1}" ]; then
     echo "error: NODE_RANK=${NODE_RANK:-0} must be below NNODES=${NNODES:-1}: nodes are numbered from 0." >&2
     exit 2
   fi
-  # After a rank of one node is lost, torchrun starts the others' again at another time, or not at all, and they do not meet.
+  # After one node loses a rank, torchrun restarts the ranks of the other nodes at another time or not at all, and they do not meet.
   if [ "${NNODES:-1}" -gt 1 ] && [ "${MAX_RESTARTS:-0}" != 0 ]; then
     echo "error: MAX_RESTARTS=$MAX_RESTARTS is for one node, and NNODES is $NNODES. Let the batch system start the whole job again (Slurm: --requeue), or unset it." >&2
     exit 2
   fi
-  # One process reads flags and files before all ranks start, and says on descriptor 3 how many there are to be (megazero.entry).
+  # One process checks flags and files before all ranks start, and writes the number of ranks to descriptor 3 (megazero.entry).
   { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
   [ -n "$NPROC" ] || exit 0  # it has printed --help
   if [ -n "${RDZV_ENDPOINT:-}" ]; then
@@ -79,23 +79,23 @@ launch() {
   else
     where=(--standalone)
   fi
-  # What runs on a node for the command `megazero` keeps the terminal's Ctrl-C and the batch system's signals from torchrun, and passes
-  # them to the ranks (megazero/runner/processes.py).
-  trap '' INT  # until it does so: Python would print a traceback
+  # The agent, which the command `megazero` also runs on each node, keeps the terminal's Ctrl-C and the batch system's signals from
+  # torchrun and passes them to the ranks (megazero/runner/processes.py).
+  trap '' INT  # until the agent handles it: Python would print a traceback
   exec "$PYTHON" -m megazero.runner.agent "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" </dev/null
 }
 
-# json_has KEYS ARG...: whether the JSON file after --deepspeed_config says something of a key (a|b), and not "auto"
+# json_has KEYS ARG...: whether the JSON file after --deepspeed_config sets one of the keys (a|b) to something other than "auto"
 json_has() {
   local keys=$1
   shift
   while [ $# -gt 1 ] && [ "$1" != --deepspeed_config ]; do shift; done
-  # -c reads to the end: with -q, sed could die of a closed pipe, and `pipefail` would say no
+  # -c reads to the end: with -q, sed could die of a closed pipe, and the test would fail because of `pipefail`
   [ $# -gt 1 ] && [ -f "$2" ] && [ "$(sed 's:^ *//.*::' "$2" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
 }
 
-# precision_flag ARG...: sets PRECISION_FLAG to the dtype that PRECISION names (bf16, fp16, or fp32, which has no flag). Unset, it is what ARG...
-# or their JSON file say; else bf16, or fp16 on GPUs from before Ampere, which have no bf16.
+# precision_flag ARG...: sets PRECISION_FLAG to the flag for PRECISION (bf16, fp16, or fp32, which has no flag). If PRECISION is unset, ARG... or
+# their JSON file decide; if they do not, it is bf16, or fp16 on GPUs older than Ampere, which have no bf16.
 precision_flag() {
   local precision=${PRECISION:-} argument
   PRECISION_FLAG=
@@ -113,7 +113,7 @@ print("bf16" if has_bf16 else "fp16")')
   [ "$precision" = fp32 ] || PRECISION_FLAG=--$precision
 }
 
-# check_port PORT: one clear line instead of torchrun's traceback
+# check_port PORT: ends with one clear line, instead of torchrun's traceback, if the port cannot be used
 check_port() {
   "$PYTHON" - "$1" <<'PYTHON'
 import socket, sys
@@ -126,7 +126,7 @@ with socket.socket() as probe:
 PYTHON
 }
 
-# prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, made on this machine once
+# prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, which is made once on this machine
 prepare_sample_data() {
   local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-4096}
   [ -f "$dir/corpus.jsonl" ] || "$PYTHON" data_tools/make_sample_corpus.py --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
@@ -137,12 +137,12 @@ prepare_sample_data() {
   TRAIN_DATA=$dir/sample_text_document
 }
 
-# corpora NAMES: sets CORPORA to the words of it, or to all of it where that is one corpus with a space in its path
+# corpora NAMES: sets CORPORA to the words of NAMES, or to NAMES as a whole if it is one corpus with a space in its path
 corpora() {
   if [ -f "$1" ] || [ -f "$1.idx" ]; then CORPORA=("$1"); else CORPORA=($1); fi
 }
 
-# tokenizer_args: TOKENIZER_ARGS from TOKENIZER_TYPE, TOKENIZER_PATH, VOCAB_FILE and MERGE_FILE, those that are set
+# tokenizer_args: sets TOKENIZER_ARGS from TOKENIZER_TYPE, TOKENIZER_PATH, VOCAB_FILE and MERGE_FILE, as far as they are set
 tokenizer_args() {
   TOKENIZER_ARGS=(--tokenizer-type "${TOKENIZER_TYPE:-GPT2BPETokenizer}")
   [ -z "${TOKENIZER_PATH:-}" ] || TOKENIZER_ARGS+=(--tokenizer-path "$TOKENIZER_PATH")

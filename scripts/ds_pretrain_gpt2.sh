@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# scripts/pretrain_gpt2.sh with a JSON file in DeepSpeed's keys: ZeRO stage, fp16, optimizer, schedule, batch size, ... What the file says
-# holds before that script's defaults; a flag or a variable that is given wins, and the log says so.
+# Runs scripts/pretrain_gpt2.sh with a JSON file in DeepSpeed's keys: ZeRO stage, fp16, optimizer, schedule, batch size, ... The file overrides
+# that script's defaults. A flag or variable that you set overrides the file, and the log says so.
 #   bash scripts/ds_pretrain_gpt2.sh
 #   DS_CONFIG=scripts/configs/ds_zero_stage_3.config bash scripts/ds_pretrain_gpt2.sh --bf16
 exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" --deepspeed --deepspeed_config "${DS_CONFIG:-scripts/configs/ds_zero_stage_1.config}" "$@"

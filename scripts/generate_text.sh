@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates text from a checkpoint, on any number of tensor-parallel ranks: NPROC=2 MODEL_PARALLEL_SIZE=2 ...
+# Generates text from a checkpoint, on any number of tensor-parallel ranks, such as NPROC=2 MODEL_PARALLEL_SIZE=2 ...
 #   LOAD=checkpoints/gpt2_sample_4x192 bash scripts/generate_text.sh --prompt "Returns the"
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"

