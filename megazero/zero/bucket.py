@@ -30,7 +30,7 @@ MASTER = "master"  # the fp32 weights' name among the states of O
 
 
 class Tile(NamedTuple):
-    """Elements [start, stop) of a bucket's owned range, which come to hand together."""
+    """Elements [start, stop) of a bucket's owned range, which are brought to hand together."""
 
     bucket: Bucket
     start: int
@@ -40,22 +40,24 @@ class Tile(NamedTuple):
 class Bucket:
     """P, G and O of one unit, or of several small ones, as planned.
 
-    What this rank updates, its `owned` range, is its shard where O is sharded and everything where it is not. Where the owned
-    range of P and O rest in one memory there are no two copies of it: fp32 parameters are the master weights, which the optimizer
-    writes and the model reads; and a shard of 16-bit parameters is the master weights, cast whenever they are gathered.
+    The owned range is the part of the bucket that this rank updates: its shard if O is sharded, else the whole bucket. If the
+    owned range of P and O rest in the same memory, only one copy is kept. With fp32 parameters, P itself is the master weights:
+    the optimizer writes it and the model reads it. With 16-bit parameters that are sharded, the master weights serve as the
+    shard of P and are cast whenever they are gathered.
 
     Args:
-        plan: its parameters are whole, and equal on every rank. Master weights keep what a parameter wider than P had.
-        predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
+        plan: its parameters must be whole, and equal on every rank. If a parameter is wider than P, the master weights keep its
+            full precision.
+        predivide: gradients are divided by this before they are summed over the group, to avoid overflow in 16 bits.
         param_home: where the shard of P rests; the device by default.
-        optimizer_home: where O rests, and the reduced shard of G; the device by default.
-        separate_master: master weights are never P itself, which the model reads while they are updated.
-        tile_numel: the optimizer brings at most so many elements of O to hand at a time; everything by default.
-        device: that the model computes on; the parameters' own by default.
+        optimizer_home: where O and the reduced shard of G rest; the device by default.
+        separate_master: keeps the master weights separate from P, because the model reads P while they are updated.
+        tile_numel: most elements of O that the optimizer brings to hand at a time; all by default.
+        device: the device that the model computes on; the parameters' own by default.
 
     Attributes:
-        plan: what it was made of; a frozen bucket may have become trainable since.
-        unit: its index in forward order, of several the first one's; or ROOT.
+        plan: the plan that the bucket was built from; a frozen bucket may have become trainable since.
+        unit: index of the unit in forward order (of the first unit if several share the bucket), or ROOT.
         weights: P.
         states: O by name, each a vector of the owned range: the master weights, and what the optimizer adds.
     """
@@ -87,7 +89,7 @@ class Bucket:
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
-        # The wider one keeps its values in the master weights.
+        # If the dtypes differ, the master weights keep the values of the wider one.
         source = first.dtype if len(dtypes) == 1 else torch.float32
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
@@ -98,19 +100,19 @@ class Bucket:
         )
         for parameter in parameters.values():
             set_bucket(parameter, self)
-            parameter.grad = None  # of a backward before, which is no part of the first step
-        # Those of the engine that has it: the schedule whose hooks act on it, and who steps it.
+            parameter.grad = None  # left from an earlier backward, not part of the first step
+        # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
         self.driver: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
         self._separate_master = separate_master
-        self.is_pending = False  # an update of it goes on in the background
+        self.is_pending = False  # an update of it is running in the background
         self.states: dict[str, Vector] = {}
         self._gradient: Gradient | None = None
         if plan.is_trainable:
             self.make_trainable(whole)
 
     def make_trainable(self, whole: Tensor | None = None) -> None:
-        """Gives the bucket G and O, unless it has them. Master weights come from `whole`, else from P."""
+        """Gives the bucket G and O, unless it has them already. Master weights come from `whole` if given, else from P."""
         if self.is_trainable:
             return
         weights = self.weights
@@ -121,7 +123,7 @@ class Bucket:
             )
         home = self.optimizer_home
         if whole is None or weights.flat.dtype == torch.float32:
-            with weights.owned() as owned:  # itself where it is fp32 and lies where O rests
+            with weights.owned() as owned:  # becomes the master weights itself if it is fp32 and lies where O rests
                 master = home.hold(owned.float(), copy=weights.resident is None or self._separate_master)
         else:
             master = home.hold(whole[self.owned_range].float(), copy=whole.dtype == torch.float32)
@@ -144,7 +146,7 @@ class Bucket:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the bucket has G and O; a frozen one has P alone."""
+        """Whether the bucket has G and O; a frozen one has only P."""
         return self._gradient is not None
 
     @property
@@ -155,25 +157,25 @@ class Bucket:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that lie here, by name."""
+        """The parameters in this bucket, by name."""
         return self.weights.parameters
 
     def segment_of(self, parameter: nn.Parameter) -> Segment:
         """The parameter's place in the bucket.
 
         Raises:
-            KeyError: it does not lie here.
+            KeyError: the parameter is not in this bucket.
         """
         for segment in self.layout.segments:
             if self.parameters[segment.name] is parameter:
                 return segment
         raise KeyError(f"the parameter does not lie in bucket {self.name}")
 
-    # ---- P, and the way between it and the master weights. What is called adopt goes from P to them, after the user has written
-    # to parameters; write_back and publish go from them to P, after an update or where they were set.
+    # ---- P, and copies between it and the master weights. Methods named adopt copy from P to the master weights, after the user
+    # has written to parameters. write_back and publish copy from the master weights to P, after an update or after they were set.
 
     def keep_gathered(self) -> None:
-        """Makes what the gathered P holds in this rank's range its weights: after the parameters were written to."""
+        """After the user has written to gathered parameters: keeps the new values in this rank's shard and master weights."""
         if self.weights.is_cast:
             self._adopt(self.weights.part)
         elif self.weights.is_sharded:
@@ -182,7 +184,7 @@ class Bucket:
         self.adopt_parameters()
 
     def adopt_parameters(self) -> None:
-        """Makes P the master weights where it has been changed; elsewhere they keep what 16 bits cannot hold."""
+        """Copies changed elements of P into the master weights. The other master weights keep what 16 bits cannot hold."""
         if self.is_trainable and not self.master_is_p:
             for _, start, stop in self.tiles:
                 with self.weights.owned(start, stop) as owned:
@@ -195,19 +197,19 @@ class Bucket:
             master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
 
     def adopt_written(self) -> None:
-        """Before a step: adopts what the user has written into parameters in place, which the master weights would overwrite."""
+        """Before a step: adopts what the user has written into parameters in place, so that the step does not overwrite it."""
         if self.weights.is_written:
             self.adopt_parameters()
 
     def refuse_written(self, why: str) -> None:
-        """Raises where the user has written into whole parameters in place since the master weights were equal to them."""
+        """Raises if the user has written into whole parameters in place since the master weights last agreed with them."""
         if self.weights.is_written:
             raise RuntimeError(
                 f"A parameter of unit {self.name!r} was written to while {why}; the change would be lost."
             )
 
     def refuse_if_held(self, what: str) -> None:
-        """Raises where a GatheredParameters context is open, whose end would bring the values from before back."""
+        """Raises if a GatheredParameters context is open, because leaving it would bring back the old values."""
         if self.weights.is_held and self.weights.is_sharded:
             raise RuntimeError(
                 f"{what} inside of GatheredParameters, which holds unit {self.name!r}: its end would undo it. Leave it first."
@@ -215,32 +217,33 @@ class Bucket:
 
     @property
     def tiles(self) -> list[Tile]:
-        """The owned range in the pieces that the optimizer brings to hand at a time."""
+        """The owned range, cut into the pieces that the optimizer brings to hand one at a time."""
         starts = range(0, self.owned_numel, self.tile_numel)
         return [Tile(self, start, min(start + self.tile_numel, self.owned_numel)) for start in starts]
 
     @property
     def master_is_p(self) -> bool:
-        """Whether the master weights are what this rank keeps of P."""
+        """Whether the owned range of P, as this rank keeps it, and the master weights are the same memory."""
         master, p = self.states[MASTER].resident, self.weights.resident
         return master is not None and p is not None and is_same_memory(master, p)
 
     @property
     def has_16_bits_beside(self) -> bool:
-        """Whether P has 16-bit values beside the master weights, which an update has to write."""
+        """Whether P keeps 16-bit values in addition to the master weights, so that an update must write both."""
         return self.weights.flat.dtype != torch.float32 and not self.weights.is_cast
 
     def write_back(self, start: int, stop: int, master: Tensor) -> None:
         """Writes new master weights, elements [start, stop) of the owned range, into P; `publish` comes after the last."""
         if not self.master_is_p:
             with self._p_to_write(start, stop) as weights:
-                weights.copy_(master)  # casts as it goes, without a copy of its own
+                weights.copy_(master)  # casts on the fly, without a temporary copy
 
     def staging(self, is_all_written: bool) -> Tensor:
-        """Host memory of the owned range of P, for new weights that are not P's yet.
+        """Host memory the size of the owned range of P, for new weights that are not written to P yet.
 
         Args:
-            is_all_written: it comes as it is; else with P's values, for which the host waits.
+            is_all_written: the caller overwrites all of it, so it is returned uninitialized. Else it holds P's values, and the
+                host waits for them.
         """
         if is_all_written:
             return torch.empty(self.owned_numel, dtype=self.weights.flat.dtype)
@@ -248,9 +251,10 @@ class Bucket:
             return owned.to("cpu", copy=True)
 
     def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
-        """Host memory in which `parts` of elements [start, stop) of the owned range of P get new values, in 16 bits.
+        """Host memory for new 16-bit values of elements [start, stop) of the owned range of P; only `parts` are written to P.
 
-        None where there is none: P has fp32, is the master weights, or rests in a file. `publish` comes after the last.
+        None if P is fp32, is cast from the master weights, rests in a file, or shares the device with O. Call `publish` after the
+        last write.
         """
         p = self.weights.resident
         is_on_host = self._link_to_p is not None or (p is not None and p.device.type == "cpu")
@@ -259,7 +263,7 @@ class Bucket:
     def _p_to_write(
         self, start: int, stop: int, parts: Sequence[slice] = (slice(None),)
     ) -> AbstractContextManager[Tensor]:
-        """Elements [start, stop) of the owned range of P, to be written to: `parts` of them, where there is a link to cross."""
+        """Elements [start, stop) of the owned range of P, to be written; if they cross a link, only `parts` of them are sent."""
         if (link := self._link_to_p) is None:
             return self.weights.owned(start, stop, reads=False, writes=True)
         p = self.weights.resident
@@ -268,15 +272,15 @@ class Bucket:
 
     @property
     def _link_to_p(self) -> Link | None:
-        """Between O and P, where P lies on the device and O does not."""
+        """The link between O and P, if P lies on the device and O does not."""
         shard = self.weights.shard
         is_away = shard is not None and shard.link is not None
         return None if is_away else self.optimizer_home.link
 
     def publish(self) -> None:
-        """After a step: starts to bring the other ranks' new weights to this one.
+        """After a step: starts to bring the other ranks' new weights to this rank.
 
-        A sharded P that is still gathered is stale now, so it is released; the next use gathers the new values.
+        If P is sharded and still gathered, it is stale and is released; the next use gathers the new values.
         """
         self.weights.outdate()
         if self.weights.is_sharded:
@@ -285,12 +289,12 @@ class Bucket:
             self.weights.exchange()
 
     def master_to_write(self, start: int = 0, stop: int | None = None) -> AbstractContextManager[Tensor]:
-        """Master weights at hand, once nothing reads them as the shard of P. `publish_master` comes after the last."""
+        """Master weights at hand for writing, once nothing reads them as the shard of P. Call `publish_master` after the last."""
         self.weights.settle()
         return self.states[MASTER].at_hand(start, stop, writes=True)
 
     def publish_master(self) -> None:
-        """Writes all master weights into P, here and on the other ranks: after they were set. Collective."""
+        """Writes all master weights into P, here and on the other ranks, after they were set. Collective."""
         if self.is_trainable and not self.master_is_p:
             for _, start, stop in self.tiles:
                 with self.states[MASTER].at_hand(start, stop) as master:
@@ -302,13 +306,13 @@ class Bucket:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether O rests elsewhere than what the model computes on does, if only by the configuration's word on a CPU."""
+        """Whether O was given a home other than the device's own; on a CPU that home may be the same memory."""
         return self.optimizer_home is not self._on_device
 
     def move_states(self, home: Home | None) -> None:
-        """Lets O, and G from the next reduction on, rest in another home; None is the device. Between an update and a backward.
+        """Moves O to another home, and G too from the next reduction on; None is the device.
 
-        Whoever holds views of the vectors makes them anew.
+        Call it between an update and a backward. Callers that hold views of the vectors must make them anew.
         """
         for key, vector in self.states.items():
             self.states[key] = moved(vector, home or self._on_device)
@@ -319,18 +323,18 @@ class Bucket:
 
     @property
     def trained_segments(self) -> list[Segment]:
-        """The parameters that the optimizer was given and that require a gradient now."""
+        """The parameters that were passed to the optimizer and that require a gradient now."""
         segments = self.layout.segments
         with asked_directly():
             return [s for s in segments if s.group != NO_GROUP and self.parameters[s.name].requires_grad]
 
     @property
     def has_untrained_gradients(self) -> bool:
-        """Whether gradients come here that the optimizer was not given, so that nobody knows when the last one has come."""
+        """Whether parameters that the optimizer was not given require gradients: nothing tells when the last one has come."""
         return any(s.group == NO_GROUP and self.parameters[s.name].requires_grad for s in self.layout.segments)
 
     def refuse_untaken_gradients(self) -> None:
-        """Raises where a trained parameter has a `.grad` before an update, which would pass it by and join the next one."""
+        """Raises if a trained parameter has a `.grad` before an update: it would miss this update and be added to the next."""
         with asked_directly():
             name = next((s.name for s in self.trained_segments if self.parameters[s.name].grad is not None), None)
         if name is not None:
@@ -341,7 +345,7 @@ class Bucket:
             )
 
     def accumulate(self, segment: Segment) -> None:
-        """Adds the parameter's `.grad` to G, and drops it: `.grad` never outlives the hook."""
+        """Adds the parameter's `.grad` to G and drops it, so that `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]
         assert parameter.grad is not None
         if not is_same_memory(parameter, self.weights.view(segment.name)):
@@ -357,9 +361,9 @@ class Bucket:
     # ---- all of it
 
     def whole(self, owned: Tensor) -> Tensor:
-        """A new tensor of the whole bucket from every rank's part of the owned range (master weights, moments, ...).
+        """A new tensor of the whole bucket, from every rank's owned range of a state (master weights, moments, ...).
 
-        It lies where the model computes: NCCL gathers nothing in host memory.
+        It lies on the device that the model computes on, because NCCL cannot gather in host memory.
         """
         if not self.sharding.optimizer:
             return owned.detach().clone()
@@ -369,7 +373,7 @@ class Bucket:
         return out
 
     def owned_part(self, owned: Tensor, segment: Segment) -> tuple[Tensor, slice]:
-        """What a tensor of the owned range holds of one parameter: a 1-D view, and where it lies in the flattened parameter."""
+        """One parameter's part of a tensor of the owned range: a 1-D view, and where it lies in the flattened parameter."""
         return part_of(owned, self.owned_range.start, segment)
 
     def write(self, owned: Tensor, segment: Segment, values: Tensor) -> None:
@@ -378,9 +382,9 @@ class Bucket:
         part.detach().copy_(values.reshape(-1)[place])
 
     def weight_parts(self, tile: Tile) -> Iterator[tuple[Segment, Tensor, int]]:
-        """What has to be filled to load one of the `tiles`: segment, 1-D view of the part here, where it begins in the parameter.
+        """The views to fill when loading one of the `tiles`: segment, 1-D view of its part here, where that begins in it.
 
-        That is the fp32 master weights of what is trained, and P of what is frozen. `publish_parts` comes after the last.
+        Trained parameters are loaded into the fp32 master weights, frozen ones into P. Call `publish_parts` after the last tile.
         """
         self.refuse_if_held("loading")
         at_hand = self.master_to_write if self.is_trainable else partial(self.weights.owned, writes=True)
@@ -391,12 +395,12 @@ class Bucket:
                     yield segment, part.detach(), place.start
 
     def publish_parts(self) -> None:
-        """Brings P up to date with what was filled. Collective."""
+        """Brings P up to date after `weight_parts` were filled. Collective."""
         self.publish_master()
         self.weights.mark_unwritten()
 
     def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
-        """Replaces the parameters' values by full ones, the same on every rank; None leaves a parameter as it is. Collective."""
+        """Replaces the parameters' values with full ones, equal on every rank; None leaves a parameter unchanged. Collective."""
         for tile in self.tiles:
             for segment, part, start in self.weight_parts(tile):
                 values = values_of(segment)
@@ -405,15 +409,15 @@ class Bucket:
         self.publish_parts()
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
-        """[start, stop) in the flattened parameter of what this rank saves: of its shard, also where nothing is sharded."""
+        """[start, stop) of the flattened parameter that this rank saves: what lies in its shard, even if nothing is sharded."""
         low, high = segment.clip(*self.channel.portion(self.layout.numel, ALIGNMENT))
         return low - segment.start, high - segment.start
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Bytes in this rank's memory, counted from storages: P, G, what O has beyond P, and buffers beyond these.
+        """Bytes in this rank's memory, counted from storages: P, G, O except what it shares with P, and other buffers.
 
-        A shard that is cast from the master weights counts as O.
+        Master weights that serve as the shard of P count as O.
         """
         weights, g = self.weights, self._gradient
         states: dict[str, list[Tensor | None]] = {
@@ -434,7 +438,7 @@ class Bucket:
 
 
 def _is_one_memory(shard: Vector, master: Vector) -> bool:
-    """Whether both rest in the memory of one device, with no link to another that computes: then one of them is enough."""
+    """Whether both rest in the memory of one device, with no link to another that computes, so that one of them is enough."""
     here, there = shard.resident, master.resident
     is_linked = shard.link is not None or master.link is not None
     return not is_linked and here is not None and there is not None and here.device == there.device

@@ -1,4 +1,4 @@
-"""From a model's parameters to its buckets, one unit at a time, so that a model that was built sharded is never whole."""
+"""Builds a model's buckets from its parameters, one unit at a time, so that a model that was built sharded is never whole."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megazero.zero.units import BucketPlan
 
 
 def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes) -> list[Bucket]:
-    """The buckets of `plans`, their shards at home, released where parameters are sharded.
+    """The buckets of `plans`, with their shards in their homes, and released if parameters are sharded.
 
     Raises:
-        ValueError: on every rank, where ranks hold different values; or a parameter belongs to another engine.
+        ValueError: ranks hold different values (raised on every rank), or a parameter belongs to another engine.
     """
     buckets: list[Bucket] = []
     try:
         _fill(buckets, plans, channel, config, homes)
-    except BaseException:  # a full disk, or ranks that differ: what has been laid out lives on, for another engine
+    except BaseException:  # a full disk, or ranks that differ: the buckets made so far stay alive for another engine
         leave(buckets)
         raise
     return buckets
@@ -53,7 +53,7 @@ def _fill(
         bucket.weights.release()
         buckets.append(bucket)
     if homes.link is not None:
-        homes.link.to_host.finish()  # what has gone to the host lets go of device memory
+        homes.link.to_host.finish()  # values sent to the host let go of their device memory
     _check_replicas(sums, channel)
 
 
@@ -65,11 +65,11 @@ def dissolve(buckets: Iterable[Bucket]) -> None:
         for parameter in bucket.parameters.values():
             parameter.data = parameter.data.clone()
             forget(parameter)
-        bucket.optimizer = None  # which has the bucket: whoever lets go of the engine lets go of O as well
+        bucket.optimizer = None  # which refers to the bucket: with this cycle O would outlive the engine
 
 
 def leave(buckets: Iterable[Bucket]) -> None:
-    """Lets another engine take the parameters over from buckets that no engine drives, as from those of `zero.Init`."""
+    """Lets another engine take over the parameters of buckets that no engine drives, as it does with those of `zero.Init`."""
     for bucket in buckets:
         for parameter in bucket.parameters.values():
             keep(parameter, bucket)
@@ -96,14 +96,14 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
 
 
 def _give_master_weights(source: Bucket) -> None:
-    """Where an engine was laid out and not finished: its parameters have fp32 values again, not these rounded. Collective."""
+    """Gives parameters their unrounded fp32 values back, if `source` is of an engine that was not completed. Collective."""
     if not source.is_trainable or source.weights.flat.dtype == torch.float32:
         return
     source.adopt_written()
     with source.states[MASTER].at_hand() as owned:
         whole = source.whole(owned)
     for segment in source.layout.segments:
-        parameter = source.parameters.get(segment.name)  # None: it has gone to another bucket
+        parameter = source.parameters.get(segment.name)  # None: it has moved to another bucket
         if parameter is not None and is_same_memory(parameter, source.weights.view(segment.name)):
             parameter.data = view_of(whole, segment)
 
@@ -121,6 +121,6 @@ def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
 
 
 def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """int64, equal for equal tensors wherever it is computed: a sum of floats depends on the threads, and on the kind of GPU."""
+    """An int64 that is equal for equal tensors wherever it is computed; a sum of floats depends on threads and kind of GPU."""
     integers = {1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32)
     return flat.view(integers).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What the engine is told about ZeRO: which model states are sharded, in which dtype gradients add up, how they travel."""
+"""The engine's ZeRO settings: which model states are sharded, in which dtype gradients accumulate, and how they travel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ GRAD_DTYPES = ("fp32", "compute")
 REDUCE_DTYPES = ("same", "fp32", "compute")
 HOMES = ("none", "cpu", "nvme")
 PLACEMENTS = ("static", "auto")
-# Of buckets that several units share, in elements. Below 32 MiB of fp32 a collective takes its time whatever it moves; on many
-# ranks, where it goes around in as many parts, below 4 MiB for each. The most is less than a block of a 10-billion model.
+# Sizes of buckets that several units share, in elements. Below 32 MiB of fp32 a collective's time hardly depends on its size; on
+# many ranks, where it travels in as many parts, below 4 MiB per rank. The maximum is less than a block of a 10-billion model.
 SHARED_NUMEL, SHARED_NUMEL_PER_RANK, MOST_SHARED_NUMEL = 2**23, 2**20, 2**27
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which states are cut over the data-parallel group (ZeRO, arXiv:1910.02054, sec. 5): P => G => O."""
+    """Which states are sharded over the data-parallel group (ZeRO, arXiv:1910.02054, sec. 5): P => G => O."""
 
     optimizer: bool
     gradients: bool
@@ -30,7 +30,7 @@ class Sharding:
 
     @classmethod
     def of_stage(cls, stage: int) -> Sharding:
-        """0 nothing, 1 O, 2 O and G, 3 O, G and P."""
+        """Stage 0 shards nothing, 1 O, 2 O and G, 3 O, G and P."""
         return cls(stage >= 1, stage >= 2, stage >= 3)
 
 
@@ -56,15 +56,15 @@ class ZeroConfig:
         "(hybrid sharding); 0: all of them",
         flag="--zero-shard-size",
     )
-    gradient_predivide_factor: float = 1.0  # gradients are divided by it before they are summed, by the rest afterwards
-    prescale_gradients: bool = False  # they are divided by the number of data-parallel ranks before they are summed
+    gradient_predivide_factor: float = 1.0  # gradients are divided by it before the sum, and by the rest afterwards
+    prescale_gradients: bool = False  # gradients are divided by the number of data-parallel ranks before the sum
     reduce_bucket_size: int = option(
         500_000_000,
         "most elements of small blocks that share a bucket and are reduced together (stages 0 to 2); 0: none do",
         at_least=0,
         flag="--zero-reduce-bucket-size",
     )
-    overlap_comm: bool = True  # gradients travel while backward goes on
+    overlap_comm: bool = True  # gradients travel while backward continues
     overlap_param_gather: bool = option(
         False,
         "new weights travel while the next forward goes on, which waits for a unit's right before it (stages 1 and 2)",
@@ -101,14 +101,14 @@ class ZeroConfig:
     sub_group_size: int = option(
         0, "most elements that an offloaded update brings to hand at a time; 0: an eighth of the rank's", at_least=0
     )
-    pipeline_read: bool = True  # the next elements are read while some are updated
-    pipeline_write: bool = True  # the last elements are written while some are updated
-    optimizer_buffer_count: int = 4  # of one sub-group in host memory under nvme: the states that it has
-    param_buffer_count: int = 5  # of one unit's shard in host memory under nvme
+    pipeline_read: bool = True  # the next sub-group is read while one is updated
+    pipeline_write: bool = True  # the last sub-group is written while one is updated
+    optimizer_buffer_count: int = 4  # nvme: host buffers per sub-group, one for each state that it has
+    param_buffer_count: int = 5  # nvme: host buffers, each of one unit's shard
     aio: AioConfig = AioConfig()
-    gather_limits: GatherLimits = GatherLimits()  # on what stage 3 gathers ahead and keeps
-    param_persistence_threshold: int = 0  # parameters of fewer elements stay whole under stage 3
-    model_persistence_threshold: int | None = None  # elements of these at most
+    gather_limits: GatherLimits = GatherLimits()  # limits on what stage 3 gathers ahead and keeps
+    param_persistence_threshold: int = 0  # parameters with fewer elements stay whole under stage 3
+    model_persistence_threshold: int | None = None  # most elements of such parameters in total
 
     @property
     def sharding(self) -> Sharding:
@@ -116,10 +116,10 @@ class ZeroConfig:
         return Sharding.of_stage(self.stage)
 
     def num_shards(self, data_parallel_size: int) -> int:
-        """Ranks that the states are cut over, of so many.
+        """The number of ranks, out of `data_parallel_size`, that the states are sharded over.
 
         Raises:
-            ValueError: `shard_size` does not divide them.
+            ValueError: `shard_size` does not divide `data_parallel_size`.
         """
         if data_parallel_size % (self.shard_size or 1):
             raise ValueError(
@@ -130,10 +130,11 @@ class ZeroConfig:
         return self.shard_size or data_parallel_size
 
     def shared_numel(self, data_parallel_size: int) -> int:
-        """Elements that neighbouring units may have together to share a bucket; 0: each unit has its own.
+        """Most elements that adjacent units may have together to share a bucket; 0 gives each unit its own.
 
-        They do where that takes no memory to speak of: not where parameters are sharded, and little where gradients are. Where
-        these are whole, buckets grow with the ranks, as Megatron-Core's do (`DistributedDataParallelConfig.bucket_size`).
+        Units share buckets only if that costs little memory: not if parameters are sharded, and only up to SHARED_NUMEL if
+        gradients are. If gradients are whole, buckets grow with the number of ranks, as Megatron-Core's do
+        (`DistributedDataParallelConfig.bucket_size`).
         """
         if self.sharding.parameters:
             return 0
@@ -142,7 +143,7 @@ class ZeroConfig:
 
     @property
     def delays_update(self) -> bool:
-        """Whether an offloaded update runs beside the next step."""
+        """Whether an offloaded update runs concurrently with the next step."""
         return self.delayed_param_update > 0
 
     def __post_init__(self) -> None:

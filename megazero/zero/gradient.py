@@ -1,4 +1,4 @@
-"""G: the gradients of one bucket, from what autograd hands over to their sum over the data-parallel group."""
+"""G: the gradients of one bucket, from autograd's output to their sum over the data-parallel group."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from megazero.zero.storage import is_same_memory, view_of
 class Gradient:
     """G of one bucket.
 
-    `whole` lives from the first gradient to the update, and the owned part is a part of it; reduction happens in place, once per
-    step. Where G is sharded, `whole` lives to the reduction only, and the owned part from the first reduction to the update, in
-    the optimizer's home. While the first micro-batch's forward piles up activations, nothing of G is there.
+    If G is not sharded, `whole` lives from the first gradient to the update, and the owned part is a part of it. Reduction
+    happens in place, once per step. If G is sharded, `whole` lives only until the reduction, and the owned part lives in the
+    optimizer's home from the first reduction to the update. While the first micro-batch's forward piles up activations, G takes
+    no memory.
 
-    The first few gradients wait as they are: a final norm's come at the beginning of backward, those of the embedding that shares
-    its bucket at the end, and memory for all of them is not to stand empty meanwhile.
+    The first few gradients wait as they are, without memory for `whole`. A final norm's gradients come at the beginning of
+    backward, and those of the embedding that shares its bucket at the end; memory for all of them would stand empty in between.
 
     Args:
-        name: of the bucket, which ranks compare before they exchange anything.
-        owned_range: what this rank's optimizer updates: its shard, or everything where O is whole.
-        is_sharded: keeps nothing but the owned range between reductions.
-        dtype: that gradients add up in.
-        reduce_dtype: of gradients on the wire.
-        early_bytes: of the first gradients, which wait as they are.
-        predivide: gradients are divided by this before they are summed over the group, against overflow in 16 bits.
+        name: the bucket's name, which ranks compare before they exchange anything.
+        owned_range: the range that this rank's optimizer updates: its shard, or the whole bucket if O is whole.
+        is_sharded: whether only the owned range is kept between reductions.
+        dtype: the dtype in which gradients accumulate.
+        reduce_dtype: the dtype of gradients on the wire.
+        early_bytes: most bytes of first gradients that wait as they are.
+        predivide: gradients are divided by this before they are summed over the group, to avoid overflow in 16 bits.
         home: where the owned part of sharded gradients rests.
     """
 
@@ -55,29 +56,29 @@ class Gradient:
         self.home, self._early_bytes = home, early_bytes
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
         self._owned: Vector | None = None
-        self._squares: list[tuple[Span, Tensor]] | None = None  # of what is not in memory, before it went
+        self._squares: list[tuple[Span, Tensor]] | None = None  # sums taken before the owned part left memory
         self.is_reduced = False
-        self._filled: set[str] = set()  # segments that have a gradient since the last reduction
+        self._filled: set[str] = set()  # segments that have received a gradient since the last reduction
         self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`
         self._work: Work | None = None
-        self._wire: Tensor | None = None  # what is being reduced
-        self._reduced_before: Tensor | None = None  # sum of what was reduced before a late gradient arrived
+        self._wire: Tensor | None = None  # the tensor that is being reduced
+        self._reduced_before: Tensor | None = None  # the sum reduced before a late gradient arrived
 
     @property
     def owned(self) -> Vector:
-        """The group's sum of the owned range, once `is_reduced`."""
+        """The sum over the group, in the owned range, once `is_reduced`."""
         assert self._owned is not None, "G is there from its first gradient, sharded from its reduction, to zero()"
         return self._owned
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Tensor]:
-        """`owned` as a tensor for a `with` block, where the optimizer computes; with `writes` changes are kept."""
+        """`owned` as a tensor for a `with` block, where the optimizer computes; changes are kept if `writes`."""
         self._squares = None if writes else self._squares
         return self.owned.at_hand(writes=writes)
 
     def squares(self) -> list[tuple[Span, Tensor]]:
-        """(span, sum of squares, float64) of `owned`, clipped to this rank's portion; portions add up to the whole group's sum.
+        """(span, float64 sum of squares) of `owned`, clipped to this rank's portion; portions add up to the whole group's sum.
 
-        Where G is whole each rank sums its portion only too, so that the result is the same bit for bit in every stage.
+        Each rank sums only its portion even if G is whole, so that the result is the same bit for bit in every stage.
         """
         if self._squares is not None:
             return self._squares
@@ -86,19 +87,19 @@ class Gradient:
 
     @property
     def held(self) -> list[Tensor]:
-        """The memory of G itself; where `whole` is G, of what waits in its place, too."""
+        """The memory of G itself. If G is not sharded, this includes the early gradients that wait for `whole`."""
         waiting = [] if self.is_sharded else [grad for _, grad in self._early]
         return waiting if self._owned is None or self._owned.resident is None else [self._owned.resident, *waiting]
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What is held beyond G for a while."""
+        """Memory held temporarily in addition to G."""
         early = [grad for _, grad in self._early] if self.is_sharded else []
         return [tensor for tensor in (self.whole, self._wire, self._reduced_before, *early) if tensor is not None]
 
     @property
     def to_mean(self) -> float:
-        """What `owned` is multiplied with to be the mean over the group instead of the sum."""
+        """The factor that turns `owned`, a sum over the group, into the mean."""
         return self.predivide / self.channel.num_ranks
 
     @property
@@ -112,8 +113,8 @@ class Gradient:
         return self._work is not None
 
     def accumulate(self, segment: Segment, grad: Tensor) -> None:
-        """Adds one parameter's gradient with a cast."""
-        self.wait()  # a late gradient must not write into what is on its way
+        """Adds one parameter's gradient, cast to G's dtype."""
+        self.wait()  # a late gradient must not write into a buffer that is being reduced
         if self.is_reduced and not self.is_sharded:
             self._set_reduced_aside()
         if segment.name in self._filled:
@@ -122,7 +123,7 @@ class Gradient:
         self._filled.add(segment.name)
         if self.whole is None and self._is_early(grad):
             self._early.append((segment, grad))
-        else:  # the first since the last reduction overwrites, which saves clearing G and reading it back
+        else:  # the first gradient since the last reduction overwrites, which saves clearing G and reading it back
             view_of(self._allocated(), segment).copy_(grad)
 
     def _is_early(self, grad: Tensor) -> bool:
@@ -131,14 +132,14 @@ class Gradient:
         return nbytes <= self._early_bytes
 
     def reduce(self) -> None:
-        """Starts to sum over the group what has come; `wait` finishes. A parameter without gradient counts as zero."""
+        """Starts to sum the accumulated gradients over the group; `wait` finishes. Parameters without gradient count as zero."""
         self.wait()
         if self.is_sharded and self._owned is not None:  # another micro-batch is added to it
             self._owned.prefetch()
             if self._owned.resident is None and self._owned.link is not None:
-                self._owned.link.to_host.make_room()  # what the last micro-batch has sent to the file has left by now
+                self._owned.link.to_host.make_room()  # gradients that the last micro-batch sent to the file have left by now
         if self.is_reduced and not self.is_sharded:
-            self._set_reduced_aside()  # a second loss before the step, which reaches the bucket on other ranks at most
+            self._set_reduced_aside()  # a second loss before the step, which reached the bucket on other ranks only, if at all
         whole = self._allocated()
         for segment in self.layout.segments:
             if segment.name not in self._filled:
@@ -146,15 +147,15 @@ class Gradient:
         self._filled.clear()
         if self.predivide != 1.0:
             whole.div_(self.predivide)
-        self._wire = whole.to(self.reduce_dtype)  # G itself where the dtypes are equal
+        self._wire = whole.to(self.reduce_dtype)  # G itself if the dtypes are equal
         if self.is_sharded:
-            self.whole = None  # a further gradient of this step starts anew
+            self.whole = None  # a later gradient of this step starts a new one
         owns_all = self.owned_range.stop - self.owned_range.start == self.layout.numel
         reduce = self.channel.all_reduce_ if owns_all else self.channel.reduce_scatter_
         self._work = reduce(self._wire, self.name)
 
     def wait(self) -> None:
-        """Finishes `reduce`: `owned` is the sum over the group. Does nothing a second time."""
+        """Finishes `reduce`: `owned` is then the sum over the group. A second call does nothing."""
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -175,7 +176,7 @@ class Gradient:
     def _add_to_owned(self, part: Tensor) -> None:
         """Adds the sum of one micro-batch to sharded gradients, which rest in their home."""
         is_a_part = part.numel() < self.layout.numel
-        if self._owned is None:  # without a copy the part would keep the whole alive
+        if self._owned is None:  # a part of a larger tensor is copied, or it would keep all of that alive
             cast = part.to(self.dtype)
             self._owned = self.home.hold(cast, copy=cast is part and is_a_part)
             if self._owned.resident is None or self._owned.link is not None:
@@ -191,16 +192,16 @@ class Gradient:
                     self._squares = self._squares_of(owned)
 
     def take(self) -> Vector:
-        """Hands `owned` over to the caller, who frees it; this step's gradients are over."""
+        """Hands `owned` over to the caller, who must free it; this step's gradients end with that."""
         if self.is_sharded:
             vector, self._owned = self.owned, None
             return vector
-        with self.at_hand() as owned:  # without a copy a part would keep the whole alive
+        with self.at_hand() as owned:  # a part is copied, or it would keep the whole alive
             return self.home.hold(owned, copy=self.home.link is None and owned.numel() < self.layout.numel)
 
     def zero(self) -> None:
         """Forgets this step's gradients."""
-        self.wait()  # else the reduction that is under way would write into the next step's gradients
+        self.wait()  # else a reduction under way would write into the next step's gradients
         self._reduced_before = None
         self._filled.clear()
         self._early.clear()
@@ -218,7 +219,7 @@ class Gradient:
         ]
 
     def _allocated(self) -> Tensor:
-        """`whole`, which is made where there is none."""
+        """`whole`, allocated if it does not exist yet, with the early gradients in it."""
         if self.whole is None:
             self.whole = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
             for start, stop in self.layout.gaps:
@@ -231,7 +232,10 @@ class Gradient:
         return self.whole
 
     def _set_reduced_aside(self) -> None:
-        """A gradient comes after the reduction (a module that ran twice): it is reduced apart and added when that is done."""
+        """Keeps the reduced sum apart for a gradient that comes after the reduction (a module that ran twice).
+
+        The late gradient is reduced separately, and the kept sum is added to it when that is done.
+        """
         with self.at_hand() as owned:
             total = owned.clone()
         self.zero()
@@ -239,10 +243,10 @@ class Gradient:
 
 
 def _square_sum(flat: Tensor) -> Tensor:
-    """The sum of squares, float64. On a CPU row by row: one fp32 sum over 10^7 elements is wrong there in the third digit.
+    """The sum of squares, float64. On a CPU it is taken row by row: one fp32 sum over 10^7 elements is wrong in the third digit.
 
-    A row lies in one parameter and in one rank's part, so that its sum is the same in whichever bucket.
+    A row lies in one parameter and in one rank's part, so its sum is the same whichever bucket holds it.
     """
-    if flat.device.type != "cpu":  # sums in a tree, and an operation takes the host longer than the device
+    if flat.device.type != "cpu":  # it sums in a tree, and an operation takes the host longer than the device
         return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
     return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=torch.float32).double().square().sum()

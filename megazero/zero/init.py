@@ -1,4 +1,4 @@
-"""Building a model that never exists whole: `zero.Init` shards modules while the constructors around them still run."""
+"""`zero.Init`, for building a model that never exists whole: it shards modules while the constructors around them still run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megazero.zero.parameter import add_writer, remove_writer
 from megazero.zero.registry import bucket_of, keep
 from megazero.zero.units import ROOT, BucketPlan
 
-# DeepSpeed's keywords that are off by default, and what to do instead of turning them on.
+# DeepSpeed's keywords that must stay off, as they are by default, and what to use instead.
 _QUANTIZED = "nothing is quantized; dtype=torch.bfloat16 halves what is held and sent of fp32 parameters"
 _OFF = {
     "param_swapper": "shards go to a swap file by remote_device='nvme' and the configuration's offload_param.nvme_path",
@@ -42,36 +42,41 @@ _OFF = {
 class Init:
     """Context manager in which every `nn.Module` that is constructed keeps only this rank's shard of its parameters.
 
-    When a module is attached to a parent its constructor has finished, so everything below it is sharded; its own parameters
-    stay whole for its parent's constructor, which commonly initialises them, and are sharded when the parent is attached in turn
-    or the context ends. So a rank holds at most its share of the parameters, and whole what the modules under construction, their
-    lists, and the direct children of both own themselves. A plain list of leaves is whole until it is attached.
+    When a module is attached to a parent, its constructor has finished, so everything below it is sharded. Its own parameters
+    stay whole for its parent's constructor, which commonly initializes them. They are sharded when the parent is attached in
+    turn, or when the context ends. So a rank holds at most its share of the parameters, plus, whole, the parameters that are
+    owned directly by the modules under construction, by their lists, and by the direct children of both. The leaves in a plain
+    list stay whole until the list is attached.
 
-    Values are those of rank 0 of the group, and equal an unsharded construction with rank 0's seed. While the
-    context is active, in-place functions (`p.normal_()`, `nn.init.normal_(p)`) also work on what is sharded already, and so do
-    `p.data`, `copy.deepcopy`, questions about the shape, and under `torch.no_grad()` everything (`p.norm()`, `p[0].zero_()`) but
-    what hands out memory (`p.numpy()`). Each gathers one bucket, so every rank must come, and computes in the sharded dtype. Each
-    module's parameters form a small bucket; an engine re-lays them into its units.
+    Values are those of rank 0 of the group, and equal those of an unsharded construction with rank 0's seed. Each module's
+    parameters form a small bucket; an engine later rearranges them into its units. While the context is active, these work on
+    parameters that are sharded already:
 
-    What is on the meta device has no values yet and is sharded at the end of the context, as what `from_pretrained` loads.
+    - in-place functions (`p.normal_()`, `nn.init.normal_(p)`), `p.data`, `copy.deepcopy`, and questions about the shape;
+    - under `torch.no_grad()` everything (`p.norm()`, `p[0].zero_()`), except functions that hand out memory (`p.numpy()`).
+
+    Each such access gathers one bucket, so every rank must make it, and computes in the sharded dtype.
+
+    Parameters on the meta device, such as those that `from_pretrained` loads, have no values yet. They are sharded at the end of
+    the context.
 
     Args:
-        module: shard this one now, whatever is constructed.
+        module: a module to shard immediately, whatever is constructed.
         data_parallel_group: ranks to shard over; by default those of `mpu`, of megazero's groups, or the world.
-        remote_device: where shards rest: "none" the accelerator, "cpu" host memory, "nvme" a swap file; None what the
-            configuration's zero_optimization.offload_param says, else the accelerator.
-        pin_memory: page-lock the host memory that it takes, for CUDA.
-        config_dict_or_path, config, deepspeed_config: a configuration whose fp16 or bf16 section gives the dtype, and whose
-            zero_optimization.offload_param the device and the directory of the swap file, whose requests are those of the aio
-            section; mics_shard_size is the number of ranks to shard over.
+        remote_device: where shards rest: "none" the accelerator, "cpu" host memory, "nvme" a swap file. None means what the
+            configuration's zero_optimization.offload_param specifies, else the accelerator.
+        pin_memory: page-lock the host memory that shards take, for CUDA.
+        config_dict_or_path, config, deepspeed_config: a configuration. Its fp16 or bf16 section gives the dtype,
+            zero_optimization.offload_param the device and the swap file's directory, aio the settings of the swap file's
+            requests, and mics_shard_size the number of ranks to shard over.
         enabled: False makes the context do nothing.
-        dtype: of the sharded parameters; by default the configuration's, else each parameter's own.
-        mem_efficient_linear: accepted; there is nothing to choose.
-        others: DeepSpeed's further keywords (`zero_quantized_weights`, ...), which pass with their defaults.
+        dtype: the dtype of the sharded parameters; by default the configuration's, else each parameter's own.
+        mem_efficient_linear: accepted for compatibility; it has no effect.
+        others: DeepSpeed's further keywords (`zero_quantized_weights`, ...), accepted only with their defaults.
 
     Raises:
-        ValueError: `remote_device` is none of these, or nvme without a directory; one of `others` asks for something.
-        TypeError: another keyword, or a `dtype` that is none.
+        ValueError: `remote_device` is none of the above, or is nvme without a directory; or one of `others` is not off.
+        TypeError: an unknown keyword, or a `dtype` that is not a torch.dtype.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class Init:
             self._shard_tree(module)
 
     def __enter__(self) -> Init:
-        """Starts to shard what is constructed."""
+        """Starts to shard modules as they are constructed."""
         if self.enabled:
             self._handles = [
                 register_module_module_registration_hook(self._on_child),
@@ -124,7 +129,7 @@ class Init:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Shards what has no parent, and ends."""
+        """Shards the modules without a parent, and ends."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -138,7 +143,7 @@ class Init:
         self._seen = []
 
     def _on_child(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
-        if child is not None:  # whose own parameters the constructor that attaches it may still write
+        if child is not None:  # the constructor that attaches it may still write its own parameters
             for below in child.children():
                 self._shard_tree(below)
 
@@ -176,11 +181,11 @@ def _check_others(others: Mapping[str, Any]) -> None:
 
 
 def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
-    """What `function` returns when it runs with `parameter` gathered; rank 0's values of it are kept. Collective."""
+    """The result of `function`, run with `parameter` gathered; rank 0's values of the parameter are kept. Collective."""
     with GatheredParameters(parameter, modifier_rank=0):
         shape, dtype = parameter.shape, parameter.dtype
         result = function()
-        # What constructors assign is of torch's default dtype, also where parameters are sharded in 16 bits.
+        # Constructors assign tensors of torch's default dtype, even if parameters are sharded in 16 bits.
         if shape != parameter.shape or parameter.dtype not in (dtype, torch.get_default_dtype()):
             raise RuntimeError(
                 f"Inside zero.Init a sharded parameter of shape {tuple(shape)} and {dtype} was given another shape or dtype, "
@@ -191,7 +196,7 @@ def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
 
 
 def _dtype_of(sections: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a configuration's fp16 or bf16 section turns on; None for neither. `initialize` checks all the rest."""
+    """The dtype that a configuration's fp16 or bf16 section turns on; None for neither. `initialize` checks the rest."""
     for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if _section(sections, key).get("enabled") is True:
             return dtype
@@ -199,7 +204,7 @@ def _dtype_of(sections: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _num_shards(sections: Mapping[str, Any], num_ranks: int) -> int:
-    """The ranks that a configuration's zero_optimization.mics_shard_size shards over; all by default."""
+    """The number of ranks to shard over, by the configuration's zero_optimization.mics_shard_size; all by default."""
     size = _section(sections, "zero_optimization").get("mics_shard_size")
     return ZeroConfig(stage=3, shard_size=max(0, size) if isinstance(size, int) else 0).num_shards(num_ranks)
 
@@ -235,8 +240,8 @@ def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str,
 
 
 def _aio_of(sections: Mapping[str, Any]) -> AioConfig:
-    """What a configuration's aio section says to the swap file. What has another type is for `initialize` to refuse."""
+    """The swap file's settings in a configuration's aio section. Values of a wrong type are left for `initialize` to refuse."""
     given: dict[str, Any] = {k: v for k, v in _section(sections, "aio").items() if isinstance(v, int)}
     if "intra_op_parallelism" in given:
-        given["thread_count"] = given["intra_op_parallelism"]  # as it was called once
+        given["thread_count"] = given["intra_op_parallelism"]  # thread_count is its old name
     return AioConfig(**{field.name: given[field.name] for field in fields(AioConfig) if field.name in given})

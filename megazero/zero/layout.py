@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-ALIGNMENT = 64  # elements; a parameter starts on a 128-byte boundary in 16-bit dtypes, as cuBLAS wants
-NO_GROUP = -1  # the optimizer group of a parameter that the optimizer was not given
+ALIGNMENT = 64  # elements; in 16-bit dtypes a parameter then starts on a 128-byte boundary, as cuBLAS wants
+NO_GROUP = -1  # the optimizer group of a parameter that was not passed to the optimizer
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Segment:
     shape: tuple[int, ...]
     start: int  # offset in the bucket, elements
     group: int  # index of the optimizer's parameter group
-    is_replicated: bool  # the same values on every tensor-parallel rank, so norms count it once
+    is_replicated: bool  # every tensor-parallel rank has the same values, so norms count it once
 
     @property
     def numel(self) -> int:
@@ -28,17 +28,17 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """Offset of the first element behind the parameter."""
+        """Offset of the first element after the parameter."""
         return self.start + self.numel
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """[low, high) of the parameter's elements in [start, stop) of the bucket; low == high where none is there."""
+        """[low, high) of the parameter's elements in [start, stop) of the bucket; low == high if it has none there."""
         return _overlap(self.start, self.stop, start, stop)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A contiguous range of a bucket whose parameters share optimizer group and tensor-parallel replication, pads included."""
+    """A contiguous range of a bucket whose parameters share optimizer group and tensor-parallel replication; includes padding."""
 
     start: int
     stop: int
@@ -62,8 +62,8 @@ class BucketLayout:
     def build(cls, entries: Iterable[tuple[str, tuple[int, ...], int, bool]], num_shards: int) -> BucketLayout:
         """Lays out `(name, shape, group, is_replicated)` entries for `num_shards` equal shards.
 
-        Entries are sorted by (group, is_replicated), so that each optimizer group is one contiguous range and a shard holds
-        at most one slice of it. Segments start on multiples of ALIGNMENT; the total is padded once, to whole aligned shards.
+        Entries are sorted by (group, is_replicated), so each optimizer group is one contiguous range and a shard holds at most
+        one slice of it. Segments start on multiples of ALIGNMENT. The total is padded once, to whole aligned shards.
         """
         segments, offset = [], 0
         for name, shape, group, is_replicated in sorted(entries, key=lambda entry: (entry[2], entry[3])):
@@ -83,23 +83,23 @@ class BucketLayout:
         return sum(segment.numel for segment in self.segments)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """[start, stop) of rank's shard."""
+        """[start, stop) of the rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of every stretch of padding: no parameter lies there, and it stays zero."""
+        """[start, stop) of every stretch of padding, which belongs to no parameter and stays zero."""
         starts = [segment.start for segment in self.segments[1:]] + [self.numel]
         ends = [segment.stop for segment in self.segments]
         return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The bucket cut by (group, is_replicated), in storage order; the last span takes the final padding."""
+        """The bucket cut by (group, is_replicated), in storage order; the last span includes the final padding."""
         return self.spans_by(lambda segment: (segment.group, segment.is_replicated))
 
     def spans_by(self, key: Callable[[Segment], object]) -> tuple[Span, ...]:
-        """Runs of neighbours with an equal `key`, each with the padding behind it; segments whose key is None are left out."""
+        """Runs of adjacent segments with equal keys, each with the padding after it; segments whose key is None are left out."""
         spans: list[Span] = []
         last: object = None
         starts = [segment.start for segment in self.segments[1:]] + [self.numel]
@@ -114,7 +114,7 @@ class BucketLayout:
 
 
 def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
-    """Where [start, stop) and [low, high) overlap; empty overlaps have equal ends."""
+    """The overlap of [start, stop) and [low, high); an empty overlap has equal ends."""
     first = max(start, low)
     return first, max(first, min(stop, high))
 

@@ -18,7 +18,7 @@ from megazero.zero.delayed import DelayedUpdate
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
-# Elementwise: the update of an element depends on nothing but that element's gradient and state, so any range can step alone.
+# Elementwise: an element's update depends only on that element's gradient and state, so any range can be stepped alone.
 _TORCH_ELEMENTWISE = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -35,7 +35,7 @@ _TORCH_ELEMENTWISE = (
 _OWN_ELEMENTWISE = (CPUAdam, HybridAdam)
 ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
 
-# What torch's and DeepSpeed's optimizers have besides, and what does it here.
+# Attributes that only torch's and DeepSpeed's optimizers have, and what to use here instead.
 _ELSEWHERE = {
     "add_param_group": "what is trained later is in a group from the start, with requires_grad false until then",
     "backward": "call engine.backward(loss)",
@@ -47,12 +47,13 @@ _ELSEWHERE = {
 
 
 def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
-    """Returns if the optimizer is known to work on flat ranges of parameters.
+    """Returns only if the optimizer is known to work on flat ranges of parameters.
 
-    Those of torch's (or apex's) that are elementwise do, but not a class of such a name; and our Muon, with the engine's help.
+    The elementwise optimizers of torch (or apex) do, and so does our Muon, with the engine's help. Other classes of the same name
+    are refused.
 
     Raises:
-        ValueError: it is not; says what is.
+        ValueError: it is not known to; the message lists the optimizers that are.
     """
     kind = type(optimizer)
     is_fused_adam = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] in ("apex", "megazero")
@@ -67,8 +68,8 @@ def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
 
 
 def idle_optimizer(_: Iterable[Any]) -> torch.optim.Optimizer:
-    """A torch optimizer of no parameter groups, for buckets of which none is trained."""
-    idle = torch.optim.SGD([{"params": []}], lr=0.0)  # torch wants one group at least
+    """A torch optimizer without parameter groups, for use when no bucket is trained."""
+    idle = torch.optim.SGD([{"params": []}], lr=0.0)  # torch wants at least one group
     idle.param_groups.clear()
     return idle
 
@@ -81,12 +82,12 @@ class BucketOptimizer(SlicedOptimizer):
 
     Args:
         factory: makes the torch optimizer from a list of parameter-group dicts.
-        group_settings: for each parameter group the options beyond "params" (weight_decay, ...).
+        group_settings: for each parameter group, its options other than "params" (weight_decay, ...).
         norm_group: all ranks that hold a part of the model: the tensor-parallel and the data-parallel ones.
-        counts_replicated: whether this rank counts, in the norm, the parameters that tensor-parallel ranks hold in common.
-        clip_grad: the gradients are scaled so that their global norm is at most this; 0 turns clipping off.
+        counts_replicated: whether this rank's part of the norm includes parameters that all tensor-parallel ranks hold.
+        clip_grad: gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
-        overlap_param_gather: an update leaves new weights on their way, those first that a forward needs first.
+        overlap_param_gather: an update leaves new weights on their way, starting with those that a forward needs first.
 
     Raises:
         ValueError: the optimizer is not known to be elementwise.
@@ -119,15 +120,15 @@ class BucketOptimizer(SlicedOptimizer):
         self._scales_itself = type(self.torch_optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused
 
     def let_go(self) -> None:
-        """Leaves the torch optimizer to whoever has it, and nothing of the engine with it."""
+        """Returns the torch optimizer to its owner, without any reference to the engine."""
         super().let_go()
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.orthogonalize = None
 
-    if not TYPE_CHECKING:  # where it would stand for every name that is misspelt
+    if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Says of what other optimizers have, and this one has not, what to do instead."""
+            """Raises, with advice on what to use instead if other optimizers have this attribute."""
             advice = f": {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
             raise AttributeError(f"the engine's optimizer has no attribute {name!r}{advice}")
 
@@ -144,7 +145,7 @@ class BucketOptimizer(SlicedOptimizer):
         return self.loss_scaler
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: only `engine.step` counts micro-batches and steps, and moves the learning-rate schedule.
+        """Always refused: only `engine.step` counts micro-batches and steps, and advances the learning-rate schedule.
 
         Raises:
             RuntimeError: always.
@@ -155,15 +156,15 @@ class BucketOptimizer(SlicedOptimizer):
         )
 
     def update(self, later: bool = False) -> float:
-        """One update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
+        """Makes one update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
 
-        A norm that is not finite (`overflow`) leaves weights and optimizer state untouched.
+        If the norm is not finite (`overflow`), weights and optimizer state are left untouched.
 
         Args:
-            later: the update goes on in the background; its weights are the model's after the next `update` or `finish`.
+            later: the update runs in the background; the model gets its weights at the next `update` or `finish`.
 
         Raises:
-            ValueError: as of `refuse_unfit`, where hooks or settings have changed since.
+            ValueError: as in `refuse_unfit`, if hooks or settings have changed since.
         """
         self.refuse_unfit(later)
         self.finish()
@@ -183,12 +184,12 @@ class BucketOptimizer(SlicedOptimizer):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients accumulated since the last update. `set_to_none` is torch's, and changes nothing here."""
+        """Drops the gradients accumulated since the last update. `set_to_none` exists for torch's sake and has no effect here."""
         for bucket in self._trained:
             bucket.gradient.zero()
 
     def refuse_torn(self) -> None:
-        """Raises where an update has failed in the middle, so that a part of the weights is new and a part old."""
+        """Raises if an update has failed in the middle, so that some weights are new and some are old."""
         if self.is_torn:
             raise RuntimeError(
                 "The last update was cut short by an error: a part of the weights has made the step, and a part has not. Load a "
@@ -196,7 +197,7 @@ class BucketOptimizer(SlicedOptimizer):
             )
 
     def refuse_unfit(self, later: bool) -> None:
-        """Raises where the torch optimizer cannot update states that rest in a file, or (`later`) go on in the background."""
+        """Raises if the torch optimizer cannot update states that rest in a file, or (`later`) run in the background."""
         kind = type(self.torch_optimizer).__name__
         if not self._steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
             raise ValueError(
@@ -211,9 +212,9 @@ class BucketOptimizer(SlicedOptimizer):
             )
 
     def finish(self) -> None:
-        """Makes the weights of an update in the background the model's, collectively, and waits for those on their way.
+        """Completes a background update by writing its weights into the model, and waits for weights on their way. Collective.
 
-        Does nothing where there are none.
+        Does nothing if there are neither.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -241,16 +242,17 @@ class BucketOptimizer(SlicedOptimizer):
 
     @property
     def _steps_apart(self) -> bool:
-        """Whether several calls of the torch optimizer's step() are as good as one: none that it counts, and nobody watches."""
+        """Whether several calls of the torch optimizer's step() equal one: it does not count calls, and no hook observes them."""
         torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
         is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
         return type(self.torch_optimizer) in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) and not is_watched
 
     def grad_norm(self) -> float:
-        """The 2-norm of the mean gradient of the whole model, equal on every rank; one collective, one device sync.
+        """The 2-norm of the mean gradient of the whole model, equal on every rank. Takes one collective and one device sync.
 
-        Each rank takes its shard of every bucket, also where gradients are whole, and the float64 sum is rounded to float32: so
-        it is the same in every stage, whatever shares a bucket. Parameters that tensor-parallel ranks hold in common count once.
+        Each rank sums its shard of every bucket, even if gradients are whole, and the float64 sum is rounded to float32. So the
+        norm is the same in every stage, whichever parameters share a bucket. Parameters that all tensor-parallel ranks hold count
+        once.
         """
         device, squares = self.buckets[0].weights.flat.device, []
         for bucket in self._trained:
@@ -275,7 +277,7 @@ class BucketOptimizer(SlicedOptimizer):
 
 
 def _brought(numbers: list[Tensor], device: torch.device) -> list[Tensor]:
-    """0-d tensors on a device, in their order: those that are elsewhere in one copy, for which the host does not wait."""
+    """0-d tensors moved to a device, in the same order, by one copy that the host does not wait for."""
     away = [number for number in numbers if number.device != device]
     coming = iter(torch.stack(away).to(device, non_blocking=True) if away else ())
     return [number if number.device == device else next(coming) for number in numbers]

@@ -1,13 +1,18 @@
 """When buckets are gathered, filled, reduced and released: the hooks between a model and its buckets.
 
-Forward: before a unit runs, its parameters are gathered, and those of the next unit start to come; after it they are released.
-Backward: the same in reverse order, driven by the gradients of the units' outputs; a bucket is reduced as soon as its gradients
-are complete, and released then. What is used twice in a row stays: the last unit for its backward; the root and the first unit
-for the next micro-batch. Where parameters are whole on every rank, gather and release do nothing; a forward waits for new values
-that the last update has left on their way.
+Forward: before a unit runs, its parameters are gathered, and the gather of the next unit's starts. After the unit has run, its
+parameters are released.
 
-Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival, which may
-differ between ranks and would then pair one rank's bucket with another's. One is on its way while the next unit is filled.
+Backward: the same in reverse order, driven by the gradients of the units' outputs. As soon as a bucket's gradients are complete,
+the bucket is reduced and released.
+
+Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
+micro-batch. If parameters are whole on every rank, gather and release do nothing, and a forward waits only for new values that
+the last update has left on their way.
+
+Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival: that may
+differ between ranks, and would then pair one rank's bucket with another's. One reduction is on its way while the next unit's
+gradients are filled in.
 """
 
 from __future__ import annotations
@@ -36,8 +41,8 @@ from megazero.zero.units import ROOT
 
 logger = get_logger(__name__)
 
-MAX_REDUCTIONS = 1  # on their way at the same time
-FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, beyond those that are gathered ahead
+MAX_REDUCTIONS = 1  # most reductions on their way at the same time
+FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, in addition to units gathered ahead
 
 
 class Schedule:
@@ -46,7 +51,7 @@ class Schedule:
     Args:
         units: in execution order.
         buckets: in backward order.
-        zero: which collectives travel while the model computes, and how much is gathered ahead, and kept.
+        zero: sets which collectives travel while the model computes, and how much is gathered ahead and kept.
     """
 
     def __init__(
@@ -58,10 +63,10 @@ class Schedule:
     ) -> None:
         self.buckets = buckets
         self._overlaps_comm = zero.overlap_comm
-        # One rank has nothing to wait for: what it has reduced leaves for its home before the next unit's gradients are made.
+        # A single rank has nothing to wait for: its reduced gradients leave for their home before the next unit's are made.
         self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
-        self.is_open = False  # while the engine's own backward runs; what comes else is of somebody else's
+        self.is_open = False  # True while the engine's own backward runs; other gradients come from somebody else's
         self._has_told_of_others = False
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
@@ -69,18 +74,18 @@ class Schedule:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
-        self._under_way: deque[Bucket] = deque()  # reductions, those that have been waited for elsewhere included
-        # Per unit that has run forward since the last backward: inputs whose gradient has not come yet.
+        self._under_way: deque[Bucket] = deque()  # reductions, including those already waited for elsewhere
+        # For each unit that has run forward since the last backward: number of inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
-        # Unit that was the first to run forward since the last backward: its own backward will be the last.
+        # The unit that was first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
         self._tiles = {bucket.unit for bucket in buckets if bucket.is_tile}  # units
-        # Units that have run with an input that no node of the graph made, or with none that gets a gradient.
+        # Units that have run with an input that no node of the graph made, or with no input that gets a gradient.
         self._has_leaf_inputs: set[int] = set()
         self._handles: list[Any] = []
         self._watched: set[str] = set()
         self._forwards = Forwards()
-        self._external: set[Bucket] = set()  # of which other modules read a parameter
+        self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
         for bucket in buckets:
             bucket.driver = self
             self.watch_gradients(bucket)
@@ -88,7 +93,7 @@ class Schedule:
             self._watch_forwards(model, units)
         names_in = _names_by_unit(units, buckets)
         self._overlaps_param_gather = zero.overlap_param_gather
-        if self._overlaps_param_gather:  # what is touched waits by itself, but a compiled kernel does not ask it
+        if self._overlaps_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for unit, names in zip(units, names_in, strict=True):
@@ -99,7 +104,7 @@ class Schedule:
         self.restart()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Gathers sharded parameters for whatever reads them: the model, its units, and modules that do not own them."""
+        """Gathers sharded parameters for the modules that read them: the model, its units, and modules that do not own them."""
         self._handles += self._forwards.watch(model)
         self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
@@ -116,7 +121,7 @@ class Schedule:
                 self.add_external(module, parameter)
 
     def _root_modules(self, model: nn.Module) -> list[nn.Module]:
-        """The modules inside of the model that own parameters of the root: a part of the model may be called alone."""
+        """The modules inside the model that own parameters of the root, because a part of the model may be called alone."""
         root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
         inside = (module for module in model.modules() if module is not model)
         return [module for module in inside if root.intersection(module.parameters(recurse=False))]
@@ -125,13 +130,13 @@ class Schedule:
         self._handles.append(module.register_forward_pre_hook(Hook(lambda *_: act()), prepend=True))
 
     def watch_gradients(self, bucket: Bucket) -> None:
-        """Takes the gradients of the bucket's parameters as they come."""
+        """Takes over the gradients of the bucket's parameters as they come."""
         for segment in bucket.layout.segments:
             parameter = bucket.parameters[segment.name]
             if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
                 self._watched.add(segment.name)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_grad(bucket, segment)))
-                # A gradient that comes after the release needs its parameter whole again.
+                # If a gradient comes after the release, its parameter must be whole again.
                 if bucket.sharding.parameters:
                     self._handles.append(parameter.register_hook(self._before_grad(bucket)))
 
@@ -146,16 +151,16 @@ class Schedule:
     # ---- the two halves of a micro-batch around loss.backward()
 
     def start_backward(self) -> None:
-        """Expects a new backward, also after one that an exception cut short. The root is whole from here on."""
+        """Prepares for a new backward, even after one that an exception cut short. The root is whole from here on."""
         self.restart()
         self.is_open = True
-        # Of weights on their way also those that no forward has read.
+        # Also waits for weights on their way that no forward has read.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
     def restart(self) -> None:
-        """Forgets what an earlier backward has left open."""
+        """Forgets the unfinished state of an earlier backward."""
         self._order = [bucket for bucket in self.buckets if bucket.is_trainable]  # of reductions
-        # Names of the parameters whose gradient has not come in this backward.
+        # Names of the parameters whose gradients have not come yet in this backward.
         self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
@@ -163,7 +168,7 @@ class Schedule:
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
     def finish_backward(self) -> None:
-        """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits, releases."""
+        """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
         for index, bucket in enumerate(self._order):
             if self._is_due(bucket) and (index >= self._next or bucket.gradient.has_unreduced):
                 self._reduce(bucket)
@@ -178,7 +183,7 @@ class Schedule:
         self._first = None
 
     def release_all(self) -> None:
-        """Frees every gathered parameter, and what was fetched ahead and not used."""
+        """Frees every gathered parameter, and shards that were fetched ahead and not used."""
         for bucket in self.buckets:
             bucket.weights.release()
 
@@ -190,7 +195,8 @@ class Schedule:
     # ---- gradients
 
     def _on_grad(self, bucket: Bucket, segment: Segment) -> Callable[[Tensor], None]:
-        # Hooks of a parameter must not hold its engine: the collector does not see that cycle. A bucket holds its schedule.
+        # A parameter's hooks must not hold its engine, in a cycle that the garbage collector does not see. A bucket holds its
+        # schedule, so the hooks refer to the bucket weakly.
         reference = ref(bucket)
 
         def on_grad(_: Tensor) -> None:
@@ -210,9 +216,10 @@ class Schedule:
         return on_grad
 
     def _drop(self, bucket: Bucket, segment: Segment) -> None:
-        """Forgets a gradient of somebody else's backward, as of a generator's loss in its discriminator.
+        """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
 
-        It has another scale, and nothing of torch's that the script calls, as `module.zero_grad()`, could reach it in G.
+        Such a gradient has another scale, and in G no torch function that the script calls, such as `module.zero_grad()`, could
+        reach it.
         """
         bucket.parameters[segment.name].grad = None
         if self._has_told_of_others:
@@ -276,7 +283,7 @@ class Schedule:
         return self._forwards.innermost is not None or _in_backward()
 
     def gather_external(self, parameter: nn.Parameter) -> bool:
-        """Makes a released parameter whole that the forward under way reads, now and whenever that runs; False outside of any."""
+        """Makes a released parameter whole for the forward under way, now and whenever it runs again; False outside a forward."""
         module, bucket = self._forwards.innermost, bucket_of(parameter)
         if module is None or bucket is None:
             return False
@@ -296,13 +303,13 @@ class Schedule:
         """Makes buckets whole around the module's forward and backward.
 
         Args:
-            index: which unit the module is, whose buckets these are; None: it reads what others own.
+            index: the unit that the module is, if the buckets are its own; None if it reads parameters that others own.
         """
 
         def before_backward(_: Tensor) -> None:
             self._gather_for_backward(buckets, index)
 
-        inputs: list[tuple[Tensor, Any]] = []  # and what made them, before the module ran
+        inputs: list[tuple[Tensor, Any]] = []  # with their grad_fn before the module ran
         was_wanted = False  # before the module ran
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -323,7 +330,7 @@ class Schedule:
                 tensor.register_hook(before_backward)
             return output
 
-        def forget_inputs(*_: Any) -> None:  # and their graphs, which a forward that has failed would keep
+        def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
             inputs.clear()
 
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
@@ -332,13 +339,13 @@ class Schedule:
 
     def _gather_for_backward(self, buckets: list[Bucket], index: int | None = None) -> None:
         self._gather(buckets, index, in_forward=False)
-        # With create_graph a backward of this backward, as of a gradient penalty, reads them too, and no hook is in its graph.
+        # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
             for bucket in buckets:
                 bucket.weights.is_kept = True
 
     def _gather_root_for_backward(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Makes the root whole for a backward that is not this engine's, as autograd.grad or another engine's."""
+        """Makes the root whole for a backward that is not this engine's: autograd.grad, or another engine's."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -348,23 +355,23 @@ class Schedule:
         self._gather_for_backward(self._of_unit[ROOT])
 
     def _is_over(self, index: int | None, was_wanted: bool) -> bool:
-        """Whether a module that has run forward needs its buckets no more until its backward asks for them.
+        """Whether a module that has run forward does not need its buckets until its backward asks for them.
 
         Args:
-            was_wanted: they were whole, or on their way, before it ran.
+            was_wanted: the buckets were whole, or on their way, before the module ran.
         """
         if _in_backward():
-            # Activation checkpointing runs it again, and its backward follows at once; a tile's only after those of all later
-            # tiles, unless the backward of this very one has asked for the recomputation.
+            # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
+            # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
             return index in self._tiles and not was_wanted
         return index is None or not self._stays(index)
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
-        """Makes buckets whole; what comes after unit `index`, if that is given, is asked for before they are waited for."""
+        """Makes buckets whole. If `index` is given, the units after it are requested before these buckets are waited for."""
         _refuse_transforms()
         for bucket in buckets:
             bucket.weights.gather()
-            # It ran twice: gradients come again.
+            # The module ran twice: its gradients come again.
             if bucket.is_trainable and not self._waiting[bucket] and _in_backward():
                 self._waiting[bucket] = {s.name for s in bucket.trained_segments}
         if index is not None:
@@ -376,9 +383,9 @@ class Schedule:
             self._wait(bucket.weights.wait_gathered, bucket, "its parameters")
 
     def _prefetch(self, index: int, in_forward: bool) -> None:
-        """Starts to gather the next units, and to fetch the shards of those after them from where they rest.
+        """Starts to gather the next units, and to fetch the shards of the units after them from their homes.
 
-        Not a tile where units are recomputed, as its turn comes after the others' backward.
+        While units are recomputed, tiles are left out, because a tile's turn comes after the backward of the others.
         """
         if not self._overlaps_comm:
             return
@@ -393,31 +400,32 @@ class Schedule:
                 bucket.weights.prefetch()
 
     def buckets_of(self, unit: int) -> list[Bucket]:
-        """The buckets of one unit, by its place in forward order."""
+        """The buckets of one unit, given by its index in forward order."""
         return self._of_unit[unit]
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of units' sharded parameters that are gathered, or on their way; without the root."""
+        """Bytes of units' sharded parameters that are gathered or on their way; excludes the root."""
         units = (bucket for bucket in self._sharded if bucket.unit != ROOT)
         there = (bucket for bucket in units if bucket.weights.is_allocated)
         return sum(bucket.weights.flat.nbytes for bucket in there)
 
     @property
     def unit_sizes(self) -> list[int]:
-        """Elements of sharded parameters of each unit, in forward order."""
+        """Elements of each unit's sharded parameters, in forward order."""
         units = sorted(index for index in self._of_unit if index != ROOT)
         return [sum(b.layout.numel for b in self._of_unit[i] if b.sharding.parameters) for i in units]
 
     @property
     def _live(self) -> int:
-        """Elements of sharded parameters that are gathered, or on their way; 0 where no limit asks, as counting takes time."""
+        """Elements of sharded parameters that are gathered or on their way; 0, to save time, if no limit needs the number."""
         if self.residency.limits.live is None:
             return 0
         return sum(bucket.layout.numel for bucket in self._sharded if bucket.weights.is_allocated)
 
     def _stays(self, index: int) -> bool:
-        # A tile that is recomputed has its backward after the recomputation of all tiles of its layer, and is gathered for both.
+        # A recomputed tile is gathered for its recomputation and again for its backward, which comes only after the recomputation
+        # of all tiles of its layer.
         trains = torch.is_grad_enabled() if index in self._tiles else self._forwards.train
         return trains and self.residency.stays(index, self._live)
 
@@ -427,18 +435,18 @@ class Schedule:
             self.release_all()
         return output
 
-    # ---- when a unit's backward is over; what nothing tells of is over at the end
+    # ---- when a unit's backward is over; if nothing tells, it counts as over at the end of the whole backward
 
     def _release_if_done(self, index: int) -> None:
-        """Releases a unit whose gradients have all come: that of a parameter comes when every use of it is done."""
+        """Releases a unit whose gradients have all come: a parameter's gradient comes when every use of the parameter is done."""
         buckets = self._of_unit[index]
         if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
             return
-        # Where other modules read a parameter its gradient may come early, by a nested backward, or late.
+        # If other modules read a parameter, its gradient may come early (from a nested backward) or late.
         if self._external.intersection(buckets):
             return
-        # A frozen weight is needed for the gradients of the unit's inputs too. Those of a graph from before the last backward
-        # (retain_graph, or two forwards and then two backwards) nobody counts.
+        # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
+        # (retain_graph, or two forwards and then two backwards) are not counted.
         if index in self._has_frozen and self._inputs_left.get(index) != 0:
             return
         if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
@@ -446,24 +454,26 @@ class Schedule:
                 self._release(bucket)
 
     def _release(self, bucket: Bucket) -> None:
-        """Releases a unit whose backward is over, but where the next micro-batch begins with it: no update comes between."""
+        """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
         if self.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
             bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module, names_of: dict[Bucket, set[str]]) -> None:
-        """Takes a unit's parameters that were not used for done when the gradients of its inputs have come.
+        """Counts a unit's unused parameters as done once the gradients of its inputs have come.
 
-        Autograd runs what was recorded later first, so all of the unit has run before the node that made an input. An input that
-        no node made, a leaf, is served out of turn and tells nothing; nor do the others, where the unit has also run without any.
+        Autograd runs later-recorded nodes first, so the whole unit has run backward before the node that made an input. A leaf
+        input, which no node made, gets its gradient out of turn. If the unit has run with a leaf input, or without any input that
+        requires a gradient, its inputs tell nothing.
 
-        Of the others that share a bucket it tells nothing either: they may run in another order than the model has them in.
+        They never tell anything about other units in the same bucket, which may run in another order than they have in the
+        model.
 
         Args:
-            names_of: the unit's own parameters, as of `_names_by_unit`.
+            names_of: the unit's own parameters, as from `_names_by_unit`.
         """
 
         def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
-            # Neither of a graph from before the last backward, nor in a backward that is not this engine's.
+            # Skips a graph from before the last backward, and a backward that is not this engine's.
             if inputs_left is not self._inputs_left or not self.is_open or not inputs_left[index]:
                 return
             inputs_left[index] -= 1
@@ -491,7 +501,7 @@ class Schedule:
         try:
             wait()
         except torch.OutOfMemoryError:
-            raise  # it says it itself
+            raise  # its message says enough
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}, step {self.step + 1}, unit {bucket.name!r}: waiting for {what} failed. If "
@@ -502,7 +512,7 @@ class Schedule:
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
-    """For each unit the names of its parameters in the buckets that hold them, where other units' may lie as well."""
+    """For each unit, the names of its parameters in each bucket that holds some of them; the bucket may hold other units' too."""
     place_of = {p: (bucket, name) for bucket in buckets for name, p in bucket.parameters.items()}
     found: list[dict[Bucket, set[str]]] = []
     for unit in units:
@@ -514,10 +524,12 @@ def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> lis
 
 
 def _without_views(output: Any, buckets: list[Bucket]) -> Any:
-    """A module's output with copies of what would outlive the memory of its weights, and end the interpreter when it is read.
+    """A module's output, with copies in place of views of its weights.
+
+    Such a view would outlive the weights' memory, and reading it would crash the interpreter.
 
     Raises:
-        RuntimeError: there are such views in objects that are no lists, tuples or mappings.
+        RuntimeError: a view is inside an object other than a list, tuple or mapping.
     """
     storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
 
@@ -537,12 +549,12 @@ def _without_views(output: Any, buckets: list[Bucket]) -> Any:
 
 
 def _made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
-    """Tensors whose gradients begin a module's backward: its output, and what it has changed in place.
+    """Tensors whose gradients begin a module's backward: its output, and inputs that it has changed in place.
 
-    Not what it hands on as it was, as the other units' tensors in a cache.
+    Excludes tensors that it passes on unchanged, such as other units' tensors in a cache.
 
     Args:
-        inputs: with what had made each of them before the module ran.
+        inputs: input tensors, each with its grad_fn before the module ran.
     """
     made_before = {id(tensor): maker for tensor, maker in inputs}
     found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
@@ -550,7 +562,7 @@ def _made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
 
 
 def _refuse_transforms() -> None:
-    """Raises inside of a transform of torch.func, whose tensors have no memory, and which lets no gather write."""
+    """Raises inside a torch.func transform, because its tensors have no memory and it does not let a gather write."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "A transform of torch.func (grad, vjp, jvp, vmap, ...) goes through a model that an engine drives, whose sharded "

@@ -1,4 +1,4 @@
-"""A torch optimizer that is handed flat slices of buckets instead of parameters, and its state by parameter."""
+"""A torch optimizer that is given flat slices of buckets instead of parameters, and access to its state by parameter."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class Slice:
     bucket: Bucket
     span: Span
     master: nn.Parameter  # 1-D, fp32; the bucket's own memory, or empty while the tile is not at hand
-    is_trained: bool  # else it is frozen now, and keeps the state that it had
+    is_trained: bool  # False: it is frozen at present, and keeps the state that it had
 
     @property
     def start(self) -> int:
-        """Its first element in the owned range."""
+        """Offset of its first element in the owned range."""
         return self.span.start - self.bucket.owned_range.start
 
     @property
     def stop(self) -> int:
-        """Behind its last element in the owned range."""
+        """Offset of the first element after it in the owned range."""
         return self.span.stop - self.bucket.owned_range.start
 
 
 class SlicedOptimizer:
-    """Cuts what this rank owns of the buckets into flat slices, and gives each parameter group's to the torch optimizer.
+    """Cuts the buckets' owned ranges into flat slices, and gives the torch optimizer those of each parameter group.
 
-    The buckets have all of O, wherever it rests. The torch optimizer's own state are views of what is at hand of it.
+    The buckets hold all of O, wherever it rests. The torch optimizer's own state consists of views of the part at hand.
 
     Args:
         factory: makes the torch optimizer from a list of parameter-group dicts.
-        group_settings: for each parameter group the options beyond "params" (weight_decay, ...).
+        group_settings: for each parameter group, its options other than "params" (weight_decay, ...).
 
     Attributes:
-        torch_optimizer: what `factory` has made.
-        slices: its parameters, and those of frozen parameters that have state.
+        torch_optimizer: the optimizer that `factory` returned.
+        slices: the torch optimizer's parameters, and the slices of frozen parameters that have state.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SlicedOptimizer:
         self._steps_slices = False  # step_slices() is under way
         self._refusal: RemovableHandle | None = None
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
-        states = list(self.state.values())  # Adagrad makes its state when it is built, and not for what comes later
+        states = list(self.state.values())  # Adagrad makes its state when it is built, and none for later parameters
         if states and any(bucket.is_trainable and bucket.states[MASTER].resident is None for bucket in buckets):
             raise ValueError(
                 f"{type(self.torch_optimizer).__name__} makes its state when it is built, which needs all of it in memory. Use "
@@ -94,24 +94,24 @@ class SlicedOptimizer:
         return self.torch_optimizer.state
 
     def step_slices(self) -> None:
-        """The torch optimizer's step over the slices that have been given a gradient."""
+        """Runs the torch optimizer's step over the slices that were given a gradient."""
         self._steps_slices = True
         try:
-            self.torch_optimizer.step()  # skips what has no gradient
+            self.torch_optimizer.step()  # skips slices without gradient
         finally:
             self._steps_slices = False
 
     def refuse_other_steps(self) -> None:
-        """Makes step() of the torch optimizer an error where its caller calls it, until `let_go`."""
+        """Makes the user's calls of the torch optimizer's step() an error, until `let_go`."""
         self._refusal = self.torch_optimizer.register_step_pre_hook(_refuse_unless_stepped_by(ref(self)))
-        # Of updates that are made of tiles torch's schedules see nothing, and would warn that they come before the optimizer.
+        # torch's schedules do not see updates that are made of tiles, and would warn that they step before the optimizer.
         vars(self.torch_optimizer).update(_opt_called=True)
 
     def refuse_other_parameters(self) -> None:
-        """Raises where the torch optimizer has other parameters than the slices: it would step what nobody has reduced.
+        """Raises if the torch optimizer has parameters other than the slices, because it would step unreduced gradients.
 
         Raises:
-            RuntimeError: some have come into its groups, or left them, since it was given the slices.
+            RuntimeError: parameters have come into its groups, or left them, since it was given the slices.
         """
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if held != {id(piece.master) for piece in self.slices if piece.is_trained}:
@@ -122,15 +122,16 @@ class SlicedOptimizer:
             )
 
     def let_go(self) -> None:
-        """Leaves the torch optimizer to whoever has it."""
+        """Returns the torch optimizer to its owner."""
         if self._refusal is not None:
             self._refusal.remove()
 
     def _cut(self, counters: dict[str, Counters]) -> None:
-        """Makes the slices of what this rank owns and trains now, and of what is frozen and has state.
+        """Makes the slices: of what this rank owns and trains now, and of what is frozen but has state.
 
         Args:
-            counters: of the parameters that have state. Those that have made different numbers of steps stay apart.
+            counters: the scalar state of the parameters that have state. Parameters with different step counts get separate
+                slices.
         """
         self._by_bucket: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
 
@@ -147,15 +148,15 @@ class SlicedOptimizer:
         self.slices = [piece for of_bucket in self._by_bucket.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
-        """Asked at the engine's refresh only: a load in between must not cut by what the engine has not followed yet."""
+        """Names of frozen parameters. Only for the engine's refresh: a load must not cut by changes not followed yet."""
         return {name for bucket in self.buckets for name, p in bucket.parameters.items() if not p.requires_grad}
 
     def is_trained(self, segment: Segment) -> bool:
-        """Whether a parameter that the optimizer was given is stepped, as of the last `refresh`."""
+        """Whether the optimizer steps this parameter, which it was given, as of the last `refresh`."""
         return segment.name not in self._frozen
 
     def slices_of(self, bucket: Bucket) -> list[Slice]:
-        """Those that lie in one bucket."""
+        """The slices in one bucket."""
         return self._by_bucket.get(bucket, [])
 
     def trains_all_of(self, bucket: Bucket) -> bool:
@@ -163,7 +164,7 @@ class SlicedOptimizer:
         return sum(p.stop - p.start for p in self.slices_of(bucket) if p.is_trained) == bucket.owned_numel
 
     def slices_in(self, tile: Tile) -> list[Slice]:
-        """Those that lie in one tile."""
+        """The slices in one tile."""
         bucket, start, stop = tile
         return [piece for piece in self.slices_of(bucket) if start <= piece.start < stop]
 
@@ -171,7 +172,7 @@ class SlicedOptimizer:
         return [piece.master for piece in self.slices if piece.is_trained and piece.span.group == group]
 
     def refresh(self) -> None:
-        """Cuts the slices anew after requires_grad of a parameter has changed. Every parameter keeps its state, as in torch."""
+        """Cuts the slices anew after a parameter's requires_grad has changed. Every parameter keeps its state, as in torch."""
         keys = {
             name: [key for key, value in self.state[piece.master].items() if _is_flat(value)]
             for piece in self.slices
@@ -182,10 +183,10 @@ class SlicedOptimizer:
         self._recut(keys, self.counters())
 
     def _recut(self, keys: Mapping[str, Iterable[str]], counters: dict[str, Counters]) -> None:
-        """Gives the torch optimizer new slices, with their state, and with what it makes at its construction only.
+        """Gives the torch optimizer new slices with their state, including state that it makes only at its construction.
 
         Args:
-            keys, counters: as of `allocate_state`.
+            keys, counters: as for `allocate_state`.
         """
         self.refuse_other_parameters()
         self.state.clear()
@@ -204,7 +205,7 @@ class SlicedOptimizer:
                 self._fill_state(piece, self._scalars_at_birth, self._flat_at_birth)
 
     def _fill_state(self, piece: Slice, counters: Counters, keys: Iterable[str]) -> None:
-        """Gives the torch optimizer a slice's state: what its bucket has under `keys`, else zeros, and scalars of `counters`."""
+        """Gives the torch optimizer a slice's state: the bucket's tensors under `keys`, else zeros, and scalars of `counters`."""
         state, bucket = self.state[piece.master], piece.bucket
         for key in keys:
             self._vector(bucket, key)
@@ -214,9 +215,9 @@ class SlicedOptimizer:
                 state[key] = torch.full((), value, dtype=torch.float32, device=self._device_of(key, piece))
 
     def _device_of(self, key: str, piece: Slice) -> torch.device:
-        """Where a scalar of a slice's state lies: as in torch, the step count is the host's unless a kernel reads it.
+        """Where a scalar of a slice's state lies: as in torch, the step count lies on the host unless a kernel reads it.
 
-        To read it from a device the host would wait for that, once for every slice.
+        To read it from a device, the host would have to wait for the device once per slice.
         """
         group = self.param_groups[piece.span.group]
         is_torchs = type(self.torch_optimizer).__module__.startswith("torch.optim")
@@ -225,10 +226,10 @@ class SlicedOptimizer:
         return piece.bucket.optimizer_home.device
 
     def adopt_state(self, piece: Slice, tile: Mapping[str, Tensor] | None = None) -> None:
-        """Makes what the torch optimizer has allocated for a slice part of the bucket's O.
+        """Moves state that the torch optimizer has allocated for a slice into the bucket's O.
 
         Args:
-            tile: what is at hand of the slice's tile, and goes home by itself.
+            tile: the states at hand of the slice's tile, which are written home without this method.
         """
         bucket, state = piece.bucket, self.state.get(piece.master, {})
         first = piece.start // bucket.tile_numel * bucket.tile_numel
@@ -243,7 +244,7 @@ class SlicedOptimizer:
             state[key] = _part_in_memory(bucket, key, piece)
 
     def _vector(self, bucket: Bucket, key: str, dtype: torch.dtype = torch.float32) -> Vector:
-        """The bucket's state of that name; made of zeros where there is none yet."""
+        """The bucket's state of that name; created with zeros if it does not exist yet."""
         if key not in bucket.states:
             vector = bucket.states[key] = bucket.optimizer_home.vector(bucket.owned_numel, dtype)
             for tile in bucket.tiles:
@@ -255,7 +256,7 @@ class SlicedOptimizer:
 
     @contextmanager
     def state_at_hand(self, tile: Tile, keys: Iterable[str], *, writes: bool = False) -> Iterator[dict[str, Tensor]]:
-        """What there is of `keys` of a tile's O, each 1-D, for a `with` block; `writes` keeps changes."""
+        """The states among `keys` that a tile's O has, each 1-D, for a `with` block; changes are kept if `writes`."""
         bucket, start, stop = tile
         with ExitStack() as stack:
             there = [key for key in keys if key in bucket.states]
@@ -264,10 +265,10 @@ class SlicedOptimizer:
     def parts_of(
         self, states: Mapping[str, Tensor], tile: Tile, key: str, segment: Segment
     ) -> Iterator[tuple[Tensor, slice]]:
-        """What this rank has of one parameter's state in a tile: 1-D views, and where they lie in the flattened parameter.
+        """This rank's part of one parameter's state in a tile: 1-D views, and where they lie in the flattened parameter.
 
         Args:
-            states: what `state_at_hand` gave for the tile.
+            states: the dictionary that `state_at_hand` gave for the tile.
         """
         for piece in self.slices_in(tile):
             if key in states and key in self.state.get(piece.master, {}):
@@ -277,18 +278,18 @@ class SlicedOptimizer:
                     yield part, place
 
     def state_keys(self, bucket: Bucket) -> list[str]:
-        """Names of the optimizer's tensors per element, on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""
+        """Names of the optimizer's elementwise state tensors on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""
         states = (self.state.get(piece.master, {}) for piece in self.slices_of(bucket))
         return sorted({key for state in states for key, value in state.items() if _is_flat(value)})
 
     def state_keys_everywhere(self) -> dict[Bucket, list[str]]:
-        """The same of all ranks together: one that owns nothing has no state. Collective over the data-parallel group."""
+        """`state_keys` of all ranks together: a rank that owns nothing has no state. Collective over the data-parallel group."""
         mine = [self.state_keys(bucket) for bucket in self.buckets]
         of_ranks = zip(*comm.all_gathered_objects(mine, self.buckets[0].channel.group), strict=True)
         return {bucket: sorted(set().union(*keys)) for bucket, keys in zip(self.buckets, of_ranks, strict=True)}
 
     def counters(self) -> dict[str, Counters]:
-        """The optimizer's scalar state by name, {} where it has none, of the parameters on this rank that have any state."""
+        """The optimizer's scalar state, by name, of each parameter with any state on this rank; {} if none of it is scalar."""
         found: dict[str, Counters] = {}
         for piece in self.slices:
             state = self.state.get(piece.master)
@@ -302,11 +303,11 @@ class SlicedOptimizer:
         return found
 
     def allocate_state(self, keys: Mapping[str, Iterable[str]], counters: dict[str, Counters]) -> None:
-        """Makes the state anew, zero but for the counters, so that a checkpoint can be read into it.
+        """Makes the state anew, with zeros and the given counters, so that a checkpoint can be read into it.
 
         Args:
-            keys: names of the optimizer's tensors per element, by parameter.
-            counters: by parameter, as `counters()` gives them; one that is not named starts without state.
+            keys: names of the optimizer's elementwise state tensors, by parameter.
+            counters: by parameter, as `counters()` returns them; a parameter that is not named starts without state.
         """
         for bucket in self.buckets:
             for key in [key for key in bucket.states if key != MASTER]:
@@ -318,7 +319,7 @@ class SlicedOptimizer:
 
 
 def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
-    """A hook for the caller's own optimizer: its step() would find no gradients, and return as if it had trained."""
+    """A hook for the user's own optimizer, whose step() would find no gradients and return as if it had trained."""
 
     def refuse(*_: Any) -> None:
         sliced = owner()
@@ -332,7 +333,7 @@ def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
 
 
 def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_trained: bool) -> Iterator[Slice]:
-    """Runs of neighbours with an equal key in each tile of the bucket's owned range."""
+    """Slices of adjacent parameters with equal keys, within each tile of the bucket's owned range."""
     low, master = bucket.owned_range.start, bucket.states[MASTER]
     spans = bucket.layout.spans_by(key)
     for tile in bucket.tiles:
@@ -346,13 +347,13 @@ def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_traine
 
 
 def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
-    """A slice's part of the state, which is empty where the state is not in memory."""
+    """A slice's part of the state; empty if the state is not in memory."""
     resident = bucket.states[key].resident
     return torch.empty(0, dtype=bucket.states[key].dtype) if resident is None else resident[piece.start : piece.stop]
 
 
 def _names_in(piece: Slice) -> list[str]:
-    """The parameters that a slice holds elements of."""
+    """Names of the parameters that a slice holds elements of."""
     span = piece.span
     return [s.name for s in piece.bucket.layout.segments if s.start < span.stop and span.start < s.stop]
 

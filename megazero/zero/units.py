@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: the model's units, and the layout of every bucket. No communication, no storage."""
+"""Which parameters share a bucket: the model's units and the layout of every bucket, without communication or storage."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.layout import NO_GROUP, BucketLayout
 
 ROOT = -1  # unit number of the parameters outside all units
-EARLY = 16  # G gets its memory when more than one part in so many of a unit's has come
-LARGE_LEAF_NUMEL = 2**22  # a module without children that owns more is a unit of its own
+EARLY = 16  # G's memory is allocated once more than 1/EARLY of a unit's gradient bytes have arrived
+LARGE_LEAF_NUMEL = 2**22  # a module without children that owns more elements is a unit of its own
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The model's units in execution order: what is gathered, computed and released together.
+    """The model's units in execution order: the modules that are gathered, computed and released as a whole.
 
-    The entries of every outermost ModuleList and Sequential (transformer blocks), and modules without children that are large by
-    themselves. An entry of a Sequential that holds such a list itself is looked into instead, and so is an entry of a ModuleList
-    that is never called, being a ModuleList or ModuleDict. A parametrized module (weight_norm) counts as one without children.
-    An entry that holds a module with `parts_are_units = True` (a TiledLinear) is divided: that module's parts are units, and so
-    are the children, of the modules on the way to it, that do not hold one; parameters of those modules themselves stay outside.
-    Embeddings stay outside: their weights are commonly read by the output layer as well. So do modules whose weights another
-    module shares.
+    Units are:
+
+    - the entries of every outermost ModuleList and Sequential (transformer blocks), except as below;
+    - modules without children that are large by themselves, other than embeddings, whose weights the output layer commonly reads
+      as well, and modules that share weights with another module. A parametrized module (weight_norm) counts as one without
+      children.
+
+    Some entries are searched for units instead of being one: an entry of a Sequential that itself contains a ModuleList, and an
+    entry of either that is never called because it is a ModuleList or ModuleDict. An entry that contains a module with
+    `parts_are_units = True` (a TiledLinear) is divided. That module's parts become units. So do, on the way down to it, the
+    children that contain no such module. Parameters owned by the modules on the way stay outside all units.
     """
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
@@ -51,7 +55,7 @@ def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = Fals
 
 def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[nn.Module]:
     units: list[nn.Module] = []
-    for entry in container.children():  # names one that appears twice once
+    for entry in container.children():  # yields an entry that appears twice only once
         if _is_never_called(entry) or _is_divided(entry):
             found = _units_of_entries(entry, shared)
         elif isinstance(container, nn.Sequential) and _has_list(entry):
@@ -67,7 +71,7 @@ def _is_never_called(module: nn.Module) -> bool:
 
 
 def _tiles_in(model: nn.Module) -> set[nn.Module]:
-    """The modules inside of those that say `parts_are_units`: as units, at most one of them at a time is to be whole."""
+    """The modules inside those that set `parts_are_units`: at most one of these units is meant to be whole at a time."""
     divided = [module for module in model.modules() if getattr(module, "parts_are_units", False)]
     return {part for module in divided for part in module.modules() if part is not module}
 
@@ -77,16 +81,18 @@ def _is_divided(module: nn.Module) -> bool:
 
 
 def _has_list(module: nn.Module) -> bool:
-    if is_parametrized(module):  # by a ModuleList of its own, and whole
+    if is_parametrized(module):  # the ModuleList of its parametrizations does not count
         return False
     return isinstance(module, nn.ModuleList) or any(_has_list(child) for child in module.children())
 
 
 def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]] | None) -> list[nn.Module]:
-    """The units that the user names, by module or by class, in the model's order; `find_units` for None.
+    """The units that the user names, by module or by class, in the model's order; `find_units(model)` if `wanted` is None.
+
+    Units that own no parameters are left out.
 
     Raises:
-        ValueError: a named unit is not in the model, owns nothing, or lies inside of another one.
+        ValueError: a named unit is not in the model, or lies inside another one.
     """
     if wanted is None:
         return find_units(model)
@@ -112,25 +118,25 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a bucket will hold."""
+    """The contents and layout of a bucket that has not been built yet."""
 
-    name: str  # the unit's name in the model; of several their first one's and last one's
-    unit: int  # index in the list of units, of several the first one's; or ROOT
+    name: str  # the unit's name in the model; if several units share the bucket, the names of the first and the last
+    unit: int  # index in the list of units (of the first unit if several share the bucket), or ROOT
     dtype: torch.dtype  # of P
-    is_trainable: bool  # has G and O; a frozen one has P alone
+    is_trainable: bool  # the bucket has G and O; a frozen one has only P
     parameters: dict[str, nn.Parameter]
     layout: BucketLayout
     sharding: Sharding
-    grad_dtype: torch.dtype = torch.float32  # of G: keeps what many micro-batches add up to; P's halves it
+    grad_dtype: torch.dtype = torch.float32  # of G: fp32 preserves sums over many micro-batches; P's dtype halves G
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
-    has_matrices: bool = False  # that Muon updates, and nothing else
-    is_tile: bool = False  # of a layer of which at most one is to be whole: see `_tiles_in`
+    has_matrices: bool = False  # holds matrices that Muon updates, and nothing else
+    is_tile: bool = False  # the unit is a tile of a layer: see `_tiles_in`
     num_units: int = 1
-    first_numel: int = 0  # of the root, what is registered behind a unit: its gradients come before that unit's
+    first_numel: int = 0  # root only: elements registered after a unit, whose gradients come before that unit's
 
     @property
     def early_bytes(self) -> int:
-        """Of gradients that may wait for G's memory: a small part of what one unit's take in G."""
+        """Most bytes of gradients that may wait before G is allocated: a small part of what one unit's gradients take in G."""
         return self.layout.param_numel * self.grad_dtype.itemsize // (self.num_units * EARLY)
 
     @property
@@ -140,12 +146,12 @@ class BucketPlan:
 
 
 class _Kind(NamedTuple):
-    """What the parameters of one bucket have in common."""
+    """The properties that all parameters of one bucket share."""
 
     unit: int  # index in the list of units, or ROOT
     dtype: torch.dtype  # to compute in
     is_trained: bool
-    stays_whole: bool  # where others are sharded
+    stays_whole: bool  # even though other parameters are sharded
     has_matrices: bool
 
 
@@ -161,22 +167,23 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
 
-    Small ones may be put together behind that: see `share_buckets`.
+    Small buckets may be merged afterwards: see `share_buckets`.
 
     Args:
-        num_shards: ranks that share out what is sharded.
-        group_of: index of the optimizer's parameter group, by full parameter name. A parameter that is in none is not trained.
+        num_shards: number of ranks that sharded states are divided among.
+        group_of: index of the optimizer's parameter group, by full parameter name. A parameter in no group is not trained.
         replicated: names of the parameters that are equal on every tensor-parallel rank.
-        dtype: of the buckets' P where it is not the parameters' own; other floating-point dtypes are converted.
-        matrices: names of the parameters that Muon updates. They lie in buckets of their own, as it keeps one moment, AdamW two.
+        dtype: of the buckets' P, to which floating-point parameters are converted; None keeps the parameters' own dtypes.
+        matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
+            AdamW two.
 
     Raises:
         ValueError: two units share a parameter.
     """
     unit_of, whole = _units_of_parameters(model, units), _persistent(model, zero)
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
-    behind: set[str] = set()  # names of the root's parameters that are registered behind a unit
-    for name, parameter in model.named_parameters():  # names a tied parameter once
+    behind: set[str] = set()  # names of the root's parameters that are registered after a unit
+    for name, parameter in model.named_parameters():  # yields a tied parameter only once
         target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
         is_trained = parameter.requires_grad and name in group_of
         unit = unit_of.get(parameter, ROOT)
@@ -210,19 +217,19 @@ def plan_buckets(
 
 
 def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPlan]:
-    """The same with the trained parameters of neighbouring units in one bucket, of at most `most_numel` elements together.
+    """The same plans, with the trained parameters of neighboring units merged into buckets of at most `most_numel` elements.
 
-    A collective and a call of the optimizer take their time however small the bucket is. Units are put together from the last
-    one on, so that the last bucket to be reduced, which no backward hides, is the smallest.
+    A collective and an optimizer call have a fixed cost, however small the bucket is. Units are merged starting from the last
+    one, so that the last bucket to be reduced is the smallest: no backward hides its reduction.
 
     Args:
-        plans: one or more for each unit, in the order of backward; none of more than one unit is to be sharded.
+        plans: one or more for each unit, in the order of backward. Parameters of units that are merged must not be sharded.
     """
     sizes: dict[int, int] = {}
     for plan in plans:
         if plan.is_trainable and plan.unit != ROOT:
             sizes[plan.unit] = sizes.get(plan.unit, 0) + plan.layout.numel
-    last_of: dict[int, int] = {}  # of each unit: the last one of those that share a bucket with it
+    last_of: dict[int, int] = {}  # for each unit, the last of the units that share a bucket with it
     last, held = ROOT, most_numel
     for unit, numel in sizes.items():
         last, held = (last, held + numel) if held + numel <= most_numel else (unit, numel)
@@ -236,7 +243,7 @@ def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPl
 
 
 def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
-    """One bucket in place of several, which are given in the order of forward."""
+    """The plan of one bucket that replaces several, given in forward order."""
     first, last = plans[0], plans[-1]
     segments = [segment for plan in plans for segment in plan.layout.segments]
     return replace(
@@ -252,7 +259,7 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
 
 
 def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
-    """The index of the unit that each parameter lies in; those of the root are left out."""
+    """The index of the unit that each parameter belongs to; the root's parameters are left out."""
     names = {module: name for name, module in model.named_modules()}
     unit_of: dict[nn.Parameter, int] = {}
     for index, unit in enumerate(units):
@@ -267,7 +274,7 @@ def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[n
 
 
 def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:
-    """Names of the parameters that stay whole where others are sharded: small ones, as long as there is room for them."""
+    """Names of the parameters that stay whole while others are sharded: small ones, up to `model_persistence_threshold`."""
     small = zero.param_persistence_threshold if zero.sharding.parameters else 0
     most, total = zero.model_persistence_threshold, 0
     found = set()
@@ -280,5 +287,5 @@ def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:
 
 
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The full shape of a parameter, also of a released one; or of any tensor."""
+    """The full shape of a parameter, even if it is released; for any other tensor, its shape."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

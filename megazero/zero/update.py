@@ -1,4 +1,4 @@
-"""One update of everything a rank owns, tile by tile: read ahead, stepped, written behind, and handed to the other ranks."""
+"""One update of all that a rank owns, tile by tile: read ahead, stepped, written in the background, sent to the other ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.sliced import Slice, SlicedOptimizer
 
-# Elements that a device steps in one call at most, if there are several tiles in it. A call takes the host about 0.1 ms, however
-# little there is to do, in which a fast device steps about so many.
+# Most elements that a device steps in one call that covers several tiles. A call takes the host about 0.1 ms, however little
+# there is to do; in that time a fast device steps about this many.
 BATCH_NUMEL = 1 << 24
 
 
@@ -23,10 +23,10 @@ class Update:
 
     Args:
         gradients: the reduced sum of each bucket's owned range.
-        factor: by which mean gradients are multiplied.
-        scales_itself: torch's fused kernel takes the factor.
-        steps_apart: the torch optimizer may be called tile by tile; else once, with everything at hand.
-        staged: takes the new weights of each bucket, in P's dtype, instead of P; nothing is published then.
+        factor: multiplies the mean gradients.
+        scales_itself: whether torch's fused kernel applies the factor.
+        steps_apart: whether the torch optimizer may be called tile by tile; else it is called once, with everything at hand.
+        staged: if given, receives the new weights of each bucket, in P's dtype, instead of P; nothing is published then.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Update:
     ) -> None:
         self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
         self._scales_itself, self._steps_apart, self._staged = scales_itself, steps_apart, staged
-        # Of Adam, as they are now: a schedule may change them while an update in the background goes on.
+        # Adam's settings at this moment: a schedule may change them while an update runs in the background.
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
         self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
-        self._brought: dict[Tile, Vector] = {}  # of gradients that lie on the other side of the link than O: whole ones
+        self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
 
     def run(self) -> None:
-        """Steps bucket by bucket, so that the new parameters of one are on their way while the next is updated."""
+        """Steps bucket by bucket, so that one bucket's new parameters are on their way while the next bucket is updated."""
         if self._scales_itself and self._gradients:
             self._set_scale()
         if self._staged is None:
@@ -66,9 +66,9 @@ class Update:
             bucket.optimizer_home.flush()
 
     def _batches(self, tiles: list[Tile]) -> list[list[Tile]]:
-        """What each call of the torch optimizer steps: a tile; on a device also the next ones, while all are small together.
+        """The tiles that each call of the torch optimizer steps: one; on a device several, up to BATCH_NUMEL elements together.
 
-        Not where gradients are cast for it, as that takes memory for all of them at a time.
+        If gradients are cast for the call, tiles are stepped one by one, because the casts take memory for a whole batch.
         """
         batches: list[list[Tile]] = []
         room = 0  # elements that may join the last batch
@@ -89,13 +89,13 @@ class Update:
             gradient, home = self._gradients[bucket], bucket.optimizer_home
             for vector in (*bucket.states.values(), gradient):
                 vector.prefetch(start, stop)
-            # Tile by tile only: else all tiles' pages would be taken at once, and kept.
+            # Only when stepping tile by tile: else the pages of all tiles would be taken at once, and kept.
             if self._steps_apart and gradient.link is not home.link:
                 with gradient.at_hand(start, stop) as owned:
                     self._brought[tile] = home.bring(owned, bucket.tile_numel)
 
     def _gradient(self, tile: Tile) -> AbstractContextManager[Tensor]:
-        """The tile's gradient at hand, once."""
+        """The tile's gradient at hand; ask for it only once."""
         bucket, start, stop = tile
         if tile in self._brought:
             return self._brought.pop(tile).at_hand()
@@ -104,7 +104,7 @@ class Update:
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
             states = {tile: self._bring(tile, at_hand) for tile in tiles}
-            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0].bucket)  # on the host tiles come one by one
+            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0].bucket)  # the host gets tiles one by one
             if is_one_pass:
                 self._step_in_one_pass(tiles[0], states[tiles[0]])
             else:
@@ -117,7 +117,7 @@ class Update:
                     self._write_weights(tile, states[tile][MASTER])
 
     def _bring(self, tile: Tile, at_hand: ExitStack) -> dict[str, Tensor]:
-        """O of the tile at hand; where it does not lie in memory, the torch optimizer is pointed at it."""
+        """O of the tile, at hand. If it does not rest in memory, points the torch optimizer at it."""
         bucket = tile.bucket
         states = at_hand.enter_context(self._optimizer.state_at_hand(tile, bucket.states, writes=True))
         if bucket.states[MASTER].resident is None:
@@ -128,7 +128,7 @@ class Update:
         return states
 
     def _slices(self, tile: Tile, only_trained: bool = True) -> list[tuple[Slice, slice]]:
-        """The slices of a tile, and their places in it."""
+        """The slices in a tile, each with its place in the tile."""
         return [
             (piece, slice(piece.start - tile.start, piece.stop - tile.start))
             for piece in self._optimizer.slices_in(tile)
@@ -140,16 +140,17 @@ class Update:
         factor = self._factor * tile.bucket.gradient.to_mean
         owned = at_hand.enter_context(self._gradient(tile))
         for piece, part in self._slices(tile):
-            # The same memory where G is fp32 and lies where O does; else cast before 16 bits underflow.
+            # The same memory if G is fp32 and lies where O does; else cast here, because scaling 16 bits could underflow.
             piece.master.grad = owned[part].to(piece.master.device, torch.float32)
             if factor != 1.0 and not self._scales_itself:
-                # As one pass over memory and torch's fused kernels do: the same bits.
+                # A division, as in the one-pass kernels and torch's fused kernels: the same bits.
                 piece.master.grad.div_(1.0 / factor)
 
     def _set_scale(self) -> None:
-        """Has torch's fused kernels divide gradients in the pass that they make anyway. All buckets have one group's mean."""
+        """Has torch's fused kernels divide gradients in the pass they make anyway. All buckets' means are over the same group."""
         factor = self._factor * next(iter(self._gradients)).gradient.to_mean
-        # On the host, if a part of O is there: torch copies it between devices without waiting, which only the host would notice.
+        # On the host if a part of O is there: torch copies it between devices without waiting, and only the host, reading it too
+        # early, would notice.
         devices = [bucket.optimizer_home.device for bucket in self._gradients]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
         scale = None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
@@ -165,7 +166,7 @@ class Update:
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
         bucket = tile.bucket
         factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
-        # The compiled kernel takes its time and memory to load, which pays where the host's Adam is what the device waits for.
+        # The compiled kernel takes time and memory to load. That pays off when the device has to wait for the host's Adam.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
         place = self._place_of_weights(tile, [part for _, part in pieces])
         with self._gradient(tile) as owned, place or nullcontext() as weights:
@@ -185,7 +186,7 @@ class Update:
             self._write_weights(tile, states[MASTER])
 
     def _place_of_weights(self, tile: Tile, parts: list[slice]) -> AbstractContextManager[Tensor] | None:
-        """Where a pass over memory writes 16-bit weights, to `parts` of the tile; None where they are copied after it."""
+        """Where the one-pass kernel writes 16-bit weights, to `parts` of the tile; None if they are copied afterwards."""
         bucket, start, stop = tile
         if self._staged is None:
             return bucket.weights_on_host(start, stop, parts)
@@ -200,7 +201,7 @@ class Update:
             self._staged[bucket][start:stop].copy_(master)
 
     def _take_back(self, tile: Tile, states: dict[str, Tensor]) -> None:
-        """After the update of a tile: new state of the torch optimizer goes to O, and what is not in memory is let go."""
+        """After a tile's update: moves the torch optimizer's new state into O, and drops views of states not in memory."""
         for piece, _ in self._slices(tile, only_trained=False):
             piece.master.grad = None
             if piece.is_trained:
@@ -210,5 +211,5 @@ class Update:
 
 
 def _has_16_bits(bucket: Bucket) -> bool:
-    """Whether an update of the bucket reads or writes other numbers than fp32."""
+    """Whether an update of the bucket reads or writes a dtype other than fp32."""
     return bucket.gradient.dtype != torch.float32 or bucket.has_16_bits_beside

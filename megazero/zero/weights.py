@@ -1,8 +1,8 @@
 """P: the parameters of one bucket, views of one flat storage that is whole on every rank, or sharded and gathered for use.
 
-Parameters stay registered in their modules and become views of the storage, which is theirs for life: autograd saves views of
-weights, so a parameter that pointed elsewhere between forward and backward would give wrong input gradients. Where P is sharded,
-`release` frees the storage and `gather` refills the same one.
+Parameters stay registered in their modules and become views of the storage. They keep this storage for life, because autograd
+saves views of weights: a parameter that pointed elsewhere between forward and backward would give wrong input gradients. If P is
+sharded, `release` frees the storage's memory and `gather` refills the same storage.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ class Weights:
     """P of one bucket.
 
     Args:
-        name: of the bucket, which ranks compare before they exchange anything.
-        parameters: by name; their values lie in `flat` already.
+        name: the bucket's name, which ranks compare before they exchange anything.
+        parameters: the parameters by name; their values lie in `flat` already.
         flat: [layout.numel], in the dtype to compute in.
-        owned_range: what this rank's optimizer updates.
-        is_sharded: between uses nothing is kept but this rank's shard.
-        home: where that rests; the device by default.
+        owned_range: the range that this rank's optimizer updates.
+        is_sharded: whether only this rank's shard is kept between uses.
+        home: where the shard rests; the device by default.
 
     Attributes:
-        shard: where P is sharded. A wider dtype than P's is cast as it is gathered: that of the master weights.
-        is_gathered: P is whole here.
-        is_held: a GatheredParameters context is open on it.
-        is_kept: a graph that a backward has made (create_graph) reads P, so that it stays whole until its values change.
+        shard: this rank's shard if P is sharded, else None. If its dtype is wider than P's, it is the master weights, and is cast
+            as it is gathered.
+        is_gathered: P is whole on this rank.
+        is_held: a GatheredParameters context is open on P.
+        is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Weights:
         self._channel, self._owned_range = channel, owned_range
         self._views = {segment.name: view_of(flat, segment) for segment in layout.segments}
         self._empty = flat.new_empty(0)
-        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # that release hides
+        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
         if is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
@@ -71,16 +72,16 @@ class Weights:
 
     @property
     def is_gathering(self) -> bool:
-        """Whether values of other ranks are on their way: a gather, or the exchange after an update."""
+        """Whether other ranks' values are on their way: in a gather, or in the exchange after an update."""
         return self._gather_work is not None
 
     @property
     def is_allocated(self) -> bool:
-        """Whether the whole has its memory: it is gathered, or on its way."""
+        """Whether the memory of the whole P is allocated: P is gathered, or on its way."""
         return self.is_gathered or self.is_gathering
 
     def gather(self) -> None:
-        """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing where it is, or is on its way."""
+        """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing if P is whole or on its way already."""
         if self.is_allocated:
             return
         assert self.shard is not None, "only what is sharded is ever released"
@@ -89,7 +90,7 @@ class Weights:
         self._gather_work = self._arrival.fill(self.shard, self.part, gather)
 
     def prefetch(self) -> None:
-        """Says that `gather` comes soon, so that the shard is on its way from where it rests."""
+        """Announces that `gather` comes soon, so that the shard starts on its way from its home."""
         if self.shard is not None and not self.is_allocated:
             self._arrival.prefetch(self.shard)
 
@@ -97,7 +98,7 @@ class Weights:
         """Finishes `gather` or `exchange`, so that the parameters have their values."""
         if self._gather_work is None:
             return
-        if self.is_gathered:  # one that fails stays under way, so that nobody takes what is there for the new values
+        if self.is_gathered:  # a failed exchange stays under way, so that nobody takes the old values for the new ones
             self._gather_work.wait()
             self._gather_work = None
             if self._waits_when_touched:
@@ -110,10 +111,10 @@ class Weights:
         self._point_parameters()
 
     def release(self) -> None:
-        """Frees all of P but this rank's shard. Does nothing where P is not sharded, is held or kept.
+        """Frees all of P but this rank's shard. Does nothing if P is not sharded, or is held or kept.
 
         Raises:
-            RuntimeError: a parameter was written to in place meanwhile, which is lost now.
+            RuntimeError: a parameter was written to in place while it was gathered; that change is lost.
         """
         if not self.is_sharded or self.is_held or self.is_kept:
             return
@@ -135,14 +136,14 @@ class Weights:
                 )
 
     def outdate(self) -> None:
-        """Says that the values of P have changed: a backward of a graph that has read them fails then, as in plain torch."""
+        """Records that the values of P have changed: the backward of a graph that has read them then fails, as in plain torch."""
         self.is_kept = False
         with asked_directly():
             increment_version([parameter for parameter in self.parameters.values() if parameter.requires_grad])
         self.mark_unwritten()
 
     def assigned(self) -> dict[str, Tensor]:
-        """Copies of what has been assigned to whole parameters' `data`, by name; these are views of P again."""
+        """Copies of what was assigned to whole parameters' `data`, by name; makes these parameters views of P again."""
         found = {}
         for name, parameter in self.parameters.items():
             view = self._views[name]
@@ -153,25 +154,25 @@ class Weights:
         return found
 
     def write(self, values: Mapping[str, Tensor]) -> list[str]:
-        """Writes values of parameters into a whole P. Returns the names of those that have another shape, which are left out."""
+        """Writes parameters' values into a whole P. Values of another shape are left out, and their names returned."""
         for name, value in values.items():
             if value.shape == self._views[name].shape:
                 self._views[name].copy_(value)
         return [name for name, value in values.items() if value.shape != self._views[name].shape]
 
     def exchange(self) -> None:
-        """Starts to bring the other ranks' parts of a whole P to this one; `wait_gathered` finishes."""
+        """Starts to bring the other ranks' parts of a whole P to this rank; `wait_gathered` finishes."""
         self._gather_work = self._channel.all_gather_(self.flat, self.name)
 
     def wait_when_touched(self) -> None:
-        """Leaves an exchange under way: whatever touches a parameter from now on waits for it."""
+        """Leaves an exchange under way: from now on whatever touches a parameter waits for it."""
         if self.is_gathering:
             self._waits_when_touched = True
             for parameter in self.parameters.values():
                 parameter.__class__ = ArrivingParameter
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Lets go of gathered parameters that another bucket holds from now on, and frees what is not needed for the rest."""
+        """Drops gathered parameters that another bucket holds from now on, and frees what the remaining ones do not need."""
         gone = {id(parameter) for parameter in parameters}
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in gone}
         self.mark_unwritten()
@@ -185,38 +186,38 @@ class Weights:
 
     def _point_parameters(self) -> None:
         self._show_parameters()
-        for name, parameter in self.parameters.items():  # others have been forgotten
+        for name, parameter in self.parameters.items():  # without those that were forgotten
             parameter.data = self._views[name]
 
     def _show_parameters(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.__class__ = self._kinds[name]
 
-    # ---- what this rank has of it
+    # ---- this rank's part
 
     @property
     def is_cast(self) -> bool:
-        """Whether the shard is the fp32 master weights of parameters that are narrower."""
+        """Whether the shard is the fp32 master weights, of parameters in a narrower dtype."""
         return self.shard is not None and self.shard.dtype != self.flat.dtype
 
     @property
     def part(self) -> Tensor:
-        """The owned range as a part of the whole, while P is whole: this rank's shard, where P is sharded."""
+        """The owned range as a part of the whole, while P is whole: this rank's shard if P is sharded."""
         return self.flat[self._owned_range]
 
     def view(self, name: str) -> Tensor:
-        """What a parameter is while P is whole."""
+        """The parameter's view of the storage: its data while P is whole."""
         return self._views[name]
 
     @property
     def resident(self) -> Tensor | None:
-        """The owned range of P in its home, if that is memory."""
+        """The owned range of P in its home, if the home is memory; else None."""
         return self.part if self.shard is None else self.shard.resident
 
     def owned(
         self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
     ) -> AbstractContextManager[Tensor]:
-        """Elements [start, stop) of the owned range of P; `reads` and `writes` as of `Vector.at_hand`."""
+        """Elements [start, stop) of the owned range of P; `reads` and `writes` as in `Vector.at_hand`."""
         if writes:
             self.settle()
         if self.shard is not None:
@@ -224,24 +225,24 @@ class Weights:
         return nullcontext(self.part[start:stop])
 
     def settle(self) -> None:
-        """Before the owned range is written to: returns when no device reads its shard, and no exchange sends it."""
+        """Before the owned range is written to: waits until no device reads its shard and no exchange sends it."""
         self._arrival.settle()
         if not self.is_sharded:
             self.wait_gathered()
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What is there for a use alone, where P is sharded: the whole, and a shard that comes ahead of its gather."""
+        """Memory that a sharded P holds only while in use: the whole, and a shard that has come ahead of its gather."""
         ahead = self._arrival.ahead
         return [self.flat] if ahead is None else [self.flat, ahead]
 
     def move(self, home: Home) -> None:
-        """Lets this rank's shard rest in another home. Between two steps, while P is released."""
+        """Moves this rank's shard to another home. Call it between two steps, while P is released."""
         assert self.shard is not None, "P is whole"
         self.settle()
         self.shard = moved(self.shard, home)
 
-    # ---- what the user writes into whole parameters
+    # ---- in-place writes of the user into whole parameters
 
     @property
     def is_written(self) -> bool:
@@ -249,7 +250,7 @@ class Weights:
         return not self.is_sharded and self._versions != self._current_versions()
 
     def mark_unwritten(self) -> None:
-        """The master weights are equal to P now."""
+        """Records that the master weights agree with P."""
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
