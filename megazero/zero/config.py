@@ -40,66 +40,71 @@ class ZeroConfig:
 
     stage: int = option(
         0,
-        "states sharded over data-parallel ranks: 0 none, 1 the optimizer's, 2 + gradients, 3 + parameters",
+        "states sharded over the data-parallel ranks: 0 none, 1 the optimizer's, 2 also gradients, 3 also parameters",
         choices=STAGES,
         flag="--zero-stage",
     )
     grad_dtype: str = option(
-        "fp32", "dtype in which gradients accumulate; compute: that of the parameters", choices=GRAD_DTYPES
+        "fp32", "dtype in which gradients accumulate; compute: the dtype of the parameters", choices=GRAD_DTYPES
     )
     reduce_dtype: str = option(
-        "same", "dtype of gradients on the wire; same: that of --grad-dtype", choices=REDUCE_DTYPES
+        "same", "dtype in which gradients are sent; same: the dtype of --grad-dtype", choices=REDUCE_DTYPES
     )
     shard_size: int = option(
         0,
-        "data-parallel ranks that share one copy of the states, such as those of a node, while other such sets hold copies "
-        "(hybrid sharding); 0: all of them",
+        "number of data-parallel ranks that share one copy of the states, such as those of a node; other sets of ranks hold "
+        "further copies (hybrid sharding). 0: all ranks share one",
         flag="--zero-shard-size",
     )
     gradient_predivide_factor: float = 1.0  # gradients are divided by it before the sum, and by the rest afterwards
     prescale_gradients: bool = False  # gradients are divided by the number of data-parallel ranks before the sum
     reduce_bucket_size: int = option(
         500_000_000,
-        "most elements of small blocks that share a bucket and are reduced together (stages 0 to 2); 0: none do",
+        "most elements that small blocks may have together to share a bucket and be reduced together (stages 0 to 2); 0: every "
+        "block has its own",
         at_least=0,
         flag="--zero-reduce-bucket-size",
     )
     overlap_comm: bool = True  # gradients travel while backward continues
     overlap_param_gather: bool = option(
         False,
-        "new weights travel while the next forward goes on, which waits for a unit's right before it (stages 1 and 2)",
+        "send new weights while the next forward runs, which waits for each unit's weights right before the unit (stages 1 and "
+        "2)",
     )
     offload_optimizer: str = option(
         "none",
-        "where master weights, moments and the reduced gradients rest, and the update runs (stage 1 and above): none leaves "
-        "them on the accelerator",
+        "where master weights, moments and reduced gradients rest, and the update runs (stage 1 and above); none: they stay on "
+        "the accelerator",
         choices=HOMES,
     )
     offload_optimizer_ratio: float = option(
         1.0,
-        "share of the optimizer's states that --offload-optimizer offloads; those of the first units stay on the device",
+        "share of the optimizer states that --offload-optimizer offloads; the states of the first units stay on the device",
     )
     offload_param: str = option(
-        "none", "where the shards of the parameters rest (stage 3)", choices=HOMES, aliases=("--remote-device",)
+        "none", "where the parameters' shards rest (stage 3)", choices=HOMES, aliases=("--remote-device",)
     )
     placement: str = option(
         "static",
-        "auto (stage 3): states rest in host memory, and one traced step decides what stays on the device as well (Gemini)",
+        "auto (stage 3): states rest in host memory, and one traced step decides what is also kept on the device (Gemini)",
         choices=PLACEMENTS,
     )
     gpu_margin_mem_ratio: float = option(
-        0.9, "share of the device memory that --placement auto finds unused, for optimizer states of the first units"
+        0.9,
+        "share of the device memory found unused by --placement auto that optimizer states of the first units may take",
     )
     delayed_param_update: int = option(
         0,
-        "from this step on an offloaded update runs while the next step computes, with weights one step older; 0: never",
+        "from this step on, run an offloaded update while the next step computes with weights one step older; 0: never",
     )
     nvme_path: str | None = option(
-        None, "directory on the drive that --offload-optimizer or --offload-param nvme swaps to"
+        None, "directory on the drive to which --offload-optimizer nvme and --offload-param nvme swap"
     )
-    pin_memory: bool = option(True, "page-lock host memory of offloaded states, for CUDA", flag="--use-pin-memory")
+    pin_memory: bool = option(True, "page-lock the host memory of offloaded states, for CUDA", flag="--use-pin-memory")
     sub_group_size: int = option(
-        0, "most elements that an offloaded update brings to hand at a time; 0: an eighth of the rank's", at_least=0
+        0,
+        "most elements of a tile of the offloaded update; 0: an eighth of the rank's, at most 16.8 million",
+        at_least=0,
     )
     pipeline_read: bool = True  # the next sub-group is read while one is updated
     pipeline_write: bool = True  # the last sub-group is written while one is updated
