@@ -1,4 +1,4 @@
-"""ZeRO data parallelism: flat buckets, the schedule that drives them, the optimizer over them, and access to what is sharded."""
+"""ZeRO data parallelism: flat buckets, the schedule that drives them, the optimizer over them, and access to sharded states."""
 
 from megazero.zero.config import ZeroConfig
 from megazero.zero.external import register_external_parameter, unregister_external_parameter
@@ -7,7 +7,7 @@ from megazero.zero.init import Init
 from megazero.zero.parameter import ReleasedParameter, ZeroParamStatus
 from megazero.zero.tiling import TiledLinear, TiledLinearReturnBias
 
-MiCS_Init = Init  # DeepSpeed's, for a configuration with mics_shard_size
+MiCS_Init = Init  # DeepSpeed's name, for a configuration with mics_shard_size
 
 __all__ = [
     "GatheredParameters",

@@ -1,7 +1,7 @@
 """Full values of sharded states, by parameter: DeepSpeed's `utils.safe_get_*` and `safe_set_*`, and whole state dictionaries.
 
-Getters are collectives over the data-parallel group: every rank calls them, for the same parameters in the same order.
-With `shard_size` several ranks have the same part of a parameter: what one of them sets of it, the others set too.
+Getters are collective over the data-parallel group: every rank calls them, for the same parameters in the same order. With
+`shard_size` several ranks hold the same part of a parameter, and all of them must set it to the same values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megazero.zero.units import shape_of
 
 
 def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | None:
-    """Where a trained parameter lies; None for one that is frozen or that no engine holds."""
+    """Where a trained parameter lies; None if it is frozen or no engine holds it."""
     bucket = bucket_of(parameter)
     if bucket is None or bucket.optimizer is None or not bucket.is_trainable:
         return None
@@ -31,7 +31,7 @@ def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | 
 
 @contextmanager
 def _collective(what: str) -> Iterator[None]:
-    """Names the function in the error of a collective that the other ranks have not entered."""
+    """Adds the function's name to the error of a collective that the other ranks have not entered."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -45,7 +45,7 @@ def _collective(what: str) -> Iterator[None]:
 
 @contextmanager
 def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
-    """The owned range of one state, zero where nothing was trained yet; None where no rank has any."""
+    """The owned range of one state, zeros if this rank has trained nothing yet; None if no rank has the state."""
     if key != MASTER:
         with _collective(f"reading the optimizer's state {key!r}"):
             keys = optimizer.state_keys_everywhere()[bucket]
@@ -58,7 +58,7 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterat
 
 
 def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
-    """Bucket, segment, and the factor that makes the sum of gradients the unscaled mean; None where there is no sum."""
+    """Bucket, segment, and the factor that turns the sum of gradients into the unscaled mean; None if there is no sum."""
     found = _find(parameter)
     if found is None or not found[0].gradient.is_reduced:
         return None
@@ -67,7 +67,7 @@ def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
 
 
 def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """(name, full P) of every parameter, one bucket gathered at a time. Collective. The tensors are views: copy what you keep."""
+    """(name, full P) of every parameter; gathers one bucket at a time. Collective. The tensors are views: copy what you keep."""
     for bucket in buckets:
         was_gathered = bucket.weights.is_gathered
         bucket.weights.gather()
@@ -79,12 +79,12 @@ def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
 
 
 def safe_get_full_fp32_param(parameter: nn.Parameter) -> Tensor | None:
-    """The full fp32 master weight, a copy; None for a parameter that is not trained. Collective."""
+    """A copy of the full fp32 master weight; None if the parameter is not trained. Collective."""
     return safe_get_full_optimizer_state(parameter, MASTER)
 
 
 def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """The full state `key` ("exp_avg", "exp_avg_sq"), a copy; None where there is none (yet). Collective."""
+    """A copy of the full state `key` ("exp_avg", "exp_avg_sq"); None if there is none (yet). Collective."""
     found = _find(parameter)
     if found is None:
         return None
@@ -95,7 +95,7 @@ def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor |
 
 
 def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The full mean gradient, fp32, without loss scale; None unless between a step's last backward and step(). Collective."""
+    """The full mean gradient, fp32, without loss scale; None except between a step's last backward and step(). Collective."""
     found = _reduced(parameter)
     if found is None:
         return None
@@ -105,12 +105,12 @@ def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_fp32_param(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part of the fp32 master weight: 1-D, possibly empty, a copy."""
+    """A copy of this rank's part of the fp32 master weight: 1-D, possibly empty."""
     return safe_get_local_optimizer_state(parameter, MASTER)
 
 
 def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """This rank's part of the state `key`: 1-D, possibly empty, a copy. Collective: a rank may own nothing that has a state."""
+    """A copy of this rank's part of the state `key`: 1-D, possibly empty. Collective: a rank may own nothing that has state."""
     found = _find(parameter)
     if found is None:
         return None
@@ -120,7 +120,7 @@ def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor 
 
 
 def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's part of the mean gradient, without loss scale; None unless between the last backward of a step and step()."""
+    """This rank's part of the mean gradient, without loss scale; None except between a step's last backward and step()."""
     found = _reduced(parameter)
     if found is None:
         return None
@@ -141,7 +141,7 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
     """Writes the state `key`. Every rank calls it with the same full values.
 
     Raises:
-        KeyError: the optimizer has no such state, or has not made a step yet.
+        KeyError: the optimizer has no such state, or has not stepped yet.
     """
     if key == MASTER:
         safe_set_full_fp32_param(parameter, values)
@@ -168,7 +168,7 @@ def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
-    """Writes this rank's part of the fp32 master weight: 1-D, of the size that the getter returns. Collective."""
+    """Writes this rank's part of the fp32 master weight: 1-D, with the size that the getter returns. Collective."""
     bucket, segment, _ = _to_set(parameter, "safe_set_local_fp32_param")
     with bucket.master_to_write() as master:
         _set_local(bucket.owned_part(master, segment)[0], values)
@@ -176,7 +176,7 @@ def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
-    """Writes this rank's part of the state `key`: 1-D, of the size that the getter returns. Collective, as that is."""
+    """Writes this rank's part of the state `key`: 1-D, with the size that the getter returns. Collective, like the getter."""
     part = safe_get_local_optimizer_state(parameter, key)
     found = _find(parameter)
     if found is None or part is None:
@@ -192,7 +192,7 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
 
 
 def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
-    """Writes this rank's part of the mean gradient (without loss scale): 1-D, of the size that the getter returns."""
+    """Writes this rank's part of the mean gradient (without loss scale): 1-D, with the size that the getter returns."""
     found = _find(parameter)
     if found is None or not found[0].gradient.is_reduced:
         raise RuntimeError(
@@ -212,14 +212,14 @@ def _set_local(part: Tensor, values: Tensor) -> None:
 def _to_set(
     parameter: nn.Parameter, setter: str, values: Tensor | None = None
 ) -> tuple[Bucket, Segment, BucketOptimizer]:
-    """Where a trained parameter lies that `setter` may write to, when every data-parallel rank has come.
+    """Where a trained parameter lies that `setter` may write to. Returns once every data-parallel rank has called.
 
     Args:
-        values: of all of the parameter, to compare shapes.
+        values: the full parameter's new values, to compare shapes.
 
     Raises:
-        ValueError: it is not trained, or has another shape.
-        RuntimeError: a GatheredParameters context holds it, or a rank did not come: half of it would be set.
+        ValueError: the parameter is not trained, or has another shape.
+        RuntimeError: a GatheredParameters context holds the parameter, or a rank did not call: only half of it would be set.
     """
     found, bucket = _find(parameter), bucket_of(parameter)
     if found is None:
@@ -277,7 +277,7 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, T
         for name, value in known.items():
             if not isinstance(value, nn.Parameter) and name in state:
                 value.copy_(state[name])
-        # Of a tied parameter the last of its names, as torch.
+        # A tied parameter gets the value under the last of its names, as in torch.
         given = {id(value): state[name] for name, value in known.items() if name in state}
         saved = {own: given.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
         for bucket in buckets:

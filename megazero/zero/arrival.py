@@ -1,4 +1,4 @@
-"""How a bucket's shard of P comes to the device that computes: when it is gathered, or ahead of that, beside the computing."""
+"""How a bucket's shard of P comes to the device that computes: when it is gathered, or ahead of that, overlapping compute."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megazero.zero.link import Crossing
 
 
 class Arrival:
-    """The way of one shard to the device. The vector is named at every call, as it may move to another home.
+    """The way of one shard to the device. Every call takes the vector, because it may move to another home.
 
     Args:
-        device: that computes.
-        comes_ahead: a shard is brought there before its gather, so that both go on beside each other. Where there is nobody to
-            gather from, the gather is the copy, and a shard ahead of it would be one unit more.
+        device: the device that computes.
+        comes_ahead: whether a shard is brought there before its gather, so that the copy of one overlaps the gather of another.
+            A rank that has nobody to gather from copies the shard in its gather; to bring it ahead would take memory for one
+            more unit.
     """
 
     def __init__(self, device: torch.device, comes_ahead: bool) -> None:
@@ -28,7 +29,7 @@ class Arrival:
         self._crossing: Crossing | None = None  # the last one
 
     def prefetch(self, shard: Vector) -> None:
-        """Says that `fill` comes soon. Every call goes one step on: from the drive to the host, and from there to the device."""
+        """Announces that `fill` comes soon. Each call advances the shard one step: from drive to host, from host to device."""
         if self.ahead is None and self._comes_ahead and shard.link is not None and shard.is_here:
             self.ahead = torch.empty(shard.numel, dtype=shard.dtype, device=self._device)
             self._copy(shard, self.ahead)
@@ -36,7 +37,7 @@ class Arrival:
             shard.prefetch()
 
     def fill(self, shard: Vector, part: Tensor, gather: Callable[[], Work]) -> Work:
-        """Starts to copy the shard to `part`, its place in the whole, and to gather the whole behind that."""
+        """Starts to copy the shard to `part`, its place in the whole, and to gather the whole after that."""
         if shard.link is None:
             with shard.at_hand() as values:
                 part.copy_(values)
@@ -54,13 +55,13 @@ class Arrival:
         return _Gathering(self._crossing, works)
 
     def settle(self) -> None:
-        """Before the shard is written to: nothing reads it any more, and what came ahead of its gather is forgotten."""
+        """Before the shard is written to: waits until nothing reads it, and drops a shard that came ahead of its gather."""
         if self._crossing is not None:
             self._crossing.wait()
         self._crossing = self.ahead = None
 
     def _copy(self, shard: Vector, target: Tensor, issue: Callable[[], object] = lambda: None) -> Crossing:
-        """Starts to copy the shard, and to `issue` what comes behind that; the shard stays at hand until it is over."""
+        """Starts to copy the shard, then calls `issue` for what follows the copy; the shard stays at hand until it is over."""
         assert shard.link is not None
         at_hand = ExitStack()
         values = at_hand.enter_context(shard.at_hand())
@@ -74,13 +75,13 @@ class Arrival:
 
 
 class _Gathering:
-    """A copy and the collective behind it: the `Work` of both."""
+    """A copy and the collective after it, as one `Work`."""
 
     def __init__(self, crossing: Crossing, works: list[Work]) -> None:
         self._crossing, self._works = crossing, works
 
     def wait(self) -> None:
-        """Returns when what the device computes next finds the whole."""
+        """Returns when it is certain that what the device computes next finds the whole."""
         self._crossing.join()
         for work in self._works:
             work.wait()

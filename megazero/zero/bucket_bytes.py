@@ -1,4 +1,4 @@
-"""Bytes of a rank's buckets, state by state, and of what they need for a while: arithmetic over their plans, and the homes."""
+"""Bytes of a rank's buckets: of each state, and of temporary memory. Arithmetic over the buckets' plans and the homes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
 from megazero.zero.units import ROOT, BucketPlan
 
-FIRST = 0  # unit of a forward in a model that runs its units in order, and the last one of its backward
+FIRST = 0  # first unit of the forward in a model that runs its units in order, and last unit of the backward
 
 
 @dataclass(frozen=True)
 class StateSettings:
-    """What decides how many bytes the states take, beside the parameters themselves.
+    """The settings that, together with the parameters themselves, determine how many bytes the states take.
 
     Attributes:
-        data_parallel_size: ranks that see different data, and share out what the stage shards, unless `zero.shard_size` is given.
-        device_type: of the accelerator. "cpu" is the host itself: nothing can be offloaded to where it is.
-        states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum. Of the
-            matrices that Muon updates it is 1.
-        recomputed_together: units that activation checkpointing recomputes in one piece, which makes all of them whole.
-        micro_batches: whose gradients add up in a step.
+        data_parallel_size: ranks that see different data. They share what the stage shards, unless `zero.shard_size` is given.
+        device_type: of the accelerator. "cpu" is the host itself, so that nothing can be offloaded to host memory.
+        states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum. For
+            matrices that Muon updates it is always 1.
+        recomputed_together: units that activation checkpointing recomputes in one piece, so that all of them are whole at once.
+        micro_batches: micro-batches whose gradients accumulate in a step.
 
     Raises:
         ValueError: a number is out of range.
@@ -57,16 +57,16 @@ class StateSettings:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share out what the stage shards."""
+        """Number of ranks that share what the stage shards."""
         return self.zero.num_shards(self.data_parallel_size)
 
     @property
     def reductions_under_way(self) -> int:
-        """Units whose gradients are being reduced while another's are made; one rank has nothing to wait for."""
+        """Units whose gradients are reduced while another unit's are made; 0 on a single rank, which has nothing to wait for."""
         return MAX_REDUCTIONS if self.zero.overlap_comm and self.data_parallel_size > 1 else 0
 
     def with_zero(self, **changes: Any) -> StateSettings:
-        """The same with other values of some of `zero`'s fields."""
+        """The same settings with changes to some of `zero`'s fields."""
         return replace(self, zero=replace(self.zero, **changes))
 
     @property
@@ -76,34 +76,34 @@ class StateSettings:
 
     @property
     def optimizer_home(self) -> str:
-        """Where O really is: "accelerator", "cpu" or "nvme"."""
+        """Where O actually is: "accelerator", "cpu" or "nvme"."""
         return self._home(self.zero.offload_optimizer)
 
     @property
     def param_home(self) -> str:
-        """Where the shards of P really are."""
+        """Where the shards of P actually are."""
         return self._home(self.zero.offload_param)
 
     def _home(self, name: str) -> str:
         return "accelerator" if name == "none" or (name == "cpu" and self.device_type == "cpu") else name
 
     def casts_gradient(self, grad_dtype: torch.dtype) -> bool:
-        """Whether the update makes an fp32 copy of a bucket's gradient; Adam on the host reads 16 bits as they are."""
+        """Whether the update makes an fp32 copy of a bucket's gradient. Adam on the host reads 16-bit gradients directly."""
         reads_16_bits = self.device_type == "cpu" and self.states_per_element == 2
         return grad_dtype != torch.float32 and self.optimizer_home == "accelerator" and not reads_16_bits
 
     def has_link(self, home: str) -> bool:
-        """Whether states that rest in `home` come to the accelerator over a link."""
+        """Whether states that rest in `home` reach the accelerator over a link."""
         return home != "accelerator" and self.device_type != "cpu"
 
     @property
     def has_own_master(self) -> bool:
-        """Whether fp32 parameters have master weights beside them: where O is not in the same memory."""
+        """Whether fp32 parameters have separate master weights: if O is in other memory, or the update is delayed."""
         return self.optimizer_home != self.param_home or self.optimizer_home == "nvme" or self.zero.delays_update
 
     @property
     def keeps_master_alone(self) -> bool:
-        """Whether shards of trained 16-bit parameters are their master weights, cast whenever they are gathered."""
+        """Whether the master weights serve as the shards of trained 16-bit parameters, cast whenever they are gathered."""
         return self.optimizer_home == self.param_home == "accelerator" and not self.zero.delays_update
 
 
@@ -112,7 +112,7 @@ class BucketBytes:
     """Bytes of one bucket on a rank.
 
     Attributes:
-        settings: the job's; for a bucket whose O stays on the device, as if none were offloaded.
+        settings: the job's settings. For a bucket whose O stays on the device, they are changed as if no O were offloaded.
     """
 
     plan: BucketPlan
@@ -120,16 +120,16 @@ class BucketBytes:
 
     @classmethod
     def of_all(cls, plans: Sequence[BucketPlan], settings: StateSettings) -> list[BucketBytes]:
-        """Those of each planned bucket, where `offload_optimizer_ratio` says whose O is offloaded."""
+        """One for each planned bucket; `offload_optimizer_ratio` decides whose O is offloaded."""
         kept = kept_on_device(plans, settings.zero.offload_optimizer_ratio)
         here = settings.with_zero(offload_optimizer="none", offload_optimizer_ratio=1.0, delayed_param_update=0)
         return [cls(plan, here if index in kept else settings) for index, plan in enumerate(plans)]
 
-    # ---- P, G and O: there from the first gradient to the update, and all but gradients between steps
+    # ---- P, G and O: all exist from the first gradient to the update; between steps P and O do
 
     @property
     def parameters(self) -> int:
-        """P: the shard, or the whole where it is not sharded."""
+        """P: the shard, or the whole if it is not sharded; 0 if the master weights serve as the shard."""
         is_cast = self.plan.is_trainable and self.plan.sharding.parameters and self._has_master
         if is_cast and self.settings.keeps_master_alone:
             return 0
@@ -137,7 +137,7 @@ class BucketBytes:
 
     @property
     def persistent(self) -> int:
-        """Of the parameters, what stays whole on the accelerator though others are sharded."""
+        """The part of `parameters` that stays whole on the accelerator while others are sharded."""
         is_whole = self.settings.sharding.parameters and not self.plan.sharding.parameters
         return self.parameters if is_whole else 0
 
@@ -149,67 +149,67 @@ class BucketBytes:
 
     @property
     def reduced(self) -> int:
-        """Gradients that wait beside O, away from the accelerator: sharded ones, and those of a delayed update."""
+        """Gradients that wait next to O, away from the accelerator: sharded ones, and those of a delayed update."""
         copies = self.plan.sharding.gradients + self.settings.zero.delays_update
         return self.owned_gradient * copies if self._is_away else 0
 
     @property
     def master(self) -> int:
-        """Of O: the fp32 weights, where P is not these."""
+        """The part of O that is fp32 weights; 0 if P itself is the master weights."""
         return self.owned * FP32_BYTES if self._has_master else 0
 
     @property
     def moments(self) -> int:
-        """Of O: what the optimizer keeps for each element."""
+        """The part of O that the optimizer keeps for each element."""
         return self.owned * FP32_BYTES * (1 if self.plan.has_matrices else self.settings.states_per_element)
 
     @property
     def padding(self) -> float:
-        """Of all these."""
+        """Padding in all of these states."""
         layout = self.plan.layout
         held = self.parameters + self.gradients + self.reduced + self.master + self.moments
         return held * (layout.numel - layout.param_numel) / layout.numel if layout.numel else 0.0
 
-    # ---- on the accelerator for a while
+    # ---- temporarily on the accelerator
 
     @property
     def whole_parameters(self) -> int:
-        """While they are gathered; 0 where they are whole all the time."""
+        """The whole parameters, while they are gathered; 0 if they are always whole."""
         return self.plan.layout.numel * self.plan.dtype.itemsize if self.plan.sharding.parameters else 0
 
     @property
     def coming(self) -> int:
-        """This rank's part of the parameters, over the link ahead of its gather; one of all comes right into its place."""
+        """This rank's part of the parameters, if it crosses the link ahead of its gather; a sole rank's is copied into place."""
         is_ahead = self.settings.has_link(self.settings.param_home) and self.plan.layout.num_shards > 1
         return self.whole_parameters // self.plan.layout.num_shards if is_ahead else 0
 
     @property
     def whole_gradient(self) -> int:
-        """Until it is reduced."""
+        """The whole gradient, until it is reduced."""
         return self.plan.layout.numel * self._grad_bytes
 
     @property
     def early_gradient(self) -> int:
-        """Of the root's, what is there in the units' backward: all of it, but where little comes before and waits as it is."""
+        """The root's gradient during the units' backward: all of G, unless little comes before and waits as it is."""
         plan, whole = self.plan, self.whole_gradient
         first = plan.first_numel * plan.dtype.itemsize
         return min(first, whole) if first <= plan.early_bytes else whole
 
     @property
     def wire(self) -> int:
-        """The gradient in another dtype to travel in, where reduce_dtype asks for one."""
+        """The gradient in the dtype that it travels in, if that differs (reduce_dtype)."""
         plan = self.plan
         is_cast = plan.is_trainable and plan.reduce_dtype != plan.grad_dtype
         return plan.layout.numel * plan.reduce_dtype.itemsize if is_cast else 0
 
     @property
     def leaving(self) -> int:
-        """Of the reduced gradient, on its way over the link to where O rests."""
+        """The reduced gradient on its way over the link to O's home."""
         return self.owned_gradient if self.settings.has_link(self.settings.optimizer_home) else 0
 
     @property
     def directions(self) -> int:
-        """During the update: Muon's of the whole bucket, in bf16."""
+        """During the update: Muon's directions of the whole bucket, in bf16."""
         is_stepped = self.plan.has_matrices and self.plan.is_trainable
         return self.plan.layout.numel * torch.bfloat16.itemsize if is_stepped else 0
 
@@ -222,17 +222,17 @@ class BucketBytes:
 
     @property
     def owned(self) -> int:
-        """Elements that this rank updates; 0 where the bucket is frozen."""
+        """Elements that this rank updates; 0 if the bucket is frozen."""
         return self.plan.owned_numel if self.plan.is_trainable else 0
 
     @property
     def owned_gradient(self) -> int:
-        """Bytes of the gradient of these."""
+        """Bytes of the gradient of the owned elements."""
         return self.owned * self._grad_bytes
 
     @property
     def _grad_bytes(self) -> int:
-        """Per element."""
+        """Bytes per element of the gradient."""
         return self.plan.grad_dtype.itemsize if self.plan.is_trainable else 0
 
     @property
@@ -245,15 +245,16 @@ class BucketBytes:
         return self.plan.dtype != torch.float32 or self.settings.has_own_master
 
     def _held(self, is_sharded: bool) -> int:
-        """Elements on this rank."""
+        """Elements that this rank holds."""
         return self.plan.layout.shard_numel if is_sharded else self.plan.layout.numel
 
 
 def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """Whole parameters at a time: the root, which stays for the micro-batch; the unit that runs; what is fetched ahead, or stays.
+    """Most bytes of parameters gathered at the same time.
 
-    Without limits that is one unit ahead; and the last one stays, whose backward comes next. Beside them are shards that come
-    over the link ahead of their gather, of the units whose gather is next but one and later.
+    Included are the root, which stays for the micro-batch; the unit that runs; and units that are gathered ahead or stay. Without
+    limits, one unit is gathered ahead, and the last unit stays because its backward comes next. Added are shards that cross the
+    link ahead of their gather, of the units whose gather is next but one and later.
     """
     nbytes = _by_unit(needs, lambda need: need.whole_parameters)
     coming = _by_unit(needs, lambda need: need.coming * settings.zero.overlap_comm)
@@ -267,7 +268,7 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
 
 
 def _within_limits(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[int, set[int]]:
-    """Under `stage3_*` limits: most bytes of units, beside the root, that are whole together; units that stay for backward."""
+    """Under `stage3_*` limits: most bytes of units, without the root, that are whole together; and units kept for backward."""
     sharded = _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
     nbytes = _by_unit(needs, lambda need: need.whole_parameters)
     root, units = sharded.pop(ROOT), list(sharded)
@@ -286,7 +287,7 @@ def _within_limits(needs: Sequence[BucketBytes], settings: StateSettings) -> tup
             most = max(most, sum(nbytes[units[index]] for index in live))
             if step < 0 or not residency.stays(index, numel()):
                 live.discard(index)
-        stay |= live  # nothing does behind backward
+        stay |= live  # empty after backward
     return most, {units[index] for index in stay}
 
 
@@ -295,11 +296,15 @@ def gathers_of_units(
 ) -> dict[int, int]:
     """How often each unit's sharded parameters are gathered in a step: for a forward and a backward of each micro-batch.
 
-    Less what stays: the root, for all of them; what runs last, for its backward, and more of it as `stage3_max_reuse_distance`
-    says, if `stage3_max_live_parameters` has room; and what runs first, for the next micro-batch.
+    These gathers are saved:
 
-    A tile that is recomputed does not stay. Its backward comes after the recomputation of all later tiles, so it is gathered for
-    each of the two, but where it is there already, because the next unit's backward has asked for it.
+    - the root stays for all micro-batches;
+    - the last unit stays for its backward, and so do units before it within `stage3_max_reuse_distance`, if
+      `stage3_max_live_parameters` has room;
+    - the first unit stays for the next micro-batch.
+
+    A recomputed tile does not stay. Its backward comes after the recomputation of all later tiles, so it is gathered for the
+    recomputation and for the backward. One of these is saved if the next unit's backward has requested the tile already.
     """
     m, (_, to_backward) = settings.micro_batches, _within_limits(needs, settings)
     units = {need.plan.unit for need in needs} - {ROOT}
@@ -316,10 +321,10 @@ def gathers_of_units(
 
 
 def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[int, int]:
-    """Whole gradients and reductions under way, in the units' backward and behind it, where the root's gradient gets whole.
+    """Bytes of whole gradients and reductions under way: during the units' backward, and after it, when the root's is whole.
 
-    A reduction in the gradient's own dtype happens in its memory; in another one it has a buffer apart. Whole gradients that are
-    not sharded are counted in G. What has been reduced is kept until it has come home over the link, or is in the sum there.
+    A reduction in the gradient's own dtype happens in its memory; in another dtype it has a separate buffer. Gradients that are
+    not sharded are counted in G. A reduced gradient is kept until it has crossed the link to its home, or is in the sum there.
     """
     on_their_way = settings.reductions_under_way
     if not settings.sharding.gradients:
@@ -339,13 +344,13 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> tup
 
 
 def updating_bytes(needs: Sequence[BucketBytes]) -> int:
-    """During the update: one bucket's gradient in fp32; Muon's directions of three, as they come, are worked on and leave."""
+    """During the update: one bucket's gradient in fp32, or Muon's directions of three buckets: arriving, in work and leaving."""
     cast = max((need.updating for need in needs), default=0)
     return max(cast, _largest((need.directions for need in needs), 3))
 
 
 def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """What comes to the accelerator of a sum in host memory, for the next micro-batch's gradient to be added: a piece of it."""
+    """The piece of a sum in host memory that is on the accelerator while the next micro-batch's gradient is added to it."""
     if settings.micro_batches == 1 or not settings.sharding.gradients or settings.optimizer_home != "cpu":
         return 0
     away = (need for need in needs if need.leaving)
@@ -353,12 +358,13 @@ def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
 
 
 def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """The most host memory through which offloaded states pass.
+    """Most bytes of host memory through which offloaded states pass.
 
-    An update brings a tile of O to hand at a time, and casts gradient and new weights of it where their dtypes differ; new
-    weights on the accelerator get there through two buffers, and whole gradients come from there through as many. From nvme
-    states come into buffers (`homes`); and so do shards of P. Gradients of a further micro-batch are added to those in the file
-    bucket by bucket. A delayed update has all its new weights there until the next one, and on a CPU its gradients.
+    - An update brings one tile of O to hand at a time, and casts its gradient and new weights if their dtypes differ.
+    - New weights go to the accelerator through two buffers, and whole gradients come from there through as many.
+    - States on nvme come into buffers (`homes`), and so do shards of P.
+    - On nvme, gradients of a further micro-batch are added to those in the file bucket by bucket.
+    - A delayed update keeps all its new weights until the next update and, on a CPU, its gradients.
     """
     zero, plans = settings.zero, [need.plan for need in needs]
     total, away = 0, settings.optimizer_home != "accelerator"
@@ -374,7 +380,7 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
         total += tile * dtype.itemsize
     if away and zero.grad_dtype != "fp32":
         total += tile * FP32_BYTES
-    are_brought = not settings.sharding.gradients and not zero.delays_update  # those of a delayed update rest there
+    are_brought = not settings.sharding.gradients and not zero.delays_update  # a delayed update's are on the host
     if settings.has_link(settings.optimizer_home) and are_brought:
         total += (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
@@ -388,7 +394,7 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
 
 
 def _by_unit(needs: Iterable[BucketBytes], value: Callable[[BucketBytes], int]) -> dict[int, int]:
-    """Sums by unit, in forward order; the root is there always, and the first."""
+    """Sums by unit, in forward order; the root is always included, and comes first."""
     total = {ROOT: 0}
     for need in sorted(needs, key=lambda need: need.plan.unit):
         total[need.plan.unit] = total.get(need.plan.unit, 0) + value(need)

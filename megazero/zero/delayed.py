@@ -14,17 +14,17 @@ from megazero.zero.update import Update
 
 
 class DelayedUpdate:
-    """An `Update` that runs in a thread of its own, on gradients that are its own, and keeps new weights back until `finish`.
+    """An `Update` that runs in its own thread, on gradients that it owns, and holds new weights back until `finish`.
 
     Args:
-        optimizer: Adam, which steps tile by tile.
-        buckets: what it trains. Their gradients are taken from them.
-        factor: by which mean gradients are multiplied.
+        optimizer: Adam, stepped tile by tile.
+        buckets: the buckets to update; the update takes their gradients from them.
+        factor: multiplies the mean gradients.
     """
 
     def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
-        # New weights of the owned range.
+        # The owned ranges' new weights.
         self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
         self._update = Update(
             optimizer, self._gradients, factor, scales_itself=False, steps_apart=True, staged=self._staged
@@ -38,17 +38,17 @@ class DelayedUpdate:
     def _run(self) -> None:
         device = next(iter(self._gradients)).weights.flat.device
         try:
-            # A new thread is on the first CUDA device, and would lock pages there.
+            # A new thread starts on the first CUDA device, and would page-lock memory there.
             with torch.cuda.device(device if comm.has_streams(device) else -1):
                 self._update.run()
         except BaseException as error:
             self._error = error
 
     def finish(self) -> None:
-        """Waits, and makes the new weights the model's, here and on the other ranks. Collective.
+        """Waits for the update, then writes the new weights into the model, here and on the other ranks. Collective.
 
         Raises:
-            Exception: what went wrong in the thread.
+            Exception: the error that ended the thread.
         """
         self._thread.join()
         for bucket, gradient in self._gradients.items():

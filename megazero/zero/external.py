@@ -12,13 +12,13 @@ _external: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Has `parameter` whole around the forward and backward of `module`, which reads it without owning it.
+    """Makes `parameter` whole around the forward and backward of `module`, which reads it without owning it.
 
-    May be called before or after the engine is made: in the module's constructor, for instance. The first read does the same by
-    itself; so this spares a wait, and a graph break where the module is compiled.
+    Call it before or after the engine is made: in the module's constructor, for instance. The first read registers the parameter
+    automatically. To call this beforehand saves a wait and, if the module is compiled, a graph break.
 
     Raises:
-        RuntimeError: one of the arguments is something else.
+        RuntimeError: `module` is not a module, or `parameter` is not a parameter.
     """
     _check(module, parameter)
     known = _external.setdefault(module, [])
@@ -30,7 +30,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undoes `register_external_parameter` for engines made from now on; a present one goes on gathering it.
+    """Undoes `register_external_parameter` for engines made from now on; existing engines continue to gather the parameter.
 
     Raises:
         RuntimeError: the parameter was not registered for the module.
@@ -43,7 +43,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """What was registered for `module`."""
+    """The parameters that were registered for `module`."""
     return _external.get(module, [])
 
 

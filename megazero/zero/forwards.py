@@ -1,4 +1,4 @@
-"""Which modules of a model run forward now, so that it is known who reads a parameter, and whether a backward will follow."""
+"""Tracks which modules of a model run forward now, to know who reads a parameter and whether a backward will follow."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Forwards:
         self._has_graph = False  # of the outermost one
 
     def watch(self, module: nn.Module) -> list[Any]:
-        """Counts the module in from now on; returns the handles."""
+        """Tracks the module from now on; returns the hooks' handles."""
         before = module.register_forward_pre_hook(Hook(self._enter), prepend=True)
         return [before, module.register_forward_hook(Hook(self._leave), always_call=True)]
 
     @property
     def innermost(self) -> nn.Module | None:
-        """The one that runs now, if any does."""
+        """The innermost module whose forward runs now; None if none does."""
         return self._modules[-1] if self._modules else None
 
     @property
     def train(self) -> bool:
-        """Whether a backward will follow: also in a part whose activations are not kept, which runs under no_grad."""
+        """Whether a backward will follow. Also true in a checkpointed part, which keeps no activations and runs under no_grad."""
         return torch.is_grad_enabled() or (self._has_graph and bool(self._modules))
 
     def read(self, bucket: Bucket) -> bool:
-        """Whether one of them reads a parameter of the bucket that it does not own."""
+        """Whether one of these modules reads a parameter of the bucket without owning it."""
         return any(bucket_of(p) is bucket for module in self._modules for p in external_parameters(module))
 
     def clear(self) -> None:
-        """Forgets them all: torch runs no hook where Ctrl-C ends a forward."""
+        """Forgets all modules, because torch runs no hook if Ctrl-C ends a forward."""
         self._modules.clear()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -50,4 +50,4 @@ class Forwards:
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while module in self._modules and self._modules.pop() is not module:
-            pass  # a part that an exception has left without its hook
+            pass  # an inner module that an exception has left without running its hook

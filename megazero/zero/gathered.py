@@ -1,4 +1,4 @@
-"""`GatheredParameters`: sharded parameters, whole for a while, to be read or changed."""
+"""`GatheredParameters`: makes sharded parameters whole for a while, to be read or changed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megazero.zero.registry import bucket_of
 class GatheredParameters:
     """Context manager in which sharded parameters are whole on every rank. Collective over their data-parallel group.
 
-    With `modifier_rank` what that rank holds at the end becomes the parameters' values everywhere, master weights included; also
-    what was assigned to `p.data`, in the shape that it had.
-    Without it the values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that no
-    engine and no `zero.Init` holds are left alone.
+    With `modifier_rank`, the values that this rank holds at the end become the parameters' values everywhere, in the master
+    weights too. This includes tensors assigned to `p.data`, if they have the parameter's shape. Without `modifier_rank` the
+    values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that neither an engine
+    nor `zero.Init` holds are left alone.
 
     Args:
         params: a parameter, or any iterable of them.
         modifier_rank: rank, in the data-parallel group, whose changes are kept.
-        fwd_module: a module that will read these parameters in its forward: registers them as external to it.
+        fwd_module: a module that will read these parameters in its forward; they are registered as external to it.
         enabled: False makes the context do nothing.
 
     Raises:
-        RuntimeError: some ranks did not come; a sharded parameter is gathered by an enclosing context already; a parameter was
-            changed without `modifier_rank`, or given data of another shape.
+        RuntimeError: some ranks did not enter; an enclosing context has gathered a sharded parameter already; a parameter was
+            changed without `modifier_rank`, or was given data of another shape.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GatheredParameters:
             )
 
     def __enter__(self) -> None:
-        """Gathers."""
+        """Gathers the parameters."""
         for bucket in self.buckets:
             if bucket.weights.is_held and bucket.sharding.parameters:
                 raise RuntimeError(
@@ -73,13 +73,13 @@ class GatheredParameters:
                 )
         if self.buckets:
             self.buckets[0].channel.meet("GatheredParameters")
-        self._was_gathered = [bucket.weights.is_gathered for bucket in self.buckets]  # inside of its unit's own forward
+        self._was_gathered = [bucket.weights.is_gathered for bucket in self.buckets]  # in its unit's own forward
         try:
             for bucket in self.buckets:
                 bucket.weights.gather()
             for bucket in self.buckets:
                 bucket.weights.wait_gathered()
-        except BaseException:  # no memory for all: what has come is in the way of another try
+        except BaseException:  # not enough memory for all: those gathered so far would be in the way of another try
             for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
                 if not was_gathered:
                     bucket.weights.release()
@@ -88,10 +88,10 @@ class GatheredParameters:
             bucket.weights.is_held = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Keeps the changes of the modifier rank, and releases."""
+        """Keeps the modifier rank's changes, and releases."""
         changed: set[str] = set()
         weights = [bucket.weights for bucket in self.buckets]
-        assigned = [each.assigned() for each in weights]  # all, before any is written: it may be a view of another
+        assigned = [each.assigned() for each in weights]  # all before any write: one may be a view of another
         reshaped = [name for each, new in zip(weights, assigned, strict=True) for name in each.write(new)]
         for bucket in self.buckets:
             bucket.weights.is_held = False
@@ -105,7 +105,7 @@ class GatheredParameters:
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
         for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
-            # What was written is undone on all ranks, or they would gather different buckets next.
+            # If anything was written, all ranks undo it, or they would gather different buckets next.
             if not was_gathered or changed or (kind is not None and not _is_in_use(bucket)):
                 bucket.weights.release()
         if changed:
@@ -121,7 +121,7 @@ class GatheredParameters:
             )
 
     def _to_send(self, bucket: Bucket) -> list[Tensor]:
-        """What of P the modifier rank gives to the others: where it is whole, other contexts may be open on the rest of it."""
+        """The parts of P that the modifier rank sends. If P is not sharded, other contexts may be open on the rest of it."""
         if bucket.sharding.parameters:
             return [bucket.weights.flat]
         mine = [p for p in dict.fromkeys(self._parameters) if bucket_of(p) is bucket]
@@ -129,12 +129,12 @@ class GatheredParameters:
 
 
 def _is_in_use(bucket: Bucket) -> bool:
-    """Whether a forward or a backward is under way: an exception in one may be a checkpoint's, which has recomputed enough."""
+    """Whether a forward or a backward is under way; an exception in one may be a checkpoint's that has recomputed enough."""
     return bucket.driver is not None and bucket.driver.is_under_way
 
 
 def _reader_of(bucket: Bucket) -> nn.Module | None:
-    """The module in whose forward this is: it reads what it does not own, and its backward will need that again."""
+    """The module whose forward is under way: it reads parameters that it does not own, and its backward will need them again."""
     return None if bucket.driver is None or bucket.weights.is_gathered else bucket.driver.forward_under_way
 
 

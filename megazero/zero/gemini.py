@@ -1,10 +1,9 @@
 """Gemini: traces one iteration on the cpu policy, plans what stays gathered on the device, and replays the plan.
 
-Parameters and optimizer states rest in host memory. A unit that is gathered lies on the device as well; releasing it drops
-that copy, and the next gather brings it again (PatrickStar, arXiv:2108.05818; Colossal-AI's Gemini). The first iteration
-gathers as if there were no plan, and measures what else is on the device at each moment. From the second on the plan says
-what is gathered when, and what stays. An iteration that runs units in another order falls back to gathering on demand, and
-the next one is traced anew.
+Parameters and optimizer states rest in host memory. A gathered unit is copied to the device; releasing it drops that copy, and
+the next gather brings it again (PatrickStar, arXiv:2108.05818; Colossal-AI's Gemini). The first iteration gathers without a plan,
+and measures what else is on the device at each moment. From the second iteration on, the plan sets what is gathered when, and
+what stays. If an iteration runs units in another order, it falls back to gathering on demand, and the next one is traced anew.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class CudaMeter:
-    """The memory of a CUDA device, as PyTorch's allocator sees it. Its peak is counted anew by every call of `used_bytes`."""
+    """The memory of a CUDA device, as PyTorch's allocator sees it. Every call of `used_bytes` resets the allocator's peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def used_bytes(self) -> int:
-        """The most that was allocated since the last call; blocks that fragmentation makes useless count as used."""
+        """Most bytes allocated since the last call; blocks made useless by fragmentation count as used."""
         statistics = torch.cuda.memory_stats(self.device)
         most = statistics["allocated_bytes.all.peak"] + statistics["inactive_split_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats(self.device)
         return int(most)
 
     def free_bytes(self) -> int:
-        """What the driver has, up to torch.cuda.set_per_process_memory_fraction, and what the allocator holds unused."""
+        """Bytes free in the driver, up to torch.cuda.set_per_process_memory_fraction, plus those unused in the allocator."""
         on_device, total = torch.cuda.mem_get_info(self.device)
         reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
         most = torch.cuda.get_per_process_memory_fraction(self.device) * total
@@ -45,23 +44,23 @@ class CudaMeter:
 
 
 class Deviation(RuntimeError):
-    """The iteration uses another unit than the traced one did; the message says which, and where."""
+    """The iteration uses another unit than the traced one did; the message says which and when."""
 
 
 class Replay:
-    """Follows a plan, use by use and iteration by iteration, up to a `Deviation`."""
+    """Follows a plan use by use, iteration after iteration, until a `Deviation`."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._moment = plan, -1
 
     def advance(self, unit: int) -> tuple[int, ...]:
-        """What to fetch as `unit` is used, whose own fetch has been started, now or before."""
+        """The units to fetch when `unit` is used; the fetch of `unit` itself is among them, or has been started before."""
         self._expect(unit)
         self._moment += 1
         return self._plan.fetch[self._moment]
 
     def stays(self, unit: int) -> bool:
-        """Whether a unit whose use is over lies on the device at the next moment too."""
+        """Whether a unit whose use is over is also on the device at the next moment."""
         return any(unit in there for there in self._plan.on_device[self._moment + 1 : self._moment + 2])
 
     def finish(self) -> None:
@@ -70,7 +69,7 @@ class Replay:
         self._moment = -1
 
     def _expect(self, found: int | None) -> None:
-        """Raises unless `found` is used next, or nothing where it is None."""
+        """Raises unless the plan's next use is of `found`, or, if that is None, the plan has no further use."""
         moments = self._plan.moments[self._moment + 1 : self._moment + 2]
         expected = moments[0].unit if moments else None
         if found != expected:
@@ -80,19 +79,19 @@ class Replay:
 
 
 class Gemini(Residency):
-    """The residency of units that a plan decides, from the second iteration on.
+    """The residency of units, decided by a plan from the second iteration on.
 
     Args:
         sizes, limits: as for `Residency`, which decides until there is a plan.
-        nbytes: of each unit's parameters on the device, where all of them are gathered.
-        meter: of the device.
-        model_bytes: says how many bytes of units are gathered now.
-        group: ranks that gather together, and so follow one plan.
-        optimizer_bytes, shard_bytes: of each unit's optimizer shard, and of its shard of parameters, on this rank.
+        nbytes: bytes of each unit's parameters on the device, when all of them are gathered.
+        meter: measures the device's memory.
+        model_bytes: returns how many bytes the engine itself holds on the device now: gathered units, and states there.
+        group: the ranks that gather together, and so follow one plan.
+        optimizer_bytes, shard_bytes: bytes of each unit's optimizer shard and of its parameter shard, on this rank.
         margin_ratio: share of the memory left over that these may take, in [0, 1].
 
     Attributes:
-        plan: of the last traced iteration.
+        plan: the plan made from the last traced iteration.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Gemini(Residency):
         self._optimizer_bytes, self._shard_bytes = dict(optimizer_bytes), dict(shard_bytes)
         self._margin_ratio = margin_ratio
         self.plan: Plan | None = None
-        # An iteration is traced, or follows the plan, or has left it: then there is neither of these until its end.
+        # An iteration is traced, or follows the plan, or has left it; then both are None until its end.
         self._tracer: Tracer | None = self._new_tracer()
         self._replay: Replay | None = None
 
@@ -121,7 +120,7 @@ class Gemini(Residency):
         return Tracer(self._meter, self._model_bytes)
 
     def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
-        """Units to gather now, by the plan, which the root is not in; without a plan what the limits say."""
+        """Units to gather now according to the plan, which does not include the root; without a plan, to the limits."""
         trains = trains and index >= 0
         if self._tracer is not None and trains:
             self._tracer.use(index)
@@ -137,15 +136,15 @@ class Gemini(Residency):
 
     @property
     def follows_plan(self) -> bool:
-        """Whether the plan says what is gathered and what stays."""
+        """Whether the plan decides what is gathered and what stays."""
         return self._replay is not None
 
     def stays(self, index: int, live: int) -> bool:
-        """Whether the plan has the unit on the device at the next moment; without a plan what the limits say."""
+        """Whether the plan keeps the unit on the device at the next moment; without a plan the limits decide."""
         return super().stays(index, live) if self._replay is None else self._replay.stays(index)
 
     def finish(self) -> None:
-        """The backward is over. Collective where it was traced: ranks agree on a plan.
+        """Ends the iteration after its backward. Collective if the iteration was traced: the ranks agree on a plan.
 
         Raises:
             ValueError: the device's memory is too small for the units that run together.
@@ -153,7 +152,7 @@ class Gemini(Residency):
         if self._tracer is not None:
             moments, self._tracer = self._tracer.finish(), None
             if moments:  # else nothing was trained
-                # The tracer has just measured, so that the most since then is what is in use now.
+                # The tracer has just measured, so the peak since then is what is in use now.
                 self.plan = self._planned(moments, self._meter.used_bytes() + self._meter.free_bytes())
                 self._replay = Replay(self.plan)
         elif self._replay is not None:
@@ -166,7 +165,7 @@ class Gemini(Residency):
             self._tracer = self._new_tracer()
 
     def _planned(self, mine: Sequence[Moment], budget: int) -> Plan:
-        """The plan for the rank with the least memory and the largest activations, so that all gather alike."""
+        """The plan for the least memory and the largest activations of any rank, so that all ranks gather alike."""
         found = comm.all_gathered_objects((budget, [moment.non_model for moment in mine]), self._group)
         moments = tuple(
             Moment(moment.unit, max(values))

@@ -1,17 +1,22 @@
-"""Gemini's planner: from the uses of one traced iteration to what lies on the device at each moment. Pure functions of numbers.
+"""Gemini's planner: from the uses in one traced iteration to what is on the device at each moment. Pure functions of numbers.
 
-The host keeps the authoritative copy of every unit's parameters, so that eviction is a drop and costs nothing; a fetch costs a
-transfer. The budget is the device's, and what it leaves for parameters changes from moment to moment with the non-model bytes
-(activations and temporaries). Since the string of uses is known, the unit to drop is the one whose next use lies furthest
-ahead (Belady 1966); that stays optimal when the room changes (Peserico, arXiv:1304.6007), as long as units have one size. With
-unequal sizes the optimum is NP-hard: the plan is then the cheapest, in bytes fetched, of furthest next use, least recent use, and
-every static split that pins the first k units.
+The host keeps the authoritative copy of every unit's parameters, so eviction drops a copy and costs nothing. A fetch costs a
+transfer. The device sets the budget. The part of it that is left for parameters changes from moment to moment with the non-model
+bytes (activations and temporaries). Since the sequence of uses is known, the unit to drop is the one whose next use is furthest
+ahead (Belady 1966). With units of one size that is optimal even when the room changes (Peserico, arXiv:1304.6007). With unequal
+sizes the optimum is NP-hard. The plan is then the cheapest, in bytes fetched, of these policies: furthest next use, least recent
+use, and every static split that pins the first k units.
 
-Memory is given away in this order: to what each moment needs and the next one will; of the margin that is left, to optimizer
-shards of the first units, and then to their parameters' shards; to parameters that stay until they are used again; and to
-fetches further ahead. States come before stays because they save more per byte: 18 bytes that rest on the device spare an
-element of a bf16 model some 30 bytes of host memory traffic, in an update that nothing hides, and the gradient's way to the
-host; the same bytes lent to parameters spare as many of a fetch, which runs beside computing.
+Memory is allotted in this order:
+
+1. what each moment needs and the next one will need;
+2. a share of the remaining margin: optimizer shards of the first units, then shards of their parameters;
+3. parameters that stay until they are used again;
+4. fetches further ahead.
+
+States come before stays because they save more per byte. 18 bytes that rest on the device save an element of a bf16 model some 30
+bytes of host memory traffic, in an update that nothing hides, and the gradient's transfer to the host. The same bytes lent to
+parameters save as many bytes of a fetch, which overlaps computing.
 """
 
 from __future__ import annotations
@@ -22,29 +27,29 @@ from dataclasses import dataclass
 
 from megazero.zero.gemini_trace import Moment, Trace
 
-NEVER = 1 << 62  # the moment of a use that does not come
+NEVER = 1 << 62  # the moment of a use that never comes
 
 # ---- which units are on the device while they are needed
 
 
 @dataclass(frozen=True)
 class Stay:
-    """One time that a unit lies on the device: from moment `fetch` to moment `drop`, exclusive."""
+    """One period that a unit is on the device: from moment `fetch` to moment `drop`, exclusive."""
 
     unit: int
-    fetch: int  # when the transfer starts at the latest: the first use
-    drop: int  # just behind the last use
+    fetch: int  # the latest start of the transfer: the first use
+    drop: int  # the moment after the last use
 
 
-# Of (unit, moment): the resident unit with the largest is dropped first.
+# A function of (unit, moment): the resident unit with the largest value is dropped first.
 Key = Callable[[int, int], float]
 
 
 def simulate(trace: Trace, budget: int, key: Key) -> list[Stay]:
-    """The stays of fetching on demand, and dropping the resident unit with the largest `key` while there is no room.
+    """The stays that result from fetching on demand, and dropping the resident unit with the largest `key` while room is short.
 
-    A unit that is dropped goes as soon as its last use is over: nothing would be gained by keeping it. Stays come in the order
-    of their fetches.
+    A unit to be dropped is dropped as soon as its last use is over, because keeping it would gain nothing. Stays are returned in
+    the order of their fetches.
 
     Raises:
         ValueError: a moment alone needs more than the budget.
@@ -77,7 +82,7 @@ def _check_room(trace: Trace, now: int, budget: int) -> None:
 
 
 def furthest_next_use(trace: Trace) -> Key:
-    """Drops what is needed again last, or never."""
+    """Drops the unit that is needed again last, or never."""
     uses = _uses(trace)
 
     def next_use(unit: int, now: int) -> float:
@@ -88,7 +93,7 @@ def furthest_next_use(trace: Trace) -> Key:
 
 
 def least_recent_use(trace: Trace) -> Key:
-    """Drops what has not been used for longest (LRU): the best that can be done without a trace."""
+    """Drops the least recently used unit (LRU): the best that can be done without a trace."""
     uses = _uses(trace)
     return lambda unit, now: now - uses[unit][bisect_right(uses[unit], now) - 1]
 
@@ -102,7 +107,7 @@ def _uses(trace: Trace) -> dict[int, list[int]]:
 
 
 def static_split(trace: Trace, pinned: Iterable[int]) -> Key:
-    """Drops what is not `pinned`, the least recent first; pinned units only where nothing else makes room."""
+    """Drops units that are not `pinned`, least recently used first; drops pinned units only if nothing else makes room."""
     kept, recency = frozenset(pinned), least_recent_use(trace)
     return lambda unit, now: recency(unit, now) - (NEVER if unit in kept else 0)
 
@@ -113,7 +118,7 @@ def fetched_bytes(trace: Trace, stays: Iterable[Stay]) -> int:
 
 
 def best_stays(trace: Trace, budget: int) -> list[Stay]:
-    """The stays that fetch fewest bytes: the optimum where all units have one size, else the best of the policies here."""
+    """The stays that fetch the fewest bytes: the optimum if all units have one size, else the best of the policies above."""
     stays, firsts = simulate(trace, budget, furthest_next_use(trace)), list(_uses(trace))
     if len({trace.nbytes[unit] for unit in firsts}) <= 1:
         return stays
@@ -126,18 +131,18 @@ def best_stays(trace: Trace, budget: int) -> list[Stay]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What lies on the device at each moment of an iteration; between two iterations no parameters do.
+    """What is on the device at each moment of an iteration. Between two iterations no parameters are.
 
     Attributes:
-        moments: of the traced iteration.
-        fetch: the units whose transfer starts at each moment, in this order.
-        on_device: the units there at each moment, those on their way included; the others are dropped before anything is fetched.
-        optimizer_units: whose optimizer shards rest on the device.
-        shard_units: whose shards of parameters rest there as well, and so have no transfer at all.
-        margin: bytes beyond what each moment needs and the next one will.
-        fetches: units fetched per iteration.
-        fetched_bytes: of these.
-        peak_bytes: the most on the device at any moment, all included; at most `budget`.
+        moments: those of the traced iteration.
+        fetch: for each moment, the units whose transfers start then, in this order.
+        on_device: for each moment, the units there, including those on their way; others are dropped before anything is fetched.
+        optimizer_units: units whose optimizer shards rest on the device.
+        shard_units: units whose parameter shards rest there as well, and so need no transfer at all.
+        margin: bytes in excess of what each moment needs and the next one will need.
+        fetches: number of fetches per iteration.
+        fetched_bytes: bytes of these fetches.
+        peak_bytes: most bytes on the device at any moment, everything included; at most `budget`.
     """
 
     moments: tuple[Moment, ...]
@@ -160,12 +165,12 @@ def plan_placement(
     shard_bytes: Mapping[int, int] | None = None,
     gpu_margin_mem_ratio: float = 0.0,
 ) -> Plan:
-    """The plan that fetches fewest bytes beside the states on the device, and never has more than `budget` bytes there.
+    """The plan that fetches the fewest bytes, given the states on the device, and never has more than `budget` bytes there.
 
     Args:
-        budget: bytes of the device that this process may use.
-        optimizer_bytes: of each unit's optimizer shard, in the order of the units: the first ones get the margin.
-        shard_bytes: of each unit's shard of parameters, in that order; they follow when all optimizer shards have a place.
+        budget: bytes on the device that this process may use.
+        optimizer_bytes: bytes of each unit's optimizer shard, in the order of the units; the first ones get the margin.
+        shard_bytes: bytes of each unit's parameter shard, in the same order; they get what is left when all optimizer shards fit.
         gpu_margin_mem_ratio: share of the margin that these states may take.
 
     Raises:
@@ -203,9 +208,9 @@ def plan_placement(
 
 
 def first_that_fit(sizes: Mapping[int, int], room: float) -> tuple[int, ...]:
-    """The first ones, in the mapping's order, whose states fit `room` bytes together.
+    """The first keys, in the mapping's order, whose sizes add up to at most `room`.
 
-    Of states of one size that is floor(room / bytes) of them (PatrickStar, arXiv:2108.05818).
+    If all have one size, that is floor(room / size) of them (PatrickStar, arXiv:2108.05818).
     """
     kept: list[int] = []
     for each, nbytes in sizes.items():
@@ -217,7 +222,7 @@ def first_that_fit(sizes: Mapping[int, int], room: float) -> tuple[int, ...]:
 
 
 def _working_sets(trace: Trace) -> list[int]:
-    """Bytes that each moment needs on the device, with the parameters of the next one, which come meanwhile."""
+    """Bytes that each moment needs on the device, including the parameters of the next one, which arrive meanwhile."""
     needed = [{moment.unit for moment in trace.moments[now : now + 2]} for now in range(len(trace.moments))]
     return [
         moment.non_model + sum(trace.nbytes[unit] for unit in units)
@@ -226,7 +231,7 @@ def _working_sets(trace: Trace) -> list[int]:
 
 
 def _held(trace: Trace, stays: Iterable[Stay]) -> list[int]:
-    """Bytes on the device at each moment, non-model ones included."""
+    """Bytes on the device at each moment, including non-model bytes."""
     held = [moment.non_model for moment in trace.moments]
     for stay in stays:
         for now in range(stay.fetch, stay.drop):
@@ -235,9 +240,10 @@ def _held(trace: Trace, stays: Iterable[Stay]) -> list[int]:
 
 
 def _ahead(trace: Trace, stays: Iterable[Stay], free: list[int]) -> list[Stay]:
-    """The stays with their fetches moved as far ahead as the free bytes permit; what is needed first chooses first.
+    """The stays with their fetches moved as far ahead as the free bytes permit; units needed first choose first.
 
-    A fetch that reaches the end of the unit's last stay is none: with unequal sizes, a drop can make more room than was needed.
+    If a fetch reaches back to the end of the unit's previous stay, the two stays become one, and the fetch is dropped. With
+    unequal sizes that happens, because a drop can make more room than was needed.
     """
     moved: list[Stay] = []
     latest: dict[int, int] = {}  # index in `moved` of each unit's last stay

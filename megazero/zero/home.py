@@ -1,8 +1,9 @@
 """Where a bucket's states rest between their uses: on the accelerator or in host memory (here), or on NVMe (`nvme_home`).
 
-A home holds flat vectors: a shard of P, the reduced part of G, the master weights and every tensor of the optimizer. Whoever
-needs one asks for it, or for a part of it, with `at_hand`. In memory that is the vector itself and costs nothing; a vector in a
-file comes and goes with the `with` block. What is at hand lies on the home's `device`, and there the optimizer computes.
+A home holds flat vectors: a shard of P, the reduced part of G, the master weights and every tensor of the optimizer. Code that
+needs a vector, or a part of one, asks for it with `at_hand`. A vector in memory is returned itself, at no cost. A vector in a
+file is read before the `with` block and, if it is written to, written back after it. The tensor at hand lies on the home's
+`device`, where the optimizer computes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 from megazero.nvme import PagePool
 from megazero.zero.link import Crossing, Link
 
-SUM_NUMEL = 1 << 24  # elements of a sum in host memory that come to the device at a time: enough to fill the link
+SUM_NUMEL = 1 << 24  # elements of a sum in host memory that go to the device at a time: enough to use the link fully
 
 
 class Vector(Protocol):
     """A flat tensor that rests in a home.
 
     Attributes:
-        link: to the device that computes, where the vector rests on the other side of one.
+        link: the link to the device that computes, if the vector rests on the other side of one.
     """
 
     numel: int
@@ -33,16 +34,16 @@ class Vector(Protocol):
 
     @property
     def resident(self) -> Tensor | None:
-        """All of it where it is in memory, None where it is not."""
+        """All of the vector if it rests in memory, else None."""
         ...
 
     @property
     def is_here(self) -> bool:
-        """Whether `at_hand` would give all of it without waiting."""
+        """Whether `at_hand` would return all of it without waiting."""
         ...
 
     def prefetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Says that this part will soon be asked for."""
+        """Announces that this part will be asked for soon."""
         ...
 
     def at_hand(
@@ -51,13 +52,14 @@ class Vector(Protocol):
         """Elements [start, stop) as a 1-D tensor on the home's device, for the `with` block.
 
         Args:
-            reads: the values are wanted; False where all of them will be overwritten.
-            writes: what the tensor holds at the end of the block is kept; a change is lost otherwise, or not, as the home has it.
+            reads: whether the values are needed; False if all of them will be overwritten.
+            writes: keeps the values that the tensor has at the end of the block. If False, a change may or may not be lost,
+                depending on the home.
         """
         ...
 
     def free(self) -> None:
-        """Gives the memory or the place in the file back."""
+        """Returns the memory, or the place in the file."""
         ...
 
 
@@ -65,38 +67,38 @@ class Home(Protocol):
     """A place for vectors.
 
     Attributes:
-        link: to the device that computes, where the home is on the other side of one.
+        link: the link to the device that computes, if the home is on the other side of one.
     """
 
     link: Link | None
 
     @property
     def device(self) -> torch.device:
-        """Of what is at hand."""
+        """The device of tensors at hand."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it has beside its vectors: buffers, and what vectors have given back."""
+        """Host memory that the home uses in addition to its vectors: buffers, and memory that vectors have returned."""
         ...
 
     def vector(self, numel: int, dtype: torch.dtype) -> Vector:
-        """A new vector, uninitialised."""
+        """A new vector, uninitialized."""
         ...
 
     def bring(self, values: Tensor, room: int) -> Vector:
-        """A vector in memory, for a moment, of values on the link's device, 1-D, which are on their way when this returns.
+        """A temporary vector in memory, of 1-D values on the link's device. They may still be on their way when this returns.
 
         Args:
-            room: elements that memory is taken for, at least as many as there are: in equal pieces it is soon used again.
+            room: elements to take memory for, at least `values.numel()`. Memory in pieces of equal size is soon reused.
         """
         ...
 
     def hold(self, values: Tensor, copy: bool = False) -> Vector:
-        """A vector of these values, 1-D, which may still be on their way there when this returns.
+        """A vector of these 1-D values, which may still be on their way to it when this returns.
 
         Args:
-            copy: the caller will write to `values`. Else the vector is their very memory, where that is the home's.
+            copy: the caller will write to `values`. If False, and `values` lie in the home's memory, the vector is that memory.
         """
         ...
 
@@ -104,17 +106,17 @@ class Home(Protocol):
         """Returns when everything that was written has arrived.
 
         Raises:
-            OSError: something has not.
+            OSError: a write has failed.
         """
         ...
 
 
 class MemoryVector:
-    """A vector that always is at hand, once its values have come over the link.
+    """A vector that is always at hand, once its values have come over the link.
 
     Args:
         tensor: its memory.
-        link: where the device that computes is on the other side of one.
+        link: the link to the device that computes, if that is on the other side of one.
     """
 
     def __init__(self, tensor: Tensor, link: Link | None = None) -> None:
@@ -133,7 +135,7 @@ class MemoryVector:
         return self._coming is None or self._coming.is_over
 
     def prefetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Nothing to bring."""
+        """Does nothing: the vector is in memory."""
 
     def at_hand(
         self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
@@ -145,15 +147,15 @@ class MemoryVector:
         return nullcontext(self._tensor[start:stop])
 
     def send(self, values: Tensor) -> None:
-        """Starts to fill it with values on the device, which nobody writes to from now on."""
+        """Starts to fill it with values on the device. Nobody may write to `values` from now on."""
         assert self.link is not None
         copy = partial(self._tensor.copy_, values, non_blocking=True)
         self._coming = self.link.to_host.start(copy, on_device=[values], on_host=[self._tensor])
 
     def add(self, values: Tensor) -> None:
-        """Starts to add values on the device, which nobody writes to any more; it makes the sum, beside what it computes.
+        """Starts to add values on the device. Nobody may write to `values` from now on.
 
-        Piece by piece, so that it never has a copy of the whole sum.
+        The device adds, concurrently with other work, piece by piece, so that it never holds a copy of the whole sum.
         """
         assert self.link is not None
         total = self._tensor
@@ -165,15 +167,15 @@ class MemoryVector:
         self._coming = self.link.to_host.start(add, on_device=[values], on_host=[total])
 
     def free(self) -> None:
-        """Python frees it with the last tensor on it."""
+        """Does nothing: Python frees the memory with the last tensor that uses it."""
 
 
 class MemoryHome:
-    """Vectors lie in the memory of one device: the accelerator's, or the host's for ZeRO-Offload (arXiv:2101.06840).
+    """A home in the memory of one device: the accelerator's, or the host's for ZeRO-Offload (arXiv:2101.06840).
 
     Args:
-        pin: pages are locked, so that a CUDA device copies from and to them while it computes.
-        link: to the device that computes, where this is the host beside it; without it copies are waited for.
+        pin: page-lock the memory, so that a CUDA device can copy from and to it while it computes.
+        link: the link to the device that computes, if this is its host's memory; without a link copies are waited for.
     """
 
     def __init__(self, device: torch.device, pin: bool = False, link: Link | None = None) -> None:
@@ -183,17 +185,17 @@ class MemoryHome:
 
     @property
     def nbytes(self) -> int:
-        """Pinned memory that no vector has now: gradients come back to it in every step."""
+        """Pinned memory that no vector uses at the moment: gradients come back to it in every step."""
         return 0 if self._pages is None else self._pages.spare_nbytes
 
     def vector(self, numel: int, dtype: torch.dtype) -> MemoryVector:
-        """A new vector, uninitialised."""
+        """A new vector, uninitialized."""
         if self._pages is None:
             return MemoryVector(torch.empty(numel, dtype=dtype, device=self.device), self.link)
         return MemoryVector(self._pages.empty(numel * dtype.itemsize).view(dtype), self.link)
 
     def bring(self, values: Tensor, room: int) -> MemoryVector:
-        """As `Home.bring`."""
+        """See `Home.bring`."""
         assert self.link is not None
         self.link.to_host.make_room()
         vector = MemoryVector(self.vector(room, values.dtype).resident[: values.numel()], self.link)
@@ -201,7 +203,7 @@ class MemoryHome:
         return vector
 
     def hold(self, values: Tensor, copy: bool = False) -> MemoryVector:
-        """The values themselves where they lie here, else a copy, which comes while the device goes on where there is a link."""
+        """A vector of the values' own memory if they lie here, else of a copy, which crosses a link while the device computes."""
         values = values.detach()
         if self.link is not None and values.device == self.link.device:
             self.link.to_host.make_room()
@@ -215,11 +217,11 @@ class MemoryHome:
         return vector
 
     def flush(self) -> None:
-        """Nothing is under way but what `at_hand` waits for."""
+        """Does nothing: `at_hand` waits for whatever is under way."""
 
 
 def moved(vector: Vector, home: Home) -> Vector:
-    """A vector of the same values in another home; the old one is given back."""
+    """A vector of the same values in another home; the old vector is freed."""
     with vector.at_hand() as values:
         there = home.hold(values, copy=vector.resident is None)
     vector.free()

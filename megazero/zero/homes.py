@@ -1,4 +1,4 @@
-"""The homes of one engine's states, as its configuration asks for them."""
+"""The homes of one engine's states, according to its configuration."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megazero.zero.units import ROOT, BucketPlan
 logger = get_logger(__name__)
 
 FP32_BYTES = 4
-TILES = 8  # of an offloaded update: enough that what does not overlap, the first read and the last write, is small
-MOST_TILE = 1 << 24  # elements by default: 64 MiB of each state, where more makes reads no faster
-TILE_MULTIPLE = max(4096, PAGE)  # elements: whole pages of memory in every dtype
+TILES = 8  # of an offloaded update: enough that the first read and the last write, which nothing overlaps, are small
+MOST_TILE = 1 << 24  # most elements by default: 64 MiB of each state; larger tiles are not read faster
+TILE_MULTIPLE = max(4096, PAGE)  # elements: whole memory pages in every dtype
 
 
 @dataclass(frozen=True)
 class Homes:
-    """Where shards of P, and O with the reduced G, rest; None is the device that the model computes on.
+    """Where shards of P rest, and where O rests with the reduced G; None is the device that the model computes on.
 
     Attributes:
-        optimizer: of the buckets whose O is offloaded.
-        tile_numel: elements of O that come to hand at a time; None where O is at hand anyway.
-        kept: the buckets, by their place among the plans, whose O stays on the device.
-        link: between the homes and the device, where they are not one memory.
+        optimizer: the home of O for buckets whose O is offloaded.
+        tile_numel: elements of O that come to hand at a time; None if O is at hand anyway.
+        kept: indices, among the plans, of the buckets whose O stays on the device.
+        link: the link between the homes and the device, if they do not share one memory.
     """
 
     param: Home | None = None
@@ -48,7 +48,7 @@ class Homes:
         """The homes that `config` names.
 
         Raises:
-            OSError: the swap file cannot be made in `nvme_path`, or the disk has no room for what this rank will write there.
+            OSError: the swap file cannot be created in `nvme_path`, or the disk has no room for what this rank will write.
         """
         pin, swap, link = config.pin_memory, None, None
         is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
@@ -83,12 +83,12 @@ class Homes:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that offloaded states pass through, beside their own: buffers, and what waits to be used again."""
+        """Host memory that offloaded states pass through, in addition to their own: buffers, and memory kept for reuse."""
         homes = sum(home.nbytes for home in (self.param, self.optimizer) if home is not None)
         return homes + (0 if self.link is None else self.link.outbox.nbytes)
 
     def close(self) -> None:
-        """Gives the disk back, after the last use of any vector."""
+        """Frees the disk space. Call it after the last use of any vector."""
         if self.link is not None:
             self.link.close()
         if self.swap is not None:
@@ -96,17 +96,17 @@ class Homes:
 
 
 def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
-    """What the swap file of this rank will hold at least: master weights, with Adam two moments, and shards of P."""
+    """The least that this rank's swap file will hold: master weights, Adam's two moments, and shards of P."""
     states = 3 * FP32_BYTES * sum(_offloaded(config, plans)) if config.offload_optimizer == "nvme" else 0
     shards = [plan.layout.shard_numel * plan.dtype.itemsize for plan in plans if config.offload_param == "nvme"]
     return states + sum(shards)
 
 
 def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[int]:
-    """The trained buckets, by their place in `plans`, whose O stays: the first units' and then the root's, while there is room.
+    """Indices in `plans` of the trained buckets whose O stays: first units, then the root, as long as there is room.
 
     Args:
-        offloaded: share of O that leaves at least.
+        offloaded: least share of O that leaves the device.
     """
     trained = [index for index, plan in enumerate(plans) if plan.is_trainable]
     forward = sorted(trained, key=lambda index: (plans[index].unit == ROOT, plans[index].unit))
@@ -115,19 +115,19 @@ def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[i
 
 
 def _offloaded(config: ZeroConfig, plans: Sequence[BucketPlan]) -> list[int]:
-    """Elements of O of each bucket that leave the device."""
+    """For each bucket whose O leaves the device, the elements of O that do."""
     kept = kept_on_device(plans, config.offload_optimizer_ratio)
     return [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
 
 
 def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
-    """Bytes and number of the buffers for O in a file: one tile is read while another is updated and a third one written."""
+    """Size in bytes and number of the buffers for O in a file: one tile is read while another is updated and a third written."""
     largest = max((plan.layout.shard_numel for plan in plans), default=1)  # a tile lies in one bucket
     return min(offloaded_tile(config, plans), largest) * FP32_BYTES, 3 * config.optimizer_buffer_count
 
 
 def param_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
-    """Bytes and number of the buffers for P in a file: of one unit's shard."""
+    """Size in bytes and number of the buffers for P in a file; a buffer holds one unit's shard."""
     largest = max((plan.layout.shard_numel * plan.dtype.itemsize for plan in plans), default=1)
     return largest, config.param_buffer_count
 
@@ -138,9 +138,9 @@ def offloaded_tile(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
 
 
 def tile_numel(shards: Sequence[int], sub_group_size: int = 0) -> int:
-    """Elements of O that an offloaded update brings to hand at a time: an eighth of the rank's, at most `sub_group_size`.
+    """Elements of O that an offloaded update brings to hand at a time.
 
-    Without a `sub_group_size` at most MOST_TILE.
+    An eighth of the rank's, at most `sub_group_size` (MOST_TILE if that is 0), rounded up to a multiple of TILE_MULTIPLE.
     """
     wanted = min(-(-sum(shards) // TILES), sub_group_size or MOST_TILE)
     return max(1, -(-wanted // TILE_MULTIPLE)) * TILE_MULTIPLE

@@ -1,4 +1,4 @@
-"""What the engine leaves on the modules of a user's model, and what becomes of it in a copy of one."""
+"""The hooks that the engine puts on the modules of a user's model, and what a copy of a module gets instead of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Hook:
-    """A module's hook that torch.compile leaves alone, and that a copy of the module goes without: nobody shards a copy."""
+    """A module's hook that torch.compile leaves alone, and that a copy of the module loses, because a copy is not sharded."""
 
     def __init__(self, hook: Callable) -> None:
         self._call = torch.compiler.disable(hook)
@@ -20,7 +20,7 @@ class Hook:
         return self._call(*args)
 
     def __reduce__(self) -> tuple:
-        """What `copy.deepcopy` and pickle make of it: nothing that reaches the engine."""
+        """What `copy.deepcopy` and pickle make of it: a function that does nothing and does not refer to the engine."""
         return partial, (_do_nothing,)
 
 

@@ -1,9 +1,10 @@
-"""The link between host memory and the device that computes: each way a stream of its own, so that copies go beside computing.
+"""The link between host memory and the device that computes: one stream per direction, so that copies overlap computing.
 
-PyTorch's allocators expect that memory is used in one order, that of the stream that computes. So a crossing keeps what it
-reads and writes until the computing stream was told to wait for it (`join`: device memory may go back), or the host has waited
-(`wait`: host memory as well). `Tensor.record_stream` is not used: it gives memory back whenever the host happens to ask, and
-then what a step needs could not be planned. Few crossings are under way at a time instead, and the host waits for the oldest.
+PyTorch's allocators expect that memory is used in one order, that of the computing stream. So a crossing keeps the memory that it
+reads and writes until the computing stream has been told to wait for it (`join`, which lets go of device memory), or the host has
+waited for it (`wait`, which lets go of host memory too). `Tensor.record_stream` is not used: it would return memory whenever the
+host happens to ask, and then a step's memory could not be planned. Instead, few crossings are under way at a time, and the host
+waits for the oldest.
 """
 
 from __future__ import annotations
@@ -21,29 +22,30 @@ from torch import Tensor
 from megazero import comm
 from megazero.nvme import aligned_empty
 
-# Gradients on their way keep device memory. With one of them the host waits for that of two blocks ago, as one is being reduced:
-# the device has the last block's backward to go on with, and idles only where the link is slower than that, whatever the number.
+# Gradients on their way keep device memory. If one may be on its way, while another is being reduced, the host waits for the one
+# of two blocks ago. Meanwhile the device has the last block's backward to work on. It idles only if the link is slower than that,
+# and then a larger number would not help.
 MOST_TO_HOST = 1
-MOST_TO_DEVICE = 3  # what comes ahead has its memory already
+MOST_TO_DEVICE = 3  # shards that come ahead have their memory already
 OUTBOX_BUFFERS = 2  # one is filled while the other is sent
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A point in a stream."""
 
     def synchronize(self) -> None:
         """Returns when everything before it is done."""
 
 
 class CopyStream(Protocol):
-    """A queue of a device's work, beside the stream that computes; a test brings its own."""
+    """A queue of a device's work, separate from the computing stream. Tests supply their own."""
 
     def start(self, work: Callable[[], object]) -> Event:
-        """Queues what `work` issues, behind all that the computing stream has been given so far; returns the place after it."""
+        """Queues what `work` issues, after all that the computing stream was given so far; returns the point after it."""
         ...
 
     def hold_back(self, event: Event) -> None:
-        """Has whatever the computing stream is given from now on wait for `event`."""
+        """Makes whatever the computing stream is given from now on wait for `event`."""
         ...
 
 
@@ -55,41 +57,41 @@ class CudaEvent:
     device: torch.device
 
     def synchronize(self) -> None:
-        """As `Event.synchronize`, in any thread: a new one is on the first device, and would start CUDA there."""
+        """See `Event.synchronize`. Works in any thread: a new thread is on the first device, and would start CUDA there."""
         with torch.cuda.device(self.device):
             self.recorded.synchronize()
 
 
 class CudaCopyStream:
-    """A CUDA stream. The one that computes is the current stream of whoever calls."""
+    """A CUDA stream. The computing stream is the caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, work: Callable[[], object]) -> CudaEvent:
-        """As `CopyStream.start`."""
+        """See `CopyStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
             with torch.cuda.stream(self._stream):
                 work()
-        except BaseException:  # nobody will wait for what is under way of it, and its memory goes
+        except BaseException:  # its memory is freed, and nobody else will wait for the work already issued
             self._stream.synchronize()
             raise
-        event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are Adam's
+        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, and leaves the cores to Adam
         self._stream.record_event(event)
         return CudaEvent(event, self._stream.device)
 
     def hold_back(self, event: Event) -> None:
-        """As `CopyStream.hold_back`."""
+        """See `CopyStream.hold_back`."""
         assert isinstance(event, CudaEvent)
         torch.cuda.current_stream(self._stream.device).wait_event(event.recorded)
 
 
 class DirectStream:
-    """For devices without streams: what is started is done. PyTorch's meta device has memory to plan and nothing to wait for."""
+    """For devices without streams: work is done when it is started. PyTorch's meta device has memory to plan but no work."""
 
     def start(self, work: Callable[[], object]) -> Event:
-        """Does it."""
+        """Does the work."""
         work()
         return self
 
@@ -101,12 +103,12 @@ class DirectStream:
 
 
 class Crossing:
-    """What is on its way, and its memory.
+    """Copies on their way over the link, and the memory that they use.
 
     Args:
-        on_device, on_host: the memory that it reads and writes.
-        then: called when it is known to be over.
-        earlier: the one before it in its stream, which is done when this one is.
+        on_device, on_host: the memory that the crossing reads and writes.
+        then: called when the crossing is known to be over.
+        earlier: the crossing before it in its stream, which is done when this one is.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Crossing:
         self.is_over = False
 
     def join(self) -> None:
-        """Has what the device computes next find it done. The host goes on."""
+        """Makes the device finish it before what it computes next. The host does not wait."""
         if not self.is_over:
             self._stream.hold_back(self._event)
             self._let_go()
@@ -138,17 +140,17 @@ class Crossing:
             self._then()
 
     def _let_go(self) -> None:
-        """Of the device's memory."""
+        """Lets go of the device memory, its own and that of earlier crossings."""
         crossing: Crossing | None = self
         while crossing is not None:
             crossing._on_device, crossing._earlier, crossing = (), None, crossing._earlier
 
 
 class Way:
-    """One direction of the link. If it is dropped, the host waits first for what is under way, whose memory is used until then.
+    """One direction of the link. If it is dropped, the host first waits for crossings under way, which still use their memory.
 
     Args:
-        most: crossings under way at a time; one more has the host wait for the oldest.
+        most: most crossings under way at a time; before one more, the host waits for the oldest.
     """
 
     def __init__(self, stream: CopyStream, most: int) -> None:
@@ -164,7 +166,7 @@ class Way:
         on_host: Sequence[Tensor] = (),
         then: Callable[[], None] = lambda: None,
     ) -> Crossing:
-        """Starts `work`, which issues copies between these tensors, behind what the device was given to compute so far."""
+        """Starts `work`, which issues copies between these tensors, after what the device was given to compute so far."""
         self.make_room()
         earlier = self._under_way[-1] if self._under_way else None
         crossing = Crossing(self._stream, self._stream.start(work), on_device, on_host, then, earlier)
@@ -172,7 +174,7 @@ class Way:
         return crossing
 
     def make_room(self) -> None:
-        """Waits for the oldest where `most` are under way: before memory is taken for one more."""
+        """If `most` are under way, waits for the oldest. Call it before taking memory for one more."""
         while len(self._under_way) >= self._most:
             self._under_way.popleft().wait()
 
@@ -187,7 +189,7 @@ def _wait_for_all(crossings: deque[Crossing]) -> None:
 
 
 class Outbox:
-    """Host memory through which the host's results go to the device, while it computes the next ones.
+    """Host memory through which the host's results go to the device while the host computes the next ones.
 
     Args:
         pin: page-lock it.
@@ -199,14 +201,14 @@ class Outbox:
 
     @property
     def nbytes(self) -> int:
-        """Of its buffers, which are as large as the most that was filled in."""
+        """Bytes of its buffers, which are as large as the largest fill so far."""
         return sum(buffer.nbytes for buffer, _ in self._sent)
 
     @contextmanager
     def fill(self, target: Tensor, parts: Sequence[slice] = (slice(None),)) -> Iterator[Tensor]:
-        """Host memory like `target`, 1-D on the device. What is in its `parts` when the block ends goes there.
+        """Host memory of the size and dtype of `target`, which is 1-D on the device. `parts` of it are copied to `target`.
 
-        What the device computes next finds it there; the host need not wait.
+        The copy starts when the block ends and is done before what the device computes next. The host does not wait.
         """
         buffer = self._take(target.nbytes)
         filled = buffer[: target.nbytes].view(target.dtype)
@@ -234,8 +236,8 @@ class Link:
     """Both ways between host memory and a device.
 
     Attributes:
-        device: that computes.
-        outbox: for what the host computes.
+        device: the device that computes.
+        outbox: for results of the host.
     """
 
     device: torch.device
@@ -245,16 +247,16 @@ class Link:
 
     @classmethod
     def over(cls, device: torch.device, streams: tuple[CopyStream, CopyStream], pin: bool = False) -> Link:
-        """The link to `device` over two streams: to it, and from it."""
+        """The link to `device` over two streams: the first to it, the second from it."""
         to_device = Way(streams[0], MOST_TO_DEVICE)
         return cls(device, to_device, Way(streams[1], MOST_TO_HOST), Outbox(to_device, pin))
 
     @classmethod
     def to(cls, device: torch.device, pin: bool = False) -> Link | None:
-        """The link to `device`; None where that is the host itself.
+        """The link to `device`; None if that is the host itself.
 
         Args:
-            pin: host memory is page-locked. Without that CUDA's copies are right as well, but each keeps the host waiting.
+            pin: page-lock host memory. CUDA's copies are correct without that too, but the host waits for each.
         """
         if device.type == "cpu":
             return None
@@ -263,6 +265,6 @@ class Link:
         return cls.over(device, (DirectStream(), DirectStream()), pin)
 
     def close(self) -> None:
-        """Returns when nothing is under way, so that memory may go."""
+        """Returns when nothing is under way, so that memory may be freed."""
         self.to_device.finish()
         self.to_host.finish()

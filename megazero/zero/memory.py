@@ -1,6 +1,6 @@
-"""What a rank will hold: the bytes of every model state, and what comes on top during a step. Arithmetic only.
+"""What a rank will hold: the bytes of every model state, and what is added during a step. Arithmetic only.
 
-It follows the layouts that the engine would make, so it needs shapes but no values: a model on the meta device will do, of any
+It follows the layouts that the engine would make, so it needs shapes but no values. A model on the meta device is enough, of any
 size and for any number of ranks.
 """
 
@@ -28,12 +28,12 @@ from megazero.zero.units import ROOT, BucketPlan, plan_buckets, select_units, sh
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each rank: the model's states (P, G, O), and what a step needs on top for a while.
+    """Bytes on each rank: the model's states (P, G, O), and what a step needs temporarily in addition.
 
-    P and O stay; G is made by backward and freed by the update. P rests in `param_home`, O in `optimizer_home`; where that is not
-    the accelerator, the reduced gradient waits for the update there.
+    P and O stay; G is made by backward and freed by the update. P rests in `param_home`, O in `optimizer_home`. If O does not
+    rest on the accelerator, the reduced gradient waits for the update in O's home.
 
-    Not in it: activations, module buffers, temporaries of the torch optimizer, its step counters, what the transport stages,
+    Excludes activations, module buffers, the torch optimizer's temporaries and step counters, the transport's staging buffers,
     and the gradient of one parameter that autograd hands over.
 
     Attributes:
@@ -42,22 +42,22 @@ class MemoryPlan:
 
     stage: int
     data_parallel_size: int
-    numel: int  # parameters of the model: psi; a tied one counts once
+    numel: int  # psi, the model's parameters; a tied one counts once
     parameters: int  # P: the weights that the model computes with
     gradients: int  # G on the accelerator
-    master: int  # of O: fp32 weights. 0 where P is fp32 and beside it, and so its own master
-    moments: int  # of O: the optimizer's state per element, there from the first step on
-    padding: int  # of all these, what holds no parameter; the mean over the ranks
-    gathered: int  # whole parameters at the same time, where P is sharded: the root and, with overlap, two units
-    reducing: int  # whole gradients and reduction buffers at the same time, beyond G
-    together: int  # both of these at the same time: when the root's gradient gets whole, units' parameters have gone
-    updating: int  # in the update: the fp32 copy of a bucket's gradient, where G is not; or three of Muon's directions
+    master: int  # part of O: fp32 weights; 0 if P is fp32 and in the same memory, so that P is its own master
+    moments: int  # part of O: the optimizer's state per element, which exists from the first step on
+    padding: int  # the part of all these that holds no parameter; the mean over the ranks
+    gathered: int  # most whole parameters at a time, if P is sharded: the root and, with overlap, two units
+    reducing: int  # most whole gradients and reduction buffers at a time, in addition to G
+    together: int  # most of both at a time: when the root's gradient becomes whole, units' parameters are gone
+    updating: int  # in the update: a bucket's gradient in fp32, if G is not; or three buckets of Muon's directions
     param_home: str = "accelerator"
     optimizer_home: str = "accelerator"
-    reduced: int = 0  # G beside O, away from the accelerator
+    reduced: int = 0  # G next to O, away from the accelerator
     staging: int = 0  # host memory through which offloaded states pass
-    kept: int = 0  # of O: what stays on the accelerator, though the rest is offloaded
-    persistent: int = 0  # of P: what stays whole on the accelerator, below the persistence threshold of stage 3
+    kept: int = 0  # part of O that stays on the accelerator while the rest is offloaded
+    persistent: int = 0  # part of P that stays whole on the accelerator, below stage 3's persistence threshold
 
     @property
     def optimizer(self) -> int:
@@ -65,7 +65,7 @@ class MemoryPlan:
         return self.master + self.moments
 
     def states_at(self, home: str) -> int:
-        """Bytes of the states that rest in a home: "accelerator", "cpu" or "nvme"."""
+        """Bytes of the states that rest in `home`: "accelerator", "cpu" or "nvme"."""
         return (
             (self.parameters - self.persistent if self.param_home == home else 0)
             + (self.persistent + self.gradients + self.kept if home == "accelerator" else 0)
@@ -74,12 +74,12 @@ class MemoryPlan:
 
     @property
     def resident(self) -> int:
-        """The states on the accelerator, as the ZeRO paper counts them: P + G + O. What is held when backward has ended."""
+        """Bytes of the states on the accelerator, as the ZeRO paper counts them: P + G + O. They are held when backward ends."""
         return self.states_at("accelerator")
 
     @property
     def host(self) -> int:
-        """Host memory: the states that rest there, and what those on the host or on nvme pass through."""
+        """Bytes of host memory: the states that rest there, and the buffers that states on the host or on nvme pass through."""
         return self.states_at("cpu") + self.staging
 
     @property
@@ -89,20 +89,20 @@ class MemoryPlan:
 
     @property
     def at_rest(self) -> int:
-        """What the accelerator holds between two steps, while forward makes its activations."""
+        """Bytes that the accelerator holds between two steps, and while forward makes its activations."""
         return self.resident - self.gradients
 
     @property
     def transient(self) -> int:
-        """The most that comes on top during a step. What is gathered is released before the update."""
+        """Most bytes that a step adds. Gathered parameters are released before the update."""
         return max(self.together, self.updating)
 
     @property
     def peak(self) -> int:
-        """The most that the accelerator holds at any time of a step.
+        """Most bytes that the accelerator holds at any time during a step.
 
-        A step of one micro-batch stays below it: gradients are made one after the other, while a second micro-batch finds all of
-        them.
+        A step of one micro-batch stays below that, because it makes its gradients one after another. A second micro-batch finds
+        all of them present.
         """
         return self.resident + self.transient
 
@@ -121,17 +121,17 @@ def plan_memory(
     group_of: Mapping[str, int] | None = None,
     matrices: Collection[str] = (),
 ) -> MemoryPlan:
-    """What each rank will hold when an `Engine` with these settings trains `model`. Communicates nothing, allocates nothing.
+    """What each rank will hold when an `Engine` with these settings trains `model`. Does not communicate or allocate.
 
-    The transient part is the most that the engine holds when units run once per forward, in their order, and every trained
+    The transient part is the most that the engine holds if units run once per forward, in their order, and every trained
     parameter of a unit gets a gradient.
 
     Args:
-        model: on any device, meta included; one tensor-parallel rank's part of it.
+        model: one tensor-parallel rank's part of the model, on any device, including meta.
         zero, dtype, zero_units, group_of: as for `Engine`; by default every parameter that requires a gradient is trained.
         matrices: names of the parameters that Muon updates.
-        device_type, states_per_element, recomputed_together, micro_batches: as in `StateSettings`; the device is this
-            process's by default.
+        device_type, states_per_element, recomputed_together, micro_batches: as in `StateSettings`; the default device is this
+            process's.
 
     Raises:
         ValueError: a size is out of range, or two units share a parameter.
@@ -160,7 +160,7 @@ def plan_memory(
 
 
 def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> MemoryPlan:
-    """As `plan_memory`, of buckets that have been laid out already, for `settings.data_parallel_size` ranks."""
+    """Like `plan_memory`, for buckets that have been laid out already for `settings.data_parallel_size` ranks."""
     needs = BucketBytes.of_all(plans, settings)
     gathered, (in_units, behind) = gathered_bytes(needs, settings), reducing_bytes(needs, settings)
     # The first unit stays for another micro-batch.
@@ -196,8 +196,8 @@ def memory_rows(plan: MemoryPlan, measured: Mapping[str, int]) -> list[tuple[str
     """Planned and measured bytes side by side, as (name, value) rows of a table.
 
     Args:
-        measured: bytes under "P", "G", "O", "buffers" and "peak"; what is missing shows as a dash. The rows of G and O say what
-            comes later, as long as it is not there.
+        measured: bytes under "P", "G", "O", "buffers" and "peak"; missing keys show as a dash. The rows of G and O note what is
+            allocated later, as long as it does not exist.
     """
     late = f"  ({size(plan.moments)} of it from the first step on)" if plan.moments else ""
     planned = [
@@ -227,7 +227,7 @@ def _at(home: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people, in powers of 1000 as in the ZeRO paper: "2.25 GB"."""
+    """A human-readable number of bytes, in powers of 1000 as in the ZeRO paper: "2.25 GB"."""
     for unit, one in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= one:
             return f"{nbytes / one:.{2 if nbytes < 100 * one else 1}f} {unit}"

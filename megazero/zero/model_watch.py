@@ -1,4 +1,4 @@
-"""What a user changes of a model that an engine trains: parameters that come and go, and which of them require a gradient."""
+"""Detects a user's changes to a model that an engine trains: parameters added or removed, and changes of requires_grad."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = get_logger(__name__)
 
 
 class ModelWatch:
-    """Compares a model with what it was when its engine was made.
+    """Compares a model with its state when its engine was made.
 
     Args:
-        buckets: of all parameters that it had then.
+        buckets: the buckets of all parameters that it had then.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -27,12 +27,12 @@ class ModelWatch:
         self._trained = self._requires_grad()
 
     def came_and_left(self, model: nn.Module, may_have_frozen: bool = False) -> str:
-        """Parameters that came into the model or left it, for a message; "" where it has those that the buckets hold.
+        """Parameters that came into the model or left it, for a message; "" if it has exactly those that the buckets hold.
 
         Args:
-            may_have_frozen: what does not train may have come into the model.
+            may_have_frozen: parameters that are not trained may have come into the model.
         """
-        now = {id(parameter): name for name, parameter in model.named_parameters()}  # as the buckets were made
+        now = {id(parameter): name for name, parameter in model.named_parameters()}  # listed as for the buckets
         if now.keys() == self._held:
             return ""
         frozen = {id(p) for p in model.parameters() if not p.requires_grad} if may_have_frozen else set()
@@ -42,7 +42,7 @@ class ModelWatch:
         return " and ".join(f"{some(names)} {verb}" for names, verb in changes if names)
 
     def has_other_trained(self) -> bool:
-        """Whether requires_grad of some parameter has changed since the last call. Warns of what no optimizer can train."""
+        """Whether some parameter's requires_grad has changed since the last call. Warns of parameters that cannot be trained."""
         now = self._requires_grad()
         if now == self._trained:
             return False
@@ -55,7 +55,7 @@ class ModelWatch:
             return tuple(p.requires_grad for bucket in self._buckets for p in bucket.parameters.values())
 
     def _warn_of_untrained(self, now: tuple[bool, ...]) -> None:
-        """Of parameters that have been unfrozen, and that no optimizer was given."""
+        """Warns of parameters that have been unfrozen but were never passed to an optimizer."""
         places = [(bucket, parameter) for bucket in self._buckets for parameter in bucket.parameters.values()]
         unfrozen = [place for place, new, old in zip(places, now, self._trained, strict=True) if new and not old]
         segments = [bucket.segment_of(parameter) for bucket, parameter in unfrozen]

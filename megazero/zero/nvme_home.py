@@ -1,4 +1,4 @@
-"""Vectors in a swap file (ZeRO-Infinity, arXiv:2104.07857, sec. 6.3): read ahead of their use, written behind it."""
+"""Vectors in a swap file (ZeRO-Infinity, arXiv:2104.07857, sec. 6.3), read ahead of use and written in the background."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class _Place(NamedTuple):
 
 
 class NvmeHome:
-    """Vectors lie in a swap file; what is at hand lies in host memory, in page-aligned buffers that are used again and again.
+    """A home whose vectors lie in a swap file. Parts at hand lie in host memory, in page-aligned buffers that are reused.
 
     Args:
         swap: the file.
-        buffer_nbytes: of a buffer; what is asked for in larger pieces gets memory of its own.
+        buffer_nbytes: size of a buffer; larger pieces get memory of their own.
         buffer_count: most buffers, unless more are at hand at the same time.
-        reads_ahead: `prefetch` starts to read; else every read is waited for.
-        writes_behind: a write goes on after its `with` block; else the block ends when it has arrived.
-        pin: pages are locked for a CUDA device.
-        link: to the device that computes, where that is not the host; without it copies to and from it are waited for.
+        reads_ahead: whether `prefetch` starts to read; else every read is waited for.
+        writes_behind: whether a write continues after its `with` block; else the block ends when the write has finished.
+        pin: page-lock the buffers for a CUDA device.
+        link: the link to the device that computes, if that is not the host; without a link copies are waited for.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class NvmeHome:
     ) -> None:
         self.swap, self.reads_ahead, self.writes_behind, self.pin = swap, reads_ahead, writes_behind, pin
         self.link = link
-        self._memory = MemoryHome(self.device, pin, link)  # for what is brought, which goes to no file
+        self._memory = MemoryHome(self.device, pin, link)  # for `bring`, whose vectors go to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
-        self._free: deque[Tensor] = deque()  # buffers; `give_back` is called by the threads of the swap file
+        self._free: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
         self._writes: deque[Transfer] = deque()  # oldest first
         self._lock = threading.Lock()
 
@@ -71,7 +71,7 @@ class NvmeHome:
         return SwappedVector(self, numel, dtype)
 
     def bring(self, values: Tensor, room: int) -> MemoryVector:
-        """As `Home.bring`."""
+        """See `Home.bring`."""
         return self._memory.bring(values, room)
 
     def hold(self, values: Tensor, copy: bool = False) -> SwappedVector:
@@ -82,7 +82,7 @@ class NvmeHome:
             self.link.to_host.make_room()
             values = values.clone()
         vector = self.vector(values.numel(), values.dtype)
-        # In whole pages; a buffer of all of it would be what is to be saved.
+        # In pieces of whole pages: a buffer for all of it would take the memory that is to be saved.
         for start in range(0, vector.numel, self.buffer_nbytes // values.element_size()):
             piece = values[start : start + self.buffer_nbytes // values.element_size()]
             if is_across:
@@ -96,7 +96,7 @@ class NvmeHome:
         """Returns when everything that was written has arrived.
 
         Raises:
-            OSError: something has not, now or earlier; the message names file, offset and rank.
+            OSError: a write has failed, now or earlier; the message names file, offset and rank.
         """
         while (write := self._oldest_write()) is not None:
             write.wait()
@@ -104,13 +104,13 @@ class NvmeHome:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in buffers, and pinned memory of what was brought, which nothing has now."""
+        """Host memory of the buffers, and pinned memory of `bring` that no vector uses at the moment."""
         return self._made * self.buffer_nbytes + self._memory.nbytes
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least `nbytes`, uint8; waits for older writes where all buffers are in use."""
+        """A buffer of at least `nbytes`, uint8; waits for older writes if all buffers are in use."""
         if nbytes > self.buffer_nbytes:
-            self.flush()  # so that there are no two
+            self.flush()  # so that no second one is in use
             return aligned_empty(nbytes, self.pin)
         while True:
             with self._lock:
@@ -121,22 +121,22 @@ class NvmeHome:
             write = None if may_make else self._oldest_write()
             if write is None:
                 with self._lock:
-                    self._made += not may_make  # more are at hand than there should be, and none will come back
+                    self._made += not may_make  # more are at hand than buffer_count, and no write will return one
                 return aligned_empty(self.buffer_nbytes, self.pin)
             write.wait()
 
     def _oldest_write(self) -> Transfer | None:
-        """Taken from the list: a delayed update writes here as well, in its own thread."""
+        """Removes and returns the oldest write. Takes the lock, because a delayed update also writes here, in its own thread."""
         with self._lock:
             return self._writes.popleft() if self._writes else None
 
     def give_back(self, buffer: Tensor) -> None:
-        """Lets others use a buffer; one that is larger than the others is freed."""
+        """Returns a buffer for reuse; a larger one than the others is freed instead."""
         if buffer.nbytes == self.buffer_nbytes:
             self._free.append(buffer)  # no lock: a finalizer may run while this thread has it
 
     def written(self, transfer: Transfer) -> None:
-        """Keeps an eye on a write that has begun."""
+        """Records a write that has begun; waits for it unless `writes_behind`."""
         if not self.writes_behind:
             transfer.wait()
             return
@@ -147,7 +147,7 @@ class NvmeHome:
 
 
 class SwappedVector:
-    """A vector in a swap file. What `at_hand` gives is a copy: with `writes` it goes back at the end of the block."""
+    """A vector in a swap file. `at_hand` gives a copy, which is written back at the end of the block if `writes`."""
 
     def __init__(self, home: NvmeHome, numel: int, dtype: torch.dtype) -> None:
         self.home, self.numel, self.dtype, self.link = home, numel, dtype, home.link
@@ -159,7 +159,7 @@ class SwappedVector:
 
     @property
     def resident(self) -> None:
-        """Nothing of it stays in memory."""
+        """None: nothing of it stays in memory."""
         return None
 
     @property
@@ -169,7 +169,7 @@ class SwappedVector:
         return read is not None and read.done()
 
     def prefetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Starts to read this part, for an `at_hand` of the same part."""
+        """Starts to read this part for a later `at_hand` of the same part."""
         place = self._place(start, stop)
         if self.home.reads_ahead and place.low < place.high and place not in self._ahead:
             self._ahead[place] = self._read(place)
@@ -178,12 +178,12 @@ class SwappedVector:
     def at_hand(
         self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
     ) -> Iterator[Tensor]:
-        """This part in host memory; see `Vector`. Other parts that share its pages must not be written at the same time.
+        """This part in host memory; see `Vector.at_hand`. Parts that share its pages must not be written at the same time.
 
         Raises:
             OSError: it could not be read, or an earlier write to the file failed.
         """
-        self.home.swap.raise_failure()  # also of what was read ahead, or is overwritten
+        self.home.swap.raise_failure()  # even if this part was read ahead, or is overwritten
         place, stop = self._place(start, stop), self.numel if stop is None else stop
         if place.low == place.high:
             yield torch.empty(0, dtype=self.dtype)
@@ -193,7 +193,7 @@ class SwappedVector:
         first = start - place.low // self.dtype.itemsize
         part = buffer[: place.high - place.low].view(self.dtype)[first : first + stop - start]
         vector, give_back, is_kept = self if writes else None, _giving_back_to(self.home), False
-        del self  # a copy over the link has this block open until it is over
+        del self  # a copy over the link keeps this block open until it is over
         try:
             yield part
             if vector is not None:
@@ -205,9 +205,9 @@ class SwappedVector:
                 give_back(buffer)
 
     def send(self, values: Tensor, start: int) -> None:
-        """Starts to write values on the device, of one buffer at most, to the elements from `start` on, which begin a page.
+        """Starts to write values on the device, at most one buffer of them, to the elements from `start` on.
 
-        Nobody writes to `values` from now on.
+        `start` must begin a page. Nobody may write to `values` from now on.
         """
         assert self.link is not None
         place = self._place(start, start + values.numel())
@@ -218,7 +218,7 @@ class SwappedVector:
         self.home.written(self._write(place, buffer, crossing.wait))
 
     def free(self) -> None:
-        """Gives the place in the file back."""
+        """Returns the place in the file."""
         self._free()
 
     @property
@@ -237,7 +237,7 @@ class SwappedVector:
         try:
             transfer.wait()
         except BaseException:
-            self._give_back_after(transfer, buffer)  # a KeyboardInterrupt does not end the read
+            self._give_back_after(transfer, buffer)  # after a KeyboardInterrupt the read still runs
             raise
         return buffer
 
@@ -269,7 +269,7 @@ class SwappedVector:
                 transfer.wait()
 
     def _drop_ahead(self, place: _Place) -> None:
-        """Forgets what was read ahead of what is written now."""
+        """Discards parts read ahead that overlap the place, which is about to be written."""
         for other in [other for other in self._ahead if other.overlaps(place)]:
             buffer, transfer = self._ahead.pop(other)
             transfer.error()
@@ -277,10 +277,10 @@ class SwappedVector:
 
 
 def _giving_back_to(home: NvmeHome) -> Callable[[Tensor], None]:
-    """`home.give_back` for what is under way, which must hold neither vectors nor their home.
+    """`home.give_back` for transfers and copies under way, which must hold neither vectors nor their home.
 
-    These hold it themselves, the home by its writes and its link, and finalizers hold these: where the collector does not see, so
-    that none of them would ever go.
+    Vectors and home refer to what is under way (the home through its writes and its link), and finalizers refer to them. The
+    garbage collector does not see such a cycle, so none of them would ever be freed.
     """
     there = weakref.ref(home)
 
@@ -292,7 +292,7 @@ def _giving_back_to(home: NvmeHome) -> Callable[[Tensor], None]:
 
 
 def _free(home: NvmeHome, region: Region, ahead: dict) -> None:
-    """Gives a region back, whose place is used again when what is under way there has ended."""
+    """Frees a region; its place is reused once the transfers under way there have ended."""
     for buffer, transfer in ahead.values():
         transfer.then(lambda _, buffer=buffer: home.give_back(buffer))
     if not home.swap.is_closed:

@@ -1,4 +1,4 @@
-"""Muon's directions of whole matrices, of which ranks hold flat parts: brought together, made orthogonal, and given back."""
+"""Muon's directions of whole matrices, of which ranks hold flat parts: gathered, made orthogonal, and scattered again."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from megazero.zero.storage import part_of, view_of
 
 
 class Orthogonal:
-    """What an engine's `Muon` calls for the part of its step that needs whole matrices. Collective over the world.
+    """The callable that an engine's `Muon` uses for the part of its step that needs whole matrices. Collective over the world.
 
-    Bucket by bucket each rank puts its range of the directions into a flat buffer of the bucket's size, in bf16. An all-gather
-    makes them whole; each matrix is worked on by one rank; and a reduce-scatter of the results, which are zeros wherever another
-    rank has worked, gives everybody its range back. So at every stage an update sends what one more gradient and one more gather
-    in bf16 would, the work is divided by the number of ranks, and the numbers are the same bit for bit. Tensor-parallel ranks
-    each bring together what they hold of a matrix.
+    For each bucket, every rank puts its range of the directions into a flat bf16 buffer of the bucket's size. Then:
+
+    1. An all-gather makes the directions whole.
+    2. Each matrix is made orthogonal by one rank.
+    3. A reduce-scatter of the results gives every rank its range. A rank's results are zero where another rank did the work.
+
+    So at every stage an update sends as much as one more gradient and one more gather in bf16, the work is divided by the number
+    of ranks, and the numbers are the same bit for bit. Each tensor-parallel rank gathers its own part of a matrix.
 
     Args:
-        cuts: how parameters are cut over the tensor-parallel ranks, by name. One that is several matrices stacked (Q, K and V)
-            is worked on as these.
+        cuts: how parameters are cut over the tensor-parallel ranks, by name. A parameter that stacks several matrices (Q, K and
+            V) is processed as separate matrices.
 
     Raises:
-        ValueError: gradients add up in 16 bits, which directions do not fit into; or a parameter is no matrix.
+        ValueError: gradients accumulate in 16 bits, which directions do not fit into; or a parameter is not a matrix.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Orthogonal:
 
     @property
     def _buckets(self) -> list[Bucket]:
-        """Those with matrices, in the same order on every rank."""
+        """The buckets with matrices, in the same order on every rank."""
         return [bucket for bucket in self._optimizer.buckets if self._matrices(bucket)]
 
     def _is_muons(self, of: Segment | Span) -> bool:
@@ -64,7 +67,7 @@ class Orthogonal:
         return [s for s in bucket.layout.segments if self._is_muons(s) and self._optimizer.is_trained(s)]
 
     def __call__(self, _: Sequence[Tensor]) -> None:
-        """Replaces the directions of all matrices; the next bucket's come together while this one's are worked on."""
+        """Replaces the directions of all matrices; the next bucket's are gathered while this one's are worked on."""
         buckets = self._buckets
         loads = [0] * self._optimizer.buckets[0].channel.num_ranks
         coming = self._gather(buckets[0]) if buckets else None
@@ -90,11 +93,11 @@ class Orthogonal:
             assert piece.master.grad is not None
             whole[piece.span.start : piece.span.stop].copy_(piece.master.grad, non_blocking=True)
         if not bucket.sharding.optimizer:
-            return whole, None  # each rank has all of them
+            return whole, None  # every rank has all directions
         return whole, bucket.channel.all_gather_(whole, bucket.name)
 
     def _work_on(self, bucket: Bucket, whole: Tensor, loads: list[int]) -> None:
-        """Makes this rank's matrices orthogonal, and the others zero: the largest one goes to whoever has least to do so far."""
+        """Makes this rank's matrices orthogonal, the others zero. Largest first, each goes to the rank with least work so far."""
         groups = self._optimizer.param_groups
         for segment in sorted(self._matrices(bucket), key=lambda segment: -_cost(segment)):
             owner = loads.index(min(loads))
@@ -106,7 +109,7 @@ class Orthogonal:
                 matrix.zero_()
 
     def _orthogonalized(self, local: Tensor, segment: Segment, steps: int) -> Tensor:
-        """What this tensor-parallel rank holds of the result, by what it holds of the matrix, or of several that are stacked."""
+        """This tensor-parallel rank's part of the result, from its part of the matrix, or of several stacked ones."""
         cut = self._cuts.get(segment.name)
         if cut is None:
             return orthogonalized(local, steps)
@@ -116,7 +119,7 @@ class Orthogonal:
         return cut.slice_like(local.shape, result, group.rank(), group.size())
 
     def _shape(self, segment: Segment) -> list[int]:
-        """[rows, columns] of the whole matrix, or of each of those that are stacked."""
+        """[rows, columns] of the whole matrix, or of each of several stacked ones."""
         cut = self._cuts.get(segment.name)
         if cut is None:
             return list(segment.shape)
@@ -129,13 +132,13 @@ class Orthogonal:
         return start(whole, bucket.name)
 
     def _take(self, bucket: Bucket, whole: Tensor, work: Work) -> None:
-        """Writes what has come back of this rank's range, scaled for the shapes of its matrices."""
+        """Writes the results in this rank's range, scaled for the shapes of their matrices."""
         work.wait()
         groups = self._optimizer.param_groups
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
             start = piece.span.start
-            found = whole[start : piece.span.stop].to(piece.master.device)  # in one copy, where O is on the host
+            found = whole[start : piece.span.stop].to(piece.master.device)  # one copy if O is on the host
             for segment in self._matrices(bucket):
                 (mine, _), (new, _) = (part_of(values, start, segment) for values in (piece.master.grad, found))
                 factor = rate_factor(groups[segment.group]["adjust_lr_fn"], *self._shape(segment))
@@ -143,5 +146,5 @@ class Orthogonal:
 
 
 def _cost(segment: Segment) -> int:
-    """Of making it orthogonal, up to a factor."""
+    """The cost of making a matrix orthogonal, up to a factor."""
     return segment.numel * min(segment.shape)

@@ -1,4 +1,4 @@
-"""The optimizer's parameter groups: which parameters have weight decay, and which are the matrices that Muon trains."""
+"""The optimizer's parameter groups: which parameters have weight decay, and which are matrices that Muon trains."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megazero.zero.units import shape_of
 def weight_decay_groups(
     model: nn.Module, weight_decay: float, use_muon: bool = False
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Megatron's two parameter groups: matrices and embeddings decay, biases and normalisation weights do not.
+    """Megatron's two parameter groups: matrices and embeddings decay, biases and normalization weights do not.
 
     Args:
-        use_muon: a third group has the matrices of hidden layers, for `Muon`.
+        use_muon: adds a third group with the matrices of hidden layers, for `Muon`.
 
     Returns:
-        The group index of each parameter by name, and the settings of the groups.
+        Each parameter's group index, by name, and the settings of each group.
     """
     group_of = {name: int(len(shape_of(p)) < 2) for name, p in model.named_parameters()}
     settings: list[dict[str, Any]] = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
@@ -30,14 +30,14 @@ def weight_decay_groups(
 
 
 def matrices_of(group_of: Mapping[str, int], group_settings: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names of the parameters that Muon updates, of groups as `weight_decay_groups` gives them."""
+    """Names of the parameters that Muon updates, given groups as `weight_decay_groups` returns them."""
     return {name for name, group in group_of.items() if group_settings[group].get("use_muon")}
 
 
 def hidden_matrices(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon is for: 2-D ones inside of a ModuleList or Sequential, and no embeddings.
+    """Names of the parameters that Muon is for: 2-D parameters inside a ModuleList or Sequential, except embeddings.
 
-    A parameter's own attribute `use_muon`, as DeepSpeed reads it, says otherwise.
+    A parameter's own `use_muon` attribute, which DeepSpeed reads too, takes precedence.
     """
     inside: set[nn.Parameter] = set()
     for module in model.modules():

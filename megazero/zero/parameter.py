@@ -1,4 +1,4 @@
-"""What a parameter is while its values are not on this rank: an empty tensor that says so, or a whole one that waits for them."""
+"""Classes of parameters whose values are not on this rank: an empty tensor that says so, or a whole one that waits for them."""
 
 from __future__ import annotations
 
@@ -28,45 +28,46 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-# Inside of it no question passes `ReleasedParameter.__torch_function__`, which takes microseconds each: for what every step asks
-# all parameters, and a released one answers like any other.
+# Inside it, questions about a tensor bypass `ReleasedParameter.__torch_function__`, which takes microseconds each. It is for
+# questions that every step asks all parameters, and that a released parameter answers like any other.
 asked_directly = torch._C.DisableTorchFunctionSubclass
 
-# How a released parameter is written while models are being built: `zero.Init` adds one for as long as it is active.
+# Writes to a released parameter while models are being built: `zero.Init` adds a writer for as long as it is active.
 Writer = Callable[[nn.Parameter, Callable[[], Any]], Any]
 _writers: list[Writer] = []
 
 
 def add_writer(writer: Writer) -> None:
-    """Lets in-place functions run on released parameters from now on, as `writer(parameter, call)`, until `remove_writer`."""
+    """Allows in-place functions on released parameters, which run as `writer(parameter, call)`, until `remove_writer`."""
     _writers.append(writer)
 
 
 def remove_writer(writer: Writer) -> None:
-    """Ends one `add_writer(writer)`."""
+    """Undoes one `add_writer(writer)`."""
     _writers.remove(writer)
 
 
 class ReleasedParameter(nn.Parameter):
-    """The class of a parameter between release and gather, as torch's own UninitializedParameter is between two states.
+    """The class of a parameter between release and gather, much as torch's UninitializedParameter is a class for a while.
 
-    It is an empty tensor of shape (0,). Asking for its dtype or device is fine. A forward that reads values of it, which belong
-    to another module, finds it gathered. Every other operation that would read or write values raises, because what it read would
-    be nothing and what it wrote would be lost. While there is a writer (`zero.Init` is active), in-place functions on it, `data`,
-    deep copies, questions about its shape, and everything that makes no graph work as if it were whole; a view of it is a
-    `ReleasedView`.
+    It is an empty tensor of shape (0,). Asking for its dtype or device is allowed. If a forward reads its values and another
+    module owns it, it is gathered. Every other operation that would read or write values raises, because there is nothing to read
+    and a write would be lost.
+
+    While there is a writer (`zero.Init` is active), these work as if it were whole: in-place functions on it, `data`, deep
+    copies, questions about its shape, and all operations that make no graph. A view of it is then a `ReleasedView`.
     """
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Lets questions about the tensor pass, and nothing that touches values."""
+        """Answers questions about the tensor; for operations that touch values, does what the class docstring says."""
         tensors = [*args, *(kwargs or {}).values()]
         flat = [x for item in tensors for x in (item if isinstance(item, (list, tuple)) else [item])]
         target = next((x for x in flat if isinstance(x, cls)), None)
         if _writers and target is not None and _record(target):
             if func in _GEOMETRY:
                 return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
-            may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # which would keep what is released
+            may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
             if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not may_have_graph):
                 return _written(target, func, args, kwargs or {})
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
@@ -81,14 +82,14 @@ class ReleasedParameter(nn.Parameter):
         raise RuntimeError(_message(func, target))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """A whole copy while a writer is there, as `nn.TransformerEncoder` makes of its layer."""
+        """A whole copy while there is a writer, such as `nn.TransformerEncoder` makes of its layer."""
         if _writers and _record(self):
-            # gathered it is an nn.Parameter, which copies itself
+            # while gathered, it is an nn.Parameter, which copies itself
             return _writers[-1](self, lambda: copy.deepcopy(self, memo))
         return super().__deepcopy__(memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Which parameter it is, instead of values."""
+        """The parameter's name and shape instead of values."""
         record = _record(self)
         return f"ReleasedParameter({record[1].name}, shape={record[1].shape})" if record else "ReleasedParameter()"
 
@@ -104,7 +105,7 @@ class ReleasedParameter(nn.Parameter):
 
     @property
     def ds_id(self) -> int:
-        """A number that no other parameter of this process has."""
+        """A number that is unique among the parameters of this process."""
         return id(self)
 
     @property
@@ -120,7 +121,7 @@ class ReleasedParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> Tensor:
-        """A copy of what this rank's shard of the bucket holds of the parameter; 1-D, possibly empty."""
+        """A copy of the parameter's part in this rank's shard of the bucket; 1-D, possibly empty."""
         bucket, segment = _place(self)
         start, stop = bucket.layout.shard_range(bucket.channel.rank)
         low, high = segment.clip(start, stop)
@@ -130,12 +131,12 @@ class ReleasedParameter(nn.Parameter):
 
 
 class ReleasedView(Tensor):
-    """A view of a released parameter while a model is being built, as `p.data` or `p[0]`, to read and to write through.
+    """A view of a released parameter while a model is being built, such as `p.data` or `p[0]`, to read and to write through.
 
-    It is an empty tensor. Whatever is done with it gathers the parameter, and is done with the view that is taken of it then.
+    It is an empty tensor. Every operation on it gathers the parameter, takes the view again, and runs on that.
 
     Attributes:
-        parameter: what it is a view of.
+        parameter: the parameter that it is a view of.
     """
 
     parameter: nn.Parameter
@@ -143,19 +144,19 @@ class ReleasedView(Tensor):
 
     @classmethod
     def of(cls, parameter: nn.Parameter, like: Tensor, take: Callable[[], Tensor]) -> ReleasedView:
-        """The view that `take` makes while the parameter is whole, of the dtype and device of `like`."""
+        """The view that `take` makes while the parameter is whole, with the dtype and device of `like`."""
         view = like.new_empty(0).as_subclass(cls)
         view.parameter, view._take = parameter, take
         return view
 
     @torch.no_grad()
     def taken(self) -> Tensor:
-        """The view itself; while the parameter is whole."""
+        """The actual view. Call it while the parameter is whole."""
         return self._take()
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Does it with the parameter gathered."""
+        """Runs the operation with the parameter gathered."""
         view = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
         is_late = isinstance(view.parameter, ReleasedParameter) and not (_writers and _record(view.parameter))
         is_lost = isinstance(next(iter(args), None), cls) and (func.__name__ == "__set__" or func is _T.requires_grad_)
@@ -164,20 +165,19 @@ class ReleasedView(Tensor):
         return _written(view.parameter, func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Of which parameter it is a view, instead of values."""
+        """The parameter that it is a view of, instead of values."""
         return f"ReleasedView({self.parameter!r})"
 
 
 class ArrivingParameter(nn.Parameter):
-    """The class of a whole parameter while new values of it come from other ranks, behind an update.
+    """The class of a whole parameter while its new values arrive from other ranks after an update.
 
-    Questions about the tensor are answered at once. Whatever else touches it, in a forward or outside of any, waits for the
-    values first.
+    Questions about the tensor are answered at once. Any other access, inside a forward or not, first waits for the values.
     """
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Lets questions pass, and makes everything else wait."""
+        """Answers questions at once, and makes everything else wait."""
         if func in _QUESTIONS and func not in _OF_MEMORY:
             with asked_directly():
                 return func(*args, **(kwargs or {}))
@@ -187,7 +187,7 @@ class ArrivingParameter(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """A copy of the new values, of the class that the parameter has else."""
+        """A copy with the new values, of the class that the parameter otherwise has."""
         self._arrive()
         return copy.deepcopy(self, memo)
 
@@ -201,7 +201,7 @@ class ArrivingParameter(nn.Parameter):
 
 
 def refuse_loading(model: nn.Module) -> list[Any]:
-    """Makes `load_state_dict` of the model or a part of it say what to do where parameters are sharded; returns the hooks."""
+    """Makes `load_state_dict` of the model or its parts raise helpfully if parameters are sharded; returns the hooks' handles."""
     return [module.register_load_state_dict_pre_hook(_refuse_load) for module in model.modules()]
 
 
@@ -248,26 +248,26 @@ def _is_in_forward(parameter: nn.Parameter) -> bool:
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
-    """Whether a forward is under way that may read the parameter, which then is whole."""
+    """Gathers the parameter if a forward that may read it is under way; returns whether one is."""
     driver = _driver_of(parameter)
     return driver is not None and driver.gather_external(parameter)
 
 
 def _stays(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> bool:
-    """Whether a move has nothing to do, as `model.to(device)` of a model that is there already."""
+    """Whether a move has nothing to do, such as `model.to(device)` of a model that is on the device already."""
     with asked_directly():
         return (args[1] if func == _T.data.__set__ else func(*args, **kwargs)) is target  # type: ignore[attr-defined]
 
 
 def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What `func` returns with `parameter` gathered and the views of it taken; views in that are `ReleasedView`s again.
+    """The result of `func`, run with `parameter` gathered and its views taken; views in the result become `ReleasedView`s again.
 
     Raises:
-        RuntimeError: it hands out memory, which is about to be released, or gives a view another shape in place.
+        RuntimeError: `func` hands out memory, which is about to be released, or gives a view another shape in place.
     """
     message = _message(func, parameter)
     value = args[1] if func == _T.data.__set__ else None  # type: ignore[attr-defined]
-    is_view_of_another = isinstance(value, ReleasedView) and value.parameter is not parameter  # empty, as torch sees it
+    is_view_of_another = isinstance(value, ReleasedView) and value.parameter is not parameter  # torch sees it empty
     if func in _HANDING_OUT or is_view_of_another:
         raise RuntimeError(message)
 
@@ -328,17 +328,17 @@ _FACTS = (
     *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta"),
     *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version"),
 )
-_OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__}  # where values can be read behind the answer
+_OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__}  # questions whose answers give access to values
 _QUESTIONS = {
     *_OF_MEMORY,
     *(getattr(_T, name).__get__ for name in (*_FACTS, *_SETTABLE)),
     *(getattr(_T, name).__set__ for name in _SETTABLE),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
     *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook),
-    torch._has_compatible_shallow_copy_type,  # asked by nn.Module.to of everything
+    torch._has_compatible_shallow_copy_type,  # nn.Module.to asks it of every parameter
     *(_T.stride, _T.storage_offset, _T.__len__),
 }
-_WITHOUT_GRAPH = {  # whether autograd is on or not
+_WITHOUT_GRAPH = {  # functions that make no graph, even with autograd on
     *(_T.data.__get__, _T.data.__set__, _T.detach),  # type: ignore[attr-defined]
     *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),

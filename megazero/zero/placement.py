@@ -1,4 +1,4 @@
-"""`placement="auto"`: Gemini's plan applied to an engine: what stays gathered, and which units' states rest on the device."""
+"""`placement="auto"` applies Gemini's plan to an engine: what stays gathered, and which units' states rest on the device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megazero.zero.units import ROOT
 
 logger = get_logger(__name__)
 
-STATE_BYTES = 12  # per element of an optimizer shard: master weight and two moments, fp32; its gradient comes on top
+STATE_BYTES = 12  # per element of an optimizer shard: master weight and two moments, fp32; its gradient is extra
 
 
 def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter | None]:
-    """The configuration with the homes that `placement="auto"` has, and the meter to plan by; without one it is static."""
+    """The configuration with the homes for `placement="auto"`, and the meter to plan by; None means static placement."""
     if config.placement != "auto":
         if config.gpu_margin_mem_ratio != ZeroConfig.gpu_margin_mem_ratio:
             ratio = config.gpu_margin_mem_ratio
@@ -41,11 +41,11 @@ def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter |
 
 
 class Placement:
-    """Has a schedule follow Gemini, and moves states where a new plan has them.
+    """Makes a schedule follow Gemini, and moves states to where a new plan places them.
 
     Args:
-        host: where states rest that have no room on the device.
-        group: ranks that gather together.
+        host: where states rest if they have no room on the device.
+        group: the ranks that gather together.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Placement:
         group: comm.ProcessGroup,
     ) -> None:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
-        self._device = MemoryHome(comm.local_device())  # of shards of P; every bucket knows its O's
+        self._device = MemoryHome(comm.local_device())  # for shards of P; every bucket has its own device home for O
         units = range(len(schedule.unit_sizes))
         self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
         self._sharded = {
@@ -80,20 +80,20 @@ class Placement:
         self._done: Plan | None = None
 
     def model_bytes(self) -> int:
-        """Bytes on the device that a plan decides about: gathered units, and states that rest there."""
+        """Bytes on the device that a plan decides on: gathered units, and states that rest there."""
         placed = [bucket for bucket in self._tiles if not bucket.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, self._shards_here))
 
     def follow(self) -> None:
-        """After an update: moves states to and from the device where the plan is a new one."""
+        """After an update: if there is a new plan, moves states to and from the device."""
         plan = self.gemini.plan
         if plan is self._done or plan is None:
             return
         self._done = plan
-        self._optimizer.is_torn = True  # until its slices are of the memory that O lies in again
-        for is_coming in (False, True):  # what goes makes room for what comes
+        self._optimizer.is_torn = True  # until its slices refer to O's new memory
+        for is_coming in (False, True):  # states that leave make room for those that come
             for unit in self._trained:
                 if (unit in plan.optimizer_units) == is_coming:
                     self._move_optimizer(unit, is_coming)
@@ -103,7 +103,7 @@ class Placement:
         self._optimizer.is_torn = False
 
     def close(self) -> None:
-        """Lets go of Gemini, which refers to this: whoever lets go of the engine lets go of its buckets as well."""
+        """Drops Gemini, which refers to this object, so that the buckets are freed together with the engine."""
         self._schedule.residency = Residency(self.gemini.sizes, self.gemini.limits)
         del self.gemini
 
@@ -126,10 +126,10 @@ class Placement:
 
 
 def _state_bytes(bucket: Bucket) -> int:
-    """Of O and the reduced gradient, on this rank."""
+    """Bytes of O and the reduced gradient on this rank."""
     return (STATE_BYTES + bucket.gradient.dtype.itemsize) * bucket.owned_numel
 
 
 def _shard_bytes(bucket: Bucket) -> int:
-    """Of this rank's shard of P."""
+    """Bytes of this rank's shard of P."""
     return bucket.layout.shard_numel * bucket.weights.flat.element_size()

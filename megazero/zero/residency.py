@@ -1,4 +1,4 @@
-"""Which units are gathered ahead of their turn, and which stay gathered until their backward: sizes and limits, no tensors."""
+"""Which units are gathered ahead of their turn, and which stay gathered until their backward; knows sizes, no tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class GatherLimits:
-    """DeepSpeed's `stage3_*` limits, in elements of whole parameters. The defaults are what the engine does by itself.
+    """DeepSpeed's `stage3_*` limits, in elements of whole parameters. With the defaults the engine decides by itself.
 
     Attributes:
-        prefetch: most that is gathered ahead of the unit that runs; None: one unit, of any size. 0 gathers nothing ahead.
-        live: most that is gathered at a time; what runs is gathered all the same. None: no limit beyond the others.
-        reuse: a unit stays gathered after its forward if no more than this runs until its backward. So the last one always stays:
-            its backward comes next.
+        prefetch: most elements gathered ahead of the unit that runs. None gathers one unit ahead, of any size; 0 gathers none.
+        live: most elements gathered at a time; the unit that runs is gathered regardless. None sets no further limit.
+        reuse: a unit stays gathered after its forward if at most this many elements run until its backward. So the last unit
+            always stays, because its backward comes next.
     """
 
     prefetch: int | None = None
@@ -38,10 +38,10 @@ class Residency:
         """Units to gather while unit `index` runs, in the order of their turns.
 
         Args:
-            index: -1 before the first.
+            index: -1 before the first unit.
             step: 1 in forward, -1 in backward.
             live: elements that are gathered now.
-            trains: else this is an evaluation, of which a plan knows nothing.
+            trains: False in an evaluation, which no plan covers.
         """
         found: list[int] = []
         room = self.limits.prefetch
@@ -56,7 +56,7 @@ class Residency:
         return found
 
     def finish(self) -> None:
-        """A backward is over."""
+        """Called when a backward is over."""
 
     def after(self, index: int, step: int) -> range:
         """The units whose turn comes after `index`."""
@@ -66,8 +66,8 @@ class Residency:
         """Whether a unit that has run forward stays gathered until its backward.
 
         Args:
-            live: elements that are gathered now, the unit's included.
+            live: elements that are gathered now, including the unit's.
         """
         if self.limits.live is not None and live > self.limits.live:
             return False
-        return 2 * self._behind[index] <= self.limits.reuse  # the units behind it run forward and backward
+        return 2 * self._behind[index] <= self.limits.reuse  # the units after it run forward and backward

@@ -1,4 +1,4 @@
-"""Which tensors lie in one memory, asked of their storages, so that meta and fake ones may be; and what is a parameter's part."""
+"""Which tensors share memory, judged by their storages, so that it works for meta and fake tensors; and a parameter's part."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from megazero.zero.layout import Segment
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that tensors of one storage have in common, and no others that are alive. Stays as the storage is resized."""
+    """A number shared by all live tensors of one storage and by no others. It stays the same when the storage is resized."""
     return tensor.untyped_storage()._cdata
 
 
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both begin at the same place of one storage."""
+    """Whether both tensors begin at the same place in one storage."""
     return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
 
 
 def part_of(values: Tensor, start: int, segment: Segment) -> tuple[Tensor, slice]:
-    """What a bucket's elements from `start` on hold of a parameter: a 1-D view, and where it lies in the flattened parameter."""
+    """A parameter's part of a bucket's elements from `start` on: a 1-D view, and where it lies in the flattened parameter."""
     low, high = segment.clip(start, start + values.numel())
     return values[low - start : high - start], slice(low - segment.start, high - segment.start)
 

@@ -1,11 +1,13 @@
-"""Linear layers cut into tiles, each gathered, used and released by itself (ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.3).
+"""Linear layers cut into tiles, each gathered, used and released separately (ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.3).
 
     y_o = sum_i x_i W_oi^T + b_o        W [out, in] in out_splits x in_splits tiles W_oi
 
-A layer is the smallest thing that ZeRO's stage 3 makes whole. Tiled, a layer's working memory is that of one tile, and no
-allocation is larger than one. Every tile is a layer of its own, with Megatron's parallel layers too: then each tile is cut over
-the model-parallel ranks, and W_oi is the same part of the full W at every model-parallel size. What such a layer communicates,
-the tiled one does once: each x_i enters the parallel region before its tiles, and each y_o leaves it when its tiles are added up.
+A layer is the smallest thing that ZeRO's stage 3 makes whole. A tiled layer's working memory is that of one tile, and no
+allocation is larger than a tile.
+
+Every tile is a layer of its own. With Megatron's parallel layers each tile is cut over the model-parallel ranks, and W_oi is the
+same part of the full W at every model-parallel size. A tiled layer communicates as often as the whole layer: each x_i enters the
+parallel region once, before its tiles, and each y_o leaves it once, after the sum of its tiles.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from megazero.zero.gathered import GatheredParameters
 from megazero.zero.tiling_values import Values, drawn_values, merged, whole_layer, write
 
 ParallelLinear = (ColumnParallelLinear, RowParallelLinear)
-Product = Tensor | tuple[Tensor, Tensor | None]  # what a layer returns: its bias apart, if it does not add it
+Product = Tensor | tuple[Tensor, Tensor | None]  # a layer's output, with its bias if the layer does not add it
 
 
 class SplitInputError(ValueError, AssertionError):
-    """The input does not come in the pieces that the layer takes."""
+    """The input is not in the pieces that the layer takes."""
 
 
 class TilePlace(NamedTuple):
-    """Which part of the whole layer's parameter a tile's own parameter is.
+    """The part of a whole layer's parameter that a tile's own parameter is.
 
     Attributes:
-        whole: the name of the whole layer's.
-        bounds: where tiles begin along each of its dimensions, and its size.
-        number: the tile's, along each dimension.
+        whole: name of the whole layer's parameter.
+        bounds: for each of its dimensions, where tiles begin, followed by the dimension's size.
+        number: the tile's index along each dimension.
     """
 
     whole: str
@@ -45,7 +47,7 @@ class TilePlace(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole layer's."""
+        """Shape of the whole layer's parameter."""
         return tuple(bounds[-1] for bounds in self.bounds)
 
     @property
@@ -55,39 +57,39 @@ class TilePlace(NamedTuple):
 
     @property
     def tile_shape(self) -> tuple[int, ...]:
-        """Of the tile's own parameter."""
+        """Shape of the tile's own parameter."""
         return tuple(stop - start for start, stop in self.spans)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where the tile lies, as an index."""
+        """The tile's place in the whole parameter, as an index."""
         return tuple(slice(*span) for span in self.spans)
 
 
 class TiledLinear(nn.Module):
     """`linear_cls(in_features, out_features, bias, **kwargs)` in `out_splits` x `in_splits` tiles, `linears[out_id][in_id]`.
 
-    Input [..., in_features] and output [..., out_features] are those of the whole layer, gradients too, to round-off: a product
+    Input [..., in_features], output [..., out_features] and gradients are those of the whole layer, up to round-off: a product
     over `in_splits` tiles is rounded once more per tile. Only the last tile of each row of tiles has a bias.
 
-    `load_state_dict` takes a whole layer's `weight` and `bias` as well as tiles.
+    `load_state_dict` accepts a whole layer's `weight` and `bias` as well as tiles.
 
-    Initial values are those of the whole layer, for the same seed, and so is the random generator's position afterwards: one
-    whole layer is built for a moment (its weight on the CPU, where the layer is one of `mpu`'s) and its values are cut.
+    With the same seed, the initial values and the random generator's position afterwards are those of the whole layer. To get
+    them, one whole layer is built temporarily (its weight on the CPU, if it is a layer of `mpu`) and its values are cut.
 
-    With parallel layers whose output stays cut (`gather_output=False`) a rank's output is its columns of the first tile, then of
-    the second, and so on. A row-parallel layer reads them in this order if its `in_splits` are these `out_splits`. With
-    `sequence_parallel=True` among `kwargs` input or output are slices [s/t, ..., features], as the layers' own; the gathered
-    input of a column-parallel one is kept for backward.
+    With parallel layers whose output stays cut (`gather_output=False`), a rank's output is its columns of the first tile, then
+    of the second, and so on. A row-parallel layer reads them in this order if its `in_splits` equal these `out_splits`. With
+    `sequence_parallel=True` in `kwargs`, input or output are slices [s/t, ..., features], as they are for the layers themselves.
+    The gathered input of a column-parallel layer is kept for backward.
 
     Args:
-        in_features, out_features: of the whole layer, over all model-parallel ranks.
-        in_splits, out_splits: number of tiles; sizes differ by one at most, the larger ones first.
-        input_is_already_split: the input is a sequence of `in_splits` tensors.
-        combine_out_splits: return one tensor; else the list of `out_splits` outputs.
+        in_features, out_features: sizes of the whole layer, over all model-parallel ranks.
+        in_splits, out_splits: number of tiles along each dimension; sizes differ by one at most, larger tiles first.
+        input_is_already_split: whether the input is a sequence of `in_splits` tensors.
+        combine_out_splits: whether to return one tensor; else the list of `out_splits` outputs.
         linear_cls: makes a layer with a `weight` [out, in] and a `bias` from (in_features, out_features, bias=..., **kwargs).
-        init_linear: the layer whose values the tiles start with; it is not kept.
-        kwargs: for `linear_cls`.
+        init_linear: a layer whose values the tiles start with; it is not kept.
+        kwargs: keyword arguments for `linear_cls`.
 
     Attributes:
         in_parts, out_parts: where tiles begin, with the number of features as the last entry.
@@ -124,26 +126,26 @@ class TiledLinear(nn.Module):
         with GatheredParameters(source.parameters()):
             values = drawn_values(source) if init_linear is None else self._values(source)
             devices = {p.device for p in source.parameters() if p.is_cuda}
-            with torch.random.fork_rng(devices=list(devices)):  # what the tiles draw is not used
+            with torch.random.fork_rng(devices=list(devices)):  # the tiles' own random values are not used
                 for out_id in range(out_splits):
                     row = nn.ModuleList()
                     for in_id in range(in_splits):
                         height, width = _size(self.out_parts, out_id), _size(self.in_parts, in_id)
                         tile = linear_cls(width, height, bias=bias and in_id == in_splits - 1, **kwargs)
                         self._fill(tile, out_id, in_id, values)
-                        tile.register_forward_hook(_copy_bias)  # before ZeRO's own, which frees the parameter
-                        if type(tile) in ParallelLinear:  # what somebody derived from it communicates by itself
+                        tile.register_forward_hook(_copy_bias)  # before ZeRO's own hook, which frees the parameter
+                        if type(tile) in ParallelLinear:  # a user's subclass communicates by itself
                             tile.is_tile = True  # type: ignore[assignment]
                         row.append(tile)
-                    self.linears.append(row)  # zero.Init shards the row's tiles now, before it sees the next ones
+                    self.linears.append(row)  # zero.Init shards this row's tiles now, before the next row's are made
         self.register_load_state_dict_pre_hook(_cut_whole)
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Any:
-        """[..., in_features], or a sequence of pieces of it, -> [..., out_features], or the list of its pieces.
+        """[..., in_features] or a sequence of pieces of it -> [..., out_features] or a list of its pieces.
 
         Raises:
             SplitInputError: `x` has another last dimension, or another number of pieces.
-            TypeError: a tile returns something else than a tensor (`TiledLinearReturnBias`: or a pair).
+            TypeError: a tile returns something other than a tensor (`TiledLinearReturnBias`: or a pair).
         """
         pieces, rows = self._pieces(x), self._rows()
         pieces = [_enter(tile, piece) for tile, piece in zip(rows[0], pieces, strict=True)]
@@ -154,11 +156,11 @@ class TiledLinear(nn.Module):
     def copy_params_from(self, linear: nn.Module) -> None:
         """Gives the tiles the values of `linear`, the whole layer.
 
-        Collective over the data-parallel ranks where one of the two is sharded by ZeRO (`linear` is whole meanwhile, one tile at
-        a time), and over the model-parallel ranks where `linear` is cut over them.
+        Collective over the data-parallel ranks if ZeRO shards either of the two (`linear` is whole meanwhile, and tiles are whole
+        one at a time), and over the model-parallel ranks if `linear` is cut over them.
 
         Raises:
-            ValueError: `linear` has other sizes, or one of the two has a bias and the other has not.
+            ValueError: `linear` has other sizes, or only one of the two has a bias.
         """
         with GatheredParameters(linear.parameters()):
             values = self._values(linear)
@@ -167,7 +169,7 @@ class TiledLinear(nn.Module):
                     self._fill(tile, out_id, in_id, values)
 
     def tile_places(self) -> Iterator[tuple[str, TilePlace]]:
-        """The name of every tile's weight and bias, and which part of the whole layer's it is."""
+        """The name of every tile's weight and bias, each with its place in the whole layer's parameter."""
         rows, columns = tuple(self.out_parts), tuple(self.in_parts)
         for out_id in range(self.out_splits):
             for in_id in range(self.in_splits):
@@ -179,7 +181,7 @@ class TiledLinear(nn.Module):
         splits = f"in_splits={self.in_splits}, out_splits={self.out_splits}"
         return f"{self.in_features}, {self.out_features}, bias={self.use_bias}, {splits}"
 
-    # ---- a row of tiles: what TiledLinearReturnBias does in another way
+    # ---- a row of tiles: these methods TiledLinearReturnBias overrides
 
     def _checked(self, output: Product) -> Any:
         if not isinstance(output, Tensor):
@@ -209,7 +211,7 @@ class TiledLinear(nn.Module):
                 f"TiledLinear takes one tensor, got a {type(x).__name__}; input_is_already_split=True takes a list of pieces."
             )
         width = x.size(-1)
-        ranks = self.in_features // width if width else 0  # a row-parallel layer's input may be this rank's part
+        ranks = self.in_features // width if width else 0  # a row-parallel layer's input may be this rank's part only
         sizes = [_size(self.in_parts, i) // max(ranks, 1) for i in range(self.in_splits)]
         if sum(sizes) != width:
             raise SplitInputError(
@@ -219,7 +221,7 @@ class TiledLinear(nn.Module):
         return x.split(sizes, dim=-1)
 
     def _values(self, linear: nn.Module) -> Values:
-        """The full values of a layer that may take this one's place. Collective over the ranks that it is cut over."""
+        """The full values of a layer that could replace this one. Collective over the ranks that `linear` is cut over."""
         values = {name: merged(linear, name) for name in ("weight", "bias")}
         weight, bias = values["weight"], values["bias"]
         shape = None if weight is None else tuple(weight.shape)
@@ -244,8 +246,8 @@ class TiledLinear(nn.Module):
 class TiledLinearReturnBias(TiledLinear):
     """A `TiledLinear` of tiles that return `(output, bias)`: returns `(output, bias)` of the whole layer, the bias not added.
 
-    Outputs are summed over a row of tiles; the rows' biases are concatenated, in their order, and None if no tile has one. A tile
-    that returns a tensor alone counts as one without bias. With `combine_out_splits=False` it is a list of such pairs.
+    Outputs are summed over each row of tiles. The rows' biases are concatenated in order; the bias is None if no tile has one. A
+    tile that returns only a tensor counts as one without bias. With `combine_out_splits=False` it returns a list of such pairs.
     """
 
     def _checked(self, output: Product) -> tuple[Tensor, Tensor | None]:
@@ -257,7 +259,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 
 def tile_places(model: nn.Module) -> dict[str, TilePlace]:
-    """What the parameters of a model's tiles are parts of, by their full names."""
+    """The places of a model's tiles in their whole layers' parameters, by the full names of the tiles' parameters."""
     found = {}
     for prefix, module in model.named_modules():
         for name, place in module.tile_places() if isinstance(module, TiledLinear) else ():
@@ -267,15 +269,15 @@ def tile_places(model: nn.Module) -> dict[str, TilePlace]:
 
 
 def join_tiles(state: Mapping[str, Tensor], places: Mapping[str, TilePlace]) -> dict[str, Tensor]:
-    """A state dictionary in which tiles are what they are parts of: whole layers' parameters, as checkpoints have them.
+    """A state dictionary with tiles joined into whole layers' parameters, as in checkpoints.
 
-    Those of a layer stay each by itself where some are not in `state`, are tied, or have another shape.
+    A parameter's tiles stay separate if some of them are not in `state`, are tied, or have another shape.
 
     Args:
-        state: whole over the model-parallel ranks; a tied parameter is one tensor under several names.
-        places: of the tiles, as `tile_places` gives them.
+        state: values that are whole over the model-parallel ranks; a tied parameter is one tensor under several names.
+        places: the tiles' places, as `tile_places` returns them.
     """
-    names_of, numels = Counter(map(id, state.values())), Counter[str]()  # of a tensor; of what is there of each whole
+    names_of, numels = Counter(map(id, state.values())), Counter[str]()  # names per tensor; elements found per whole
     for name, place in places.items():
         value = state.get(name)
         if value is not None and value.shape == place.tile_shape and names_of[id(value)] == 1:
@@ -293,9 +295,9 @@ def join_tiles(state: Mapping[str, Tensor], places: Mapping[str, TilePlace]) -> 
 
 
 def cut_whole(state: dict[str, Any], places: Mapping[str, TilePlace]) -> list[str]:
-    """Puts tiles into `state` for what there is of whole layers' parameters; those that have another shape, in words."""
+    """Replaces whole layers' parameters in `state` with tiles. Returns a message for each parameter of another shape."""
     wholes = {place.whole: place.shape for place in places.values() if place.whole in state}
-    fitting = {key for key, shape in wholes.items() if state[key].shape == shape}  # slices of a larger one would fit
+    fitting = {key for key, shape in wholes.items() if state[key].shape == shape}  # a larger one's slices would fit too
     state.update({name: state[p.whole][p.slices] for name, p in places.items() if p.whole in fitting})
     given = {key: tuple(state.pop(key).shape) for key in wholes}
     return [
@@ -306,23 +308,24 @@ def cut_whole(state: dict[str, Any], places: Mapping[str, TilePlace]) -> list[st
 
 
 def _cut_whole(tiled: TiledLinear, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Before `load_state_dict`."""
+    """Hook before `load_state_dict`: cuts whole parameters into tiles."""
     names, errors = {name for name, _ in tiled.named_parameters()}, others[-1]
     places = ((name, place) for name, place in tiled.tile_places() if name in names)
     errors += cut_whole(state, {prefix + name: p._replace(whole=prefix + p.whole) for name, p in places})
 
 
 def _enter(tile: nn.Module, piece: Tensor) -> Tensor:
-    """A piece of the input as the tiles of its column take it."""
+    """A piece of the input, in the form that the tiles of its column take."""
     return tile.enter(piece) if isinstance(tile, ParallelLinear) and tile.is_tile else piece
 
 
 def _sum(row: Sequence[nn.Module], pieces: Sequence[Tensor]) -> Product:
-    """The sum of what the tiles of a row return; the bias is that of the last tile, as no other has one."""
+    """The sum of the outputs of a row's tiles; the bias is that of the last tile, the only one that has one."""
     total: Tensor | None = None
     part: Product
     for tile, piece in zip(row, pieces, strict=True):
-        # A view of its own for each tile: when its gradient comes, the tile's backward is over, and frozen tiles go as well.
+        # Each tile gets its own view: when the view's gradient comes, the tile's backward is over, and even frozen tiles are
+        # released.
         part = tile(piece.view_as(piece))
         if not isinstance(part, (Tensor, tuple)):
             raise TypeError(f"TiledLinear: a tile returned a {type(part).__name__}, not a tensor or (output, bias).")
@@ -333,7 +336,7 @@ def _sum(row: Sequence[nn.Module], pieces: Sequence[Tensor]) -> Product:
 
 
 def _leave(last: nn.Module, product: Product) -> Product:
-    """What the layer returns of the sum of a row of tiles, of which `last` is one."""
+    """The layer's output, from the sum of a row of tiles, one of which is `last`."""
     if not isinstance(last, ParallelLinear) or not last.is_tile:
         return product
     total, bias = product
@@ -341,14 +344,14 @@ def _leave(last: nn.Module, product: Product) -> Product:
 
 
 def _copy_bias(_: nn.Module, __: Any, output: Any) -> Any:
-    """The bias as a copy: the parameter itself is released when its tile has run, and it is added later."""
+    """The output with a copy of the bias, which is added later, when the parameter itself has been released with its tile."""
     if isinstance(output, tuple) and isinstance(output[1], Tensor):
         return output[0], output[1].clone()
     return output
 
 
 def _boundaries(side: str, features: int, splits: int) -> list[int]:
-    """Where `splits` parts of `features` begin, and `features` itself; the larger parts come first."""
+    """Where `splits` parts of `features` begin, followed by `features` itself; the larger parts come first."""
     if not 1 <= splits <= features:
         raise RuntimeError(
             f"TiledLinear: {side}_splits={splits} for {side}_features={features}; it must lie in [1, {side}_features]."

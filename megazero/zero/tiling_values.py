@@ -1,4 +1,4 @@
-"""The values of a whole linear layer, drawn as it would draw them, and put into a layer that holds a part of them."""
+"""The values of a whole linear layer: drawn as that layer would draw them, and written into layers that hold parts of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from megazero import comm
 from megazero.mpu.parallel_module import ParallelModule
 
-Values = dict[str, Tensor | None]  # full "weight" [out, in] and "bias" [out]; None is not there
+Values = dict[str, Tensor | None]  # full "weight" [out, in] and "bias" [out]; None if absent
 
 
 def whole_layer(linear_cls: Callable[..., nn.Module], *sizes: int, **kwargs: Any) -> nn.Module:
-    """The layer that is tiled, as it would be without tiles: for the values that it draws."""
+    """The layer as it would be without tiles, built for the values that it draws."""
     if isinstance(linear_cls, type) and issubclass(linear_cls, ParallelModule):
-        # It draws the full weight on the CPU and can keep that; nothing of it need lie on an accelerator.
+        # Such a layer draws the full weight on the CPU and can keep it there; no part of it needs an accelerator.
         kwargs["keep_master_weight_for_test"] = True
         if torch.device(kwargs.get("device") or "cpu").type != "meta":
             kwargs["device"] = "cpu"
@@ -25,14 +25,14 @@ def whole_layer(linear_cls: Callable[..., nn.Module], *sizes: int, **kwargs: Any
 
 
 def drawn_values(layer: nn.Module) -> Values:
-    """The full values of a layer that has just been made; None is what the tiles need not be given."""
+    """The full values of a layer that has just been made; None for values that need not be written to the tiles."""
     if isinstance(layer, ParallelModule) and (layer.master_weight is not None or layer.weight.is_meta):
         return {"weight": layer.master_weight, "bias": None}  # biases start at zero
     return {name: merged(layer, name) for name in ("weight", "bias")}
 
 
 def merged(layer: nn.Module, name: str) -> Tensor | None:
-    """A parameter's full value, from all ranks that it is cut over."""
+    """A parameter's full value, merged from all ranks that it is cut over; None if the layer does not have it."""
     value = getattr(layer, name, None)
     cut = getattr(layer, "partitions", {}).get(name)
     if value is None or cut is None:
@@ -41,7 +41,7 @@ def merged(layer: nn.Module, name: str) -> Tensor | None:
 
 
 def write(tile: nn.Module, name: str, value: Tensor) -> None:
-    """Fills a tile's parameter with its rank's part of the full `value`."""
+    """Fills a tile's parameter with this rank's part of the full `value`."""
     parameter = getattr(tile, name)
     cut = getattr(tile, "partitions", {}).get(name)
     if cut is not None:
