@@ -253,8 +253,8 @@ class Bucket:
     def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
         """Host memory for new 16-bit values of elements [start, stop) of the owned range of P; only `parts` are written to P.
 
-        None if P is fp32, is cast from the master weights, rests in a file, or shares the device with O. Call `publish` after the
-        last write.
+        None if P is fp32, is cast from the master weights, rests in a file, or lies on an accelerator together with O. Call
+        `publish` after the last write.
         """
         p = self.weights.resident
         is_on_host = self._link_to_p is not None or (p is not None and p.device.type == "cpu")

@@ -26,7 +26,8 @@ class StateSettings:
     """The settings that, together with the parameters themselves, determine how many bytes the states take.
 
     Attributes:
-        data_parallel_size: ranks that see different data. They share what the stage shards, unless `zero.shard_size` is given.
+        data_parallel_size: ranks that see different data. What the stage shards is divided among all of them, unless
+            `zero.shard_size` is given.
         device_type: of the accelerator. "cpu" is the host itself, so that nothing can be offloaded to host memory.
         states_per_element: fp32 numbers that the optimizer keeps for each element: 2 for Adam, 1 for SGD with momentum. For
             matrices that Muon updates it is always 1.
@@ -57,7 +58,7 @@ class StateSettings:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that share what the stage shards."""
+        """Number of ranks that sharded states are divided among."""
         return self.zero.num_shards(self.data_parallel_size)
 
     @property
@@ -344,13 +345,13 @@ def reducing_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> tup
 
 
 def updating_bytes(needs: Sequence[BucketBytes]) -> int:
-    """During the update: one bucket's gradient in fp32, or Muon's directions of three buckets: arriving, in work and leaving."""
+    """Bytes during the update: a bucket's gradient in fp32, or Muon's directions of three (arriving, worked on and leaving)."""
     cast = max((need.updating for need in needs), default=0)
     return max(cast, _largest((need.directions for need in needs), 3))
 
 
 def adding_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
-    """The piece of a sum in host memory that is on the accelerator while the next micro-batch's gradient is added to it."""
+    """Bytes of the piece of a sum in host memory that is on the accelerator while a later micro-batch's gradient is added."""
     if settings.micro_batches == 1 or not settings.sharding.gradients or settings.optimizer_home != "cpu":
         return 0
     away = (need for need in needs if need.leaving)

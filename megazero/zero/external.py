@@ -15,7 +15,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Makes `parameter` whole around the forward and backward of `module`, which reads it without owning it.
 
     Call it before or after the engine is made: in the module's constructor, for instance. The first read registers the parameter
-    automatically. To call this beforehand saves a wait and, if the module is compiled, a graph break.
+    automatically. Calling this beforehand saves a wait and, if the module is compiled, a graph break.
 
     Raises:
         RuntimeError: `module` is not a module, or `parameter` is not a parameter.

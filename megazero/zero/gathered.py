@@ -17,10 +17,10 @@ from megazero.zero.registry import bucket_of
 class GatheredParameters:
     """Context manager in which sharded parameters are whole on every rank. Collective over their data-parallel group.
 
-    With `modifier_rank`, the values that this rank holds at the end become the parameters' values everywhere, in the master
-    weights too. This includes tensors assigned to `p.data`, if they have the parameter's shape. Without `modifier_rank` the
-    values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that neither an engine
-    nor `zero.Init` holds are left alone.
+    With `modifier_rank`, the values that the modifier rank holds at the end become the parameters' values everywhere, in the
+    master weights too. This includes tensors assigned to `p.data`, if they have the parameter's shape. Without `modifier_rank`
+    the values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that neither an
+    engine nor `zero.Init` holds are left alone.
 
     Args:
         params: a parameter, or any iterable of them.

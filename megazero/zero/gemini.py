@@ -120,7 +120,7 @@ class Gemini(Residency):
         return Tracer(self._meter, self._model_bytes)
 
     def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
-        """Units to gather now according to the plan, which does not include the root; without a plan, to the limits."""
+        """Units to gather now: what the plan, which excludes the root, fetches; without a plan, what the limits allow."""
         trains = trains and index >= 0
         if self._tracer is not None and trains:
             self._tracer.use(index)

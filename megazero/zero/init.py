@@ -210,7 +210,7 @@ def _num_shards(sections: Mapping[str, Any], num_ranks: int) -> int:
 
 
 def _section(sections: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """The section at `path`; empty where it is absent, null or "auto"."""
+    """The section at `path`; empty if it is absent, null or "auto"."""
     for key in path:
         inner = sections.get(key)
         sections = inner if isinstance(inner, Mapping) else {}

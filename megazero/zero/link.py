@@ -88,7 +88,7 @@ class CudaCopyStream:
 
 
 class DirectStream:
-    """For devices without streams: work is done when it is started. PyTorch's meta device has memory to plan but no work."""
+    """For devices without streams: work is done when started. PyTorch's meta device has memory to plan, but nothing to await."""
 
     def start(self, work: Callable[[], object]) -> Event:
         """Does the work."""
@@ -125,7 +125,7 @@ class Crossing:
         self.is_over = False
 
     def join(self) -> None:
-        """Makes the device finish it before what it computes next. The host does not wait."""
+        """Makes the device finish the crossing before whatever it computes next. The host does not wait."""
         if not self.is_over:
             self._stream.hold_back(self._event)
             self._let_go()

@@ -49,11 +49,11 @@ _ELSEWHERE = {
 def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
     """Returns only if the optimizer is known to work on flat ranges of parameters.
 
-    The elementwise optimizers of torch (or apex) do, and so does our Muon, with the engine's help. Other classes of the same name
-    are refused.
+    The elementwise optimizers of torch (or apex) do, and so does megazero's Muon, with the engine's help. Other classes of the
+    same name are refused.
 
     Raises:
-        ValueError: it is not known to; the message lists the optimizers that are.
+        ValueError: the optimizer is not known to; the message lists those that are.
     """
     kind = type(optimizer)
     is_fused_adam = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] in ("apex", "megazero")

@@ -1,7 +1,7 @@
 """When buckets are gathered, filled, reduced and released: the hooks between a model and its buckets.
 
-Forward: before a unit runs, its parameters are gathered, and the gather of the next unit's starts. After the unit has run, its
-parameters are released.
+Forward: before a unit runs, its parameters are gathered, and a gather of the next unit's parameters starts. After the unit has
+run, its parameters are released.
 
 Backward: the same in reverse order, driven by the gradients of the units' outputs. As soon as a bucket's gradients are complete,
 the bucket is reduced and released.
@@ -66,7 +66,7 @@ class Schedule:
         # A single rank has nothing to wait for: its reduced gradients leave for their home before the next unit's are made.
         self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
         self.is_last_micro_batch = True
-        self.is_open = False  # True while the engine's own backward runs; other gradients come from somebody else's
+        self.is_open = False  # the engine's own backward runs; gradients at other times are somebody else's
         self._has_told_of_others = False
         self.step = 0  # optimizer steps done, for messages
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}

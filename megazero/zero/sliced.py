@@ -148,7 +148,10 @@ class SlicedOptimizer:
         self.slices = [piece for of_bucket in self._by_bucket.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
-        """Names of frozen parameters. Only for the engine's refresh: a load must not cut by changes not followed yet."""
+        """Names of the frozen parameters, determined only at the engine's refresh.
+
+        A load in between must not cut slices by changes that the engine has not followed yet.
+        """
         return {name for bucket in self.buckets for name, p in bucket.parameters.items() if not p.requires_grad}
 
     def is_trained(self, segment: Segment) -> bool:

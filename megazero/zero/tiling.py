@@ -6,8 +6,8 @@ A layer is the smallest thing that ZeRO's stage 3 makes whole. A tiled layer's w
 allocation is larger than a tile.
 
 Every tile is a layer of its own. With Megatron's parallel layers each tile is cut over the model-parallel ranks, and W_oi is the
-same part of the full W at every model-parallel size. A tiled layer communicates as often as the whole layer: each x_i enters the
-parallel region once, before its tiles, and each y_o leaves it once, after the sum of its tiles.
+same part of the full W at every model-parallel size. The tiled layer communicates once for all tiles: each x_i enters the
+parallel region once, before its tiles, and each y_o leaves it once, after its tiles are added up.
 """
 
 from __future__ import annotations
