@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -34,21 +34,21 @@ logger = logging.getLogger("megazero.evaluate")
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What is evaluated."""
+    """What to evaluate."""
 
     task: str = option(
         "perplexity",
-        "of a plain text file, of WikiText, or LAMBADA's JSON lines",
+        "perplexity of a plain text file, word-level perplexity of WikiText, or last-word accuracy on LAMBADA's JSON lines",
         choices=("perplexity", "wikitext", "lambada"),
     )
-    valid_data: str | None = option(None, "the text file, or JSON lines for lambada")
-    text_key: str = option("text", "key of the text in JSON lines")
+    valid_data: str | None = option(None, "text file to evaluate on; for lambada, a file of JSON lines")
+    text_key: str = option("text", "key of the text in each JSON line")
     overlapping_eval: int = option(
-        32, "new tokens that each window predicts; the smaller, the longer the context and the run"
+        32, "new tokens that each window predicts; a smaller number gives more context and a longer run"
     )
     seq_length: int | None = option(
         None,
-        "tokens per window (default: that of the training job, else all positions)",
+        "tokens per window (default: the training job's, or all positions if the checkpoint does not record it)",
         at_least=1,
         aliases=("--eval-seq-length",),
     )
@@ -64,7 +64,7 @@ class EvaluationConfig:
         check_options(self)
 
     def window(self, client: Mapping[str, Any], model: GPT2Config) -> int:
-        """Tokens per window. An imported checkpoint does not say its training job's, and gets all positions."""
+        """Tokens per window. An imported checkpoint does not record its training job's, so the window is all positions."""
         return self.seq_length or client.get("seq_length", model.max_position_embeddings)
 
 

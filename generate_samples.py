@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -26,21 +26,23 @@ logger = logging.getLogger("megazero.generate")
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """What is generated."""
+    """What to generate."""
 
     prompt: list[str] | None = option(None, "texts to continue (default: start from the end-of-text token)")
-    sample_input_file: str | None = option(None, "file of texts to continue, one a line")
+    sample_input_file: str | None = option(None, "file of texts to continue, one per line")
     num_samples: int = option(1, "continuations of each prompt", at_least=1)
-    out_seq_length: int = option(256, "new tokens at most", at_least=1)
-    temperature: float = option(1.0, "0 always takes the likeliest token; above 1 is more varied")
-    top_k: int = option(0, "draw from this many likeliest tokens; 0 from all", flag="--top_k", aliases=("--top-k",))
+    out_seq_length: int = option(256, "maximum number of new tokens", at_least=1)
+    temperature: float = option(1.0, "0 always takes the likeliest token; above 1, the text is more varied")
+    top_k: int = option(
+        0, "sample from this many of the likeliest tokens; 0: from all", flag="--top_k", aliases=("--top-k",)
+    )
     top_p: float = option(
         0.0,
-        "draw from the likeliest tokens of this total probability; 0 from all",
+        "sample from the likeliest tokens that together have this probability; 0: from all",
         flag="--top_p",
         aliases=("--top-p",),
     )
-    seed: int = option(1234, "seed of the draws")
+    seed: int = option(1234, "seed for sampling")
 
     def __post_init__(self) -> None:
         if self.prompt and self.sample_input_file:
@@ -51,7 +53,7 @@ class SampleConfig:
         check_sampling(self.temperature, self.top_k, self.top_p)
 
     def prompts(self) -> list[str]:
-        """The texts to continue, each as often as asked for."""
+        """The texts to continue, each repeated --num-samples times."""
         texts = self.prompt or [""]
         if self.sample_input_file:
             texts = read_text(self.sample_input_file, "--sample-input-file").splitlines()
@@ -65,7 +67,7 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done, checked."""
+    """A checked request: the checkpoint, the prompts, and how to continue them."""
 
     config: InferenceConfig
     sampling: SampleConfig
@@ -73,7 +75,7 @@ class Request:
     tokenizer: Tokenizer
     texts: list[str]  # the prompts
     prompts: list[list[int]]  # their tokens
-    new_tokens: int  # of each continuation, at most
+    new_tokens: int  # in each continuation, at most
 
 
 def check(world_size: int) -> Request:

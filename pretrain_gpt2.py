@@ -1,11 +1,11 @@
-"""Pretrains GPT-2. `python pretrain_gpt2.py --help` lists the flags; scripts/pretrain_gpt2.sh is the way to start."""
+"""Pretrains GPT-2. `python pretrain_gpt2.py --help` lists the flags; the scripts in scripts/ show how to start."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 
-if __name__ == "__main__":  # imports take seconds, and Ctrl-C is to end them without a traceback
+if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -46,7 +46,10 @@ def get_batch(iterator: Iterator[dict[str, Tensor]] | None, job: Job) -> tuple[T
 
 
 def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tensor:
-    """The mean loss of the next micro-batch. What follows an end-of-text token cannot be predicted: it counts on request only."""
+    """The mean loss of the next micro-batch.
+
+    The token after an end-of-text token cannot be predicted, so it counts only with --no-eod-mask-loss.
+    """
     with job.timers("batch generator"):
         tokens, targets = get_batch(iterator, job)
     flags, eod = job.config.training, job.tokenizer.eod
@@ -63,7 +66,7 @@ def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tens
 
 
 def count_tokens(job: Job, data: dict[str, Tensor]) -> int:
-    """How many tokens of a micro-batch the mean of `forward_step` is over."""
+    """The number of tokens in a micro-batch over which `forward_step` takes the mean."""
     tokens = data["text"][:, :-1]
     return int((tokens != job.tokenizer.eod).sum()) if job.config.training.eod_mask_loss else tokens.numel()
 

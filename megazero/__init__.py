@@ -1,7 +1,7 @@
 """megazero: GPT-2 pretraining with Megatron-style tensor parallelism and ZeRO built in.
 
-`import megazero as deepspeed` runs a script that was written for DeepSpeed's `initialize`. Names are looked up when first asked
-for, so that a launcher or a data tool does not import torch for nothing.
+`import megazero as deepspeed` runs a script that was written for DeepSpeed's `initialize`. Names are imported on first use, so
+that a launcher or a data tool does not import torch needlessly.
 """
 
 from __future__ import annotations

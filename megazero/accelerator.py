@@ -13,10 +13,10 @@ __all__ = ["Accelerator", "get_accelerator"]
 
 
 class Accelerator:
-    """The kind of device that `comm.local_device` gives: a GPU, or the CPU.
+    """The kind of device that `comm.local_device` returns: a GPU, or the CPU.
 
-    What is not below is torch.cuda's function of that name, or torch.cpu's where there is no GPU (`is_available`, `set_device`,
-    `device_count`, `synchronize`, `current_stream`, ...).
+    Any name not defined below is torch.cuda's function of that name, or torch.cpu's if there is no GPU (`is_available`,
+    `set_device`, `device_count`, `synchronize`, `current_stream`, ...).
     """
 
     @property
@@ -31,41 +31,41 @@ class Accelerator:
         return getattr(functions, name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """What `tensor.to` takes: "cuda:1", or "cuda" without an index; "cpu" with any."""
+        """The device string for `tensor.to`: "cuda:1", or "cuda" without an index; always "cpu" on the CPU."""
         return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
 
     def current_device_name(self) -> str:
-        """What `tensor.to` takes for this process's device."""
+        """The device string for `tensor.to` that names this process's device."""
         return str(comm.local_device())
 
     def communication_backend_name(self) -> str:
-        """What `init_distributed` takes: "nccl" or "gloo"."""
+        """The backend name for `init_distributed`: "nccl" or "gloo"."""
         return "gloo" if self._kind == "cpu" else "nccl"
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 computes; on every CPU it does."""
+        """Whether the device computes in bf16; every CPU does."""
         return self._kind == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 computes: everywhere."""
+        """Whether the device computes in fp16; every device does."""
         return True
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds torch's generators, of the host and of every device."""
+        """Seeds torch's generators on the host and on every device."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that this process has allocated on a GPU, by default its own; without one, that it holds in host memory."""
+        """Bytes allocated by this process on a GPU, by default its own; without a GPU, bytes that it holds in host memory."""
         return memory_bytes(torch.device(self.device_name(device_index)))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most that `memory_allocated` has been."""
+        """The highest value that `memory_allocated` has reached."""
         return peak_memory_bytes(torch.device(self.device_name(device_index)))
 
     def empty_cache(self) -> None:
-        """Gives memory that torch keeps on the GPU back; without one there is none."""
+        """Returns the memory that torch caches on the GPU; does nothing without a GPU."""
         if self._kind != "cpu":
             torch.cuda.empty_cache()
 

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Flags that ask for an update on the host, as --offload-optimizer cpu does.
 CPU_OPTIMIZER = {
-    "--cpu-optimizer": "--offload-optimizer cpu",
-    "--cpu_torch_adam": "--offload-optimizer cpu: torch's fused Adam, or one pass over memory that gives its results",
+    "--cpu-optimizer": "the same as --offload-optimizer cpu",
+    "--cpu_torch_adam": "the same as --offload-optimizer cpu: torch's fused Adam, or one pass over memory with the same results",
 }
 
 
@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
         if "help" in field.metadata:
             names = [own_flag(field), *field.metadata["aliases"]]
             kind = _argparse_kind(field, hints[field.name])
-            if hints[field.name] is bool:  # what a script gives can be taken back behind it: the last one counts
+            if hints[field.name] is bool:  # the last one wins, so a user can undo a script's flag
                 kind["action"] = "store_true" if names[0].startswith("--no-") else argparse.BooleanOptionalAction
             group.add_argument(*names, dest=field.name, default=argparse.SUPPRESS, **kind)
     if component is ZeroConfig:
@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser, component: type) -> None:
 def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     default = field.default if field.default is not MISSING else None
     text = field.metadata["help"].replace("%", "%%")
-    if default is not None and default is not False and "default" not in text:  # 0 == False, and 0 is shown
+    if default is not None and default is not False and "default" not in text:  # 0 == False, but 0 is shown
         text += f" (default: {default})"
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
@@ -74,13 +74,13 @@ def _integer(text: str) -> int:
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):
-        if (value := float(text)).is_integer():  # inf and nan are none
+        if (value := float(text)).is_integer():  # false for inf and nan
             return int(value)
     raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
 
 
 def _finite(text: str) -> float:
-    """As in JSON, there is no nan and no inf: comparisons with nan are false, so that checks would let it pass."""
+    """As in JSON, nan and inf are refused: comparisons with nan are false, so that checks would let it pass."""
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
@@ -93,7 +93,7 @@ def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def make_parser(components: Sequence[type], description: str) -> Parser:
-    """A parser with the flags of every component, strict about their names."""
+    """A parser with the flags of every component, strict about flag names."""
     parser = Parser(
         description=description,
         allow_abbrev=False,
@@ -104,7 +104,7 @@ def make_parser(components: Sequence[type], description: str) -> Parser:
         add_flags(parser, component)
     for flag in (*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS):
         kind: dict[str, Any] = {} if flag in WITH_VALUE else {"action": "store_true"}
-        kind = {"nargs": "?"} if flag in AS_IT_IS else kind  # whose values `parse` checks, a missing one too
+        kind = {"nargs": "?"} if flag in AS_IT_IS else kind  # `parse` checks their values, or that one is missing
         parser.add_argument(flag, default=argparse.SUPPRESS, dest="_accepted", help=argparse.SUPPRESS, **kind)
     if ZeroConfig in components:
         parser.epilog = _always_so()
@@ -112,11 +112,11 @@ def make_parser(components: Sequence[type], description: str) -> Parser:
 
 
 def _always_so() -> str:
-    """What --help says of ALWAYS_SO: a line for each reason, with all flags that have it."""
+    """The --help text for ALWAYS_SO: a line for each reason, with all flags that share it."""
     flags: dict[str, list[str]] = {}
     for flag, reason in ALWAYS_SO.items():
         flags.setdefault(reason, []).append(flag)
-    width = shutil.get_terminal_size().columns - 2  # as argparse's own
+    width = shutil.get_terminal_size().columns - 2  # as in argparse
     lines = [
         textwrap.fill(
             f"{', '.join(names)}: {reason}",
@@ -127,14 +127,15 @@ def _always_so() -> str:
         )
         for reason, names in flags.items()
     ]
-    return "\n".join(["Accepted, as what they ask for always happens:", *lines])
+    return "\n".join(["Accepted, because what they ask for always happens:", *lines])
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """The flags that were given, by field name; absent flags are absent.
+    """The flags that were given, by field name; flags that were not given are absent.
 
     Raises:
-        ValueError: flags are unknown (with the nearest known one) or not applicable here, all at once, or one has a bad value.
+        ValueError: flags are unknown or do not apply here (all are named at once, with the nearest known flag), or one has a bad
+            value.
     """
     known, foreign = parser.takes_value, {*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS}
     settings = [flag for flag in known if flag not in foreign]
@@ -150,7 +151,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     told = [f"{flag} does not apply here: {REFUSED[flag]}. Drop it." for flag in refused]
     try:
         given, rest = parser.parse_known_args(argv)
-    except ValueError as error:  # at the first bad value
+    except ValueError as error:  # argparse stops at the first bad value
         raise ValueError(" ".join([*told, str(error)])) from error
     if idle := [f"{flag} ({why})" for flag, why in NO_EFFECT.items() if flag in values]:
         logger.info("these flags change nothing here: %s", "; ".join(idle))
@@ -166,7 +167,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def build(components: Sequence[type], values: Mapping[str, Any]) -> list[Any]:
-    """One checked configuration object per dataclass, from values by field name; absent ones have their defaults.
+    """One checked configuration object per dataclass, from values by field name; absent ones take their defaults.
 
     Raises:
         ValueError: a value is wrong.
@@ -180,19 +181,19 @@ def load_components(components: Sequence[type], description: str, argv: Sequence
     """One checked configuration object per dataclass, from the command line.
 
     Raises:
-        ValueError: flags that are unknown, or values that are wrong.
+        ValueError: a flag is unknown, or a value is wrong.
     """
     return build(components, parse(make_parser(components, description), sys.argv[1:] if argv is None else argv))
 
 
 def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Config:
-    """The training job's configuration from the command line and the JSON file that it names, checked.
+    """The training job's checked configuration, from the command line and the JSON file that it names.
 
     Args:
-        world_size: number of ranks, for the file's batch sizes.
+        world_size: number of ranks, which the file's batch sizes depend on.
 
     Raises:
-        ValueError: flags or keys that are unknown, wrong by themselves, or contradict each other.
+        ValueError: flags or keys are unknown, invalid on their own, or contradict each other.
     """
     parts = list(typing.get_type_hints(Config).values())
     given = parse(make_parser(parts, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)

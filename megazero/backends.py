@@ -1,4 +1,4 @@
-"""What a job asks of torch's back ends: settings of the whole process, made before CUDA starts, which reads some of them then."""
+"""Process-wide settings of torch's backends for a job, made before CUDA starts because CUDA reads some of them at that point."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from megazero.logging import ALIKE, get_logger
 logger = get_logger(__name__)
 
 
-# By default kernels of several streams share 8 hardware queues of a GPU. With one they start in the order of their launches.
+# By default, kernels of several streams share 8 hardware queues of a GPU. With one queue they start in the order of their
+# launches.
 ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))  # the values with which cuBLAS is deterministic
-NCCL_ALGORITHM = ("NCCL_ALGO", "Ring")  # else NCCL chooses one for each size and kind of collective
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))  # values that make cuBLAS deterministic
+NCCL_ALGORITHM = ("NCCL_ALGO", "Ring")  # otherwise NCCL chooses one per size and kind of collective
 
 
 def set_up_backends(config: Config) -> None:
-    """Makes the settings that `config` asks for; a variable that the environment has keeps its value.
+    """Applies the settings that `config` asks for; variables that are already set in the environment keep their values.
 
     Raises:
-        ValueError: the environment contradicts --deterministic-mode, or CUDA has started without what that needs.
+        ValueError: the environment contradicts --deterministic-mode, or CUDA has already started without the setting it needs.
     """
-    # A split layer's all-reduce is to start before the next matrix product fills the GPU. At stages 2 and 3 one queue would also
-    # keep each unit's reduce-scatter and gathers, which are launched ahead, from running beside compute; as those of new weights.
+    # When layers are split, their all-reduce must start before the next matrix product fills the GPU, which one queue ensures. At
+    # stages 2 and 3, one queue would also keep each unit's reduce-scatter and gathers, which are launched ahead, from running
+    # alongside compute. The same holds for gathers of new weights (--overlap-param-gather).
     launches_ahead = config.zero.stage >= 2 or config.zero.overlap_param_gather
     if config.parallel.model_parallel_size > 1 and not launches_ahead:
         os.environ.setdefault(*ONE_QUEUE)
@@ -35,9 +37,10 @@ def set_up_backends(config: Config) -> None:
 
 
 def round_fp32_products(tf32: bool) -> None:
-    """Has fp32 matrix products on a GPU round what they multiply to TF32, or not.
+    """Sets whether fp32 matrix products on a GPU round their operands to TF32.
 
-    Whatever torch begins with: NVIDIA's container images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, with which it rounds unasked.
+    Overrides torch's initial setting either way: NVIDIA's container images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which makes
+    torch round unasked.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
@@ -53,12 +56,12 @@ def _be_deterministic() -> None:
     os.environ.setdefault(name, right[0])
     os.environ.setdefault(*NCCL_ALGORITHM)
     torch.use_deterministic_algorithms(True)
-    # Filling new tensors finds bugs, and costs a write of each.
+    # Filling new tensors helps to find bugs, but costs a write of each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def say_what_is_idle(dtype: torch.dtype, tf32: bool, device: torch.device) -> None:
-    """Logs that --tf32 has no effect on `device` or in 16 bits, or that fp32 leaves tensor cores idle for lack of it."""
+    """Logs that --tf32 has no effect on `device` or in 16 bits, or that fp32 without it leaves tensor cores idle."""
     is_cuda = device.type == "cuda"
     if tf32 and (dtype != torch.float32 or not is_cuda):
         why = f"the ranks compute on {device.type}" if dtype == torch.float32 else f"parameters are in {dtype}"

@@ -1,4 +1,4 @@
-"""What a machine leaves a process under its control groups, as containers and batch systems set them: cores and host memory."""
+"""Cores and host memory that control groups, as set by containers and batch systems, leave to a process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ UNLIMITED = 1 << 60  # bytes; cgroup v1 writes "no limit" as about 2^63
 
 
 def available_cores(root: Path | str = "/") -> int:
-    """Cores that this process may use: those that it may run on, and no more than its cgroups' share of time, rounded up.
+    """Cores that this process may use: those in its CPU affinity, but no more than its cgroups' share of CPU time, rounded up.
 
-    Under `docker run --cpus 2`, or a limit of Kubernetes, a process may run on every core of the host: as many threads as these
-    use up the time of two early in each period of a tenth of a second, and all of them wait for the next one.
+    Under `docker run --cpus 2`, or a Kubernetes limit, a process may run on every core of the host. With a thread for each of
+    these cores, the process uses up the time of two cores early in each period of a tenth of a second, and all threads then wait
+    for the next period.
 
     Args:
-        root: where /proc and /sys lie; a test has its own.
+        root: folder that holds /proc and /sys; tests pass their own.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder, is_version_2 in _folders(Path(root), "cpu"):
@@ -29,9 +30,9 @@ def available_cores(root: Path | str = "/") -> int:
 
 
 def available_host_memory(root: Path) -> int | None:
-    """What processes here can still allocate: the kernel's estimate, and no more than the cgroup's limit leaves.
+    """Bytes that processes here can still allocate: the kernel's estimate, but no more than the cgroup's limit leaves.
 
-    Page cache counts as free, because the kernel gives it up. None where there is no /proc.
+    Page cache counts as free, because the kernel gives it up. None if there is no /proc.
     """
     values = []
     meminfo = root / "proc/meminfo"
@@ -44,7 +45,7 @@ def available_host_memory(root: Path) -> int | None:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of every memory cgroup that this process is in, with all that enclose it."""
+    """(limit, bytes in use) of each memory cgroup with a limit that this process is in, including enclosing ones."""
     for folder, is_version_2 in _folders(root, "memory"):
         names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
         if is_version_2:
@@ -55,7 +56,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is none ("max")."""
+    """The number in a file; None if there is none ("max")."""
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None
 
@@ -69,13 +70,13 @@ def _cached(path: Path, key: str) -> int:
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """The folder of every cgroup that this process is in and that can limit what `controller` ("memory", "cpu") counts.
+    """The folder of every cgroup that this process is in and that can limit the resource of `controller` ("memory", "cpu").
 
     Args:
-        root: where /proc and /sys lie.
+        root: folder that holds /proc and /sys.
 
     Yields:
-        A folder, and whether its files are those of version 2; inner groups before those that enclose them.
+        A folder, and whether its files are those of version 2; inner groups come before those that enclose them.
     """
     listing = root / "proc/self/cgroup"
     for line in os.fsdecode(listing.read_bytes()).splitlines() if listing.exists() else ():
@@ -85,7 +86,7 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         mount = root / "sys/fs/cgroup" / ("" if is_version_2 else controller)
         inner = path.strip("/")
-        # In a container the path is often that of the host, while the mount shows the container's own group at its top.
+        # In a container, the path is often the host's, while the mount shows the container's own group at its root.
         for folder in (mount / inner, *(mount / inner).parents) if inner else (mount,):
             if folder == mount.parent:
                 break

@@ -23,18 +23,20 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the world is divided and how its ranks talk."""
+    """How the world is divided, and how its ranks communicate."""
 
     model_parallel_size: int = option(
         1, "ranks that split each layer (tensor parallelism)", aliases=("--tensor-model-parallel-size",)
     )
-    distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
+    distributed_backend: str | None = option(
+        None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
+    )
     distributed_timeout_s: float = option(
-        600.0, "seconds after which a collective that some rank never entered raises", above=0
+        600.0, "seconds after which a collective raises an error because some rank never entered it", above=0
     )
     local_rank: int | None = option(
         None,
-        "set by old launchers; LOCAL_RANK of the environment is what counts",
+        "set by old launchers; the environment variable LOCAL_RANK is what counts",
         flag="--local_rank",
         aliases=("--local-rank",),
     )
@@ -45,16 +47,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class DeepSpeedFlags:
-    """A JSON file in DeepSpeed's keys, for what no flag decides."""
+    """A JSON file with DeepSpeed's keys, for settings not given as flags."""
 
-    deepspeed: bool = option(False, "accepted; there is one engine, with it and without", aliases=("--deepscale",))
+    deepspeed: bool = option(False, "accepted; the engine is the same with and without it", aliases=("--deepscale",))
     deepspeed_config: str | None = option(
         None,
-        "JSON file in DeepSpeed's keys (docs/configuration.md); flags that are given win over it",
+        "JSON file with DeepSpeed's keys (docs/configuration.md); flags on the command line override it",
         flag="--deepspeed_config",
         aliases=("--deepspeed-config", "--deepscale_config", "--deepscale-config"),
     )
-    scheduler: SchedulerSection | None = None  # the file's learning-rate schedule, in place of the flags'
+    scheduler: SchedulerSection | None = None  # the file's learning-rate schedule, which replaces the flags'
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class TrainingConfig:
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
-        "START INCREMENT SAMPLES: over SAMPLES samples the global batch grows from START by INCREMENT to its full size",
+        "START INCREMENT SAMPLES: over SAMPLES samples the global batch grows from START to full size in steps of INCREMENT",
     )
-    train_iters: int = option(1_000_000, "optimizer steps in total, over all resumed runs", at_least=1, at_most=10**9)
-    eval_iters: int = option(100, "batches per evaluation; 0: none", at_least=0, at_most=10**9)
+    train_iters: int = option(
+        1_000_000, "total number of optimizer steps, over all resumed runs", at_least=1, at_most=10**9
+    )
+    eval_iters: int = option(100, "batches per evaluation; 0: no evaluation", at_least=0, at_most=10**9)
     eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1)
     eval_batch_size: int | None = option(
         None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1, at_most=10**9
@@ -85,30 +89,31 @@ class TrainingConfig:
     exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this", at_least=1)
     exit_duration_in_mins: float | None = option(
         None,
-        "save and exit at the end of the step that is under way this many minutes after the ranks have started",
+        "save and exit after the step that is in progress this many minutes after the ranks started",
         above=0,
     )
     seed: int = option(1234, "seed of weights, data order and dropout")
     deterministic_mode: bool = option(
-        False, "kernels and collectives that give the same bits again on a GPU too; slower (docs/training.md)"
+        False,
+        "use kernels and collectives whose results are reproducible bit for bit on GPUs too; slower (docs/training.md)",
     )
-    eod_mask_loss: bool = option(True, "what follows an end-of-text token does not count in the loss")
+    eod_mask_loss: bool = option(True, "leave the token after each end-of-text token out of the loss")
     calculate_per_token_loss: bool = option(
-        False, "every counted token of the global batch weighs alike, however it is cut into micro-batches"
+        False, "give every counted token of the global batch the same weight, however it is split into micro-batches"
     )
-    reset_position_ids: bool = option(False, "positions start again after each end-of-text token")
-    reset_attention_mask: bool = option(False, "tokens do not attend across end-of-text tokens")
+    reset_position_ids: bool = option(False, "restart positions after each end-of-text token")
+    reset_attention_mask: bool = option(False, "keep tokens from attending across end-of-text tokens")
     tensorboard_dir: str | None = option(
         None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)"
     )
     no_tensorboard: bool = option(False, "write no TensorBoard scalars")
     profile_steps: str | None = option(
-        None, "A-B: trace these iterations of rank 0 by torch.profiler (SAVE/profile, or --profile-dir)"
+        None, "A-B: trace these iterations of rank 0 with torch.profiler (in SAVE/profile, or --profile-dir)"
     )
     profile_dir: str | None = option(None, "where --profile-steps writes its trace (default: SAVE/profile)")
     peak_tflops: float | None = option(
         None,
-        "peak of one device for MFU (default: by its name, else measured by a matmul; of a CPU none, and no MFU)",
+        "peak TFLOP/s of one device, for MFU (default: from its name, else measured with a matmul; on a CPU none, and no MFU)",
         above=0,
     )
 
@@ -128,7 +133,7 @@ class TrainingConfig:
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
-        """The first and the last iteration of --profile-steps; None where it names none."""
+        """The first and the last iteration of --profile-steps; None if it names none."""
         first, dash, last = (self.profile_steps or "").partition("-")
         last = last if dash else first
         is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
@@ -137,7 +142,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a job is told. `check_world` must pass before the first collective."""
+    """The complete configuration of a job. `check_world` must pass before the first collective."""
 
     model: GPT2Config
     data: DataConfig
@@ -169,12 +174,12 @@ class Config:
         if self.training.profile_dir and steps is None:
             raise ValueError("--profile-dir is where --profile-steps writes to: give that too, or drop it.")
         self.schedule.check_length(self.training.train_iters)
-        self.checkpoint_settings()  # refuses what does not go together
+        self.checkpoint_settings()  # refuses contradictory settings
         if self.optimizer.uses_muon:
             self._check_muon()
 
     def _check_muon(self) -> None:
-        """Raises where --optimizer muon cannot do what the states' homes or dtypes ask for."""
+        """Raises if --optimizer muon does not support the homes or dtypes chosen for the states."""
         zero = self.zero
         reasons = {
             "--offload-optimizer nvme, as it needs all states in memory at a time": zero.offload_optimizer == "nvme",
@@ -186,7 +191,7 @@ class Config:
                 raise ValueError(f"--optimizer muon does not go with {reason}. Drop one of them.")
 
     def warn_of_idle(self) -> None:
-        """Logs what has been asked for and has no effect."""
+        """Warns of settings that were given but have no effect."""
         idle = [name for name, value in vars(self.checkpoint_settings()).items() if value]
         if self.model.recompute_mode == "none" and idle:
             logger.warning(
@@ -204,7 +209,7 @@ class Config:
             )
 
     def checkpoint_settings(self) -> CheckpointSettings:
-        """How activation checkpoints are kept; contiguous ones have room for one micro-batch, by default.
+        """How activation checkpoints are kept; by default, contiguous storage has room for one micro-batch.
 
         Raises:
             ValueError: settings contradict each other, or --num-checkpoints is too small for the model's blocks.
@@ -263,7 +268,7 @@ class Config:
                 )
 
     def global_batch_size(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
-        """Sequences of the optimizer step after so many samples; by default of the run's last ones, which are full."""
+        """Sequences in the optimizer step that follows `consumed_samples`; by default in the run's last steps, which are full."""
         full = self.training.global_batch_size or self.training.batch_size * data_parallel_size
         if self.training.rampup_batch_size is None or consumed_samples is None:
             return full
@@ -271,12 +276,12 @@ class Config:
         return min(full, start + consumed_samples * ((full - start) // increment) // samples * increment)
 
     def accumulation_steps(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
-        """Micro-batches of that step on each data-parallel rank."""
+        """Micro-batches in that step on each data-parallel rank."""
         size = self.global_batch_size(data_parallel_size, consumed_samples)
         return size // (self.training.batch_size * data_parallel_size)
 
     def samples_after(self, iterations: int, data_parallel_size: int, consumed_samples: int) -> int:
-        """Samples consumed after so many further optimizer steps."""
+        """Samples consumed in total after `iterations` further optimizer steps."""
         full = self.global_batch_size(data_parallel_size)
         while iterations and (size := self.global_batch_size(data_parallel_size, consumed_samples)) < full:
             iterations, consumed_samples = iterations - 1, consumed_samples + size
@@ -289,25 +294,25 @@ class Config:
 
     @property
     def swap_folders(self) -> list[str]:
-        """Where ranks make swap files, if anywhere."""
+        """Folders in which ranks create swap files, if any."""
         states = self.zero.nvme_path if "nvme" in (self.zero.offload_optimizer, self.zero.offload_param) else None
         return [folder for folder in (states, self.activations.checkpoint_nvme_path) if folder]
 
     @property
     def tensorboard_dir(self) -> str | None:
-        """Where TensorBoard's scalars go, if anywhere."""
+        """Folder for TensorBoard scalars, if any."""
         return None if self.training.no_tensorboard else self.training.tensorboard_dir or self._in_save("tensorboard")
 
     @property
     def profile_dir(self) -> str | None:
-        """Where a trace goes, if anywhere."""
+        """Folder for profiler traces, if any."""
         return self.training.profile_dir or self._in_save("profile")
 
     def _in_save(self, name: str) -> str | None:
         return os.path.join(self.checkpoint.save, name) if self.checkpoint.save else None
 
     def describe(self) -> str:
-        """The effective configuration, a line per component."""
+        """The effective configuration, one line per component."""
         lines = []
         for part in fields(self):
             component = getattr(self, part.name)

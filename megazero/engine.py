@@ -45,31 +45,33 @@ __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
 
 
 class EngineStateError(RuntimeError, AssertionError):
-    """A method was called at a moment when it cannot do what it says."""
+    """A method was called in a state in which it cannot do its work."""
 
 
 class Engine:
     """Trains a module under tensor and data parallelism.
 
-    Use: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch; the step updates the weights
-    at every `gradient_accumulation_steps`-th call. Gradients are averaged over micro-batches and data-parallel ranks.
+    Call `loss = engine(batch)`, `engine.backward(loss)` and `engine.step()` once per micro-batch. Every
+    `gradient_accumulation_steps`-th step updates the weights. Gradients are averaged over micro-batches and data-parallel ranks.
 
     Args:
         model: on its device, equal on all data-parallel ranks; or built under `zero.Init`.
         groups: the tensor- and data-parallel groups.
-        optimizer_factory: makes an elementwise torch optimizer, or a `Muon`, from parameter groups; None for an engine that
-            evaluates only: every parameter is frozen, there is neither G nor O, and `optimizer` and `lr_scheduler` are None.
-        group_of, group_settings: the optimizer's parameter groups, as `weight_decay_groups` gives them. A parameter that is in
-            none is not trained.
+        optimizer_factory: makes an elementwise torch optimizer, or a `Muon`, from parameter groups. With None, the
+            engine only evaluates: every parameter is frozen, there is neither G nor O, and `optimizer` and `lr_scheduler` are
+            None.
+        group_of, group_settings: the optimizer's parameter groups, as returned by `weight_decay_groups`. A parameter in no
+            group is not trained.
         zero: which states are sharded over the data-parallel group.
-        dtype: to compute in, where it is not the parameters' own; master weights keep the values that they have now.
-        zero_units: modules or classes of modules that are gathered and released together, where `find_units` finds others.
-        allow_untested_optimizer: the caller vouches that an optimizer unknown here updates each element by itself.
+        dtype: dtype to compute in, if it differs from the parameters' own; master weights keep the parameters' current values.
+        zero_units: modules, or classes of modules, each to be gathered and released as a unit, instead of those that
+            `find_units` finds.
+        allow_untested_optimizer: the caller vouches that an optimizer unknown to this library updates each element independently.
         placement_meter: measures the device for `placement="auto"`; by default PyTorch's statistics of the CUDA device.
 
     Attributes:
         optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
-        reduction_timers: get, as "allreduce", the time that backward has not hidden of reductions; None by default.
+        reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
         ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, the
@@ -141,7 +143,7 @@ class Engine:
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
-        except BaseException:  # of the caller's optimizer or schedule
+        except BaseException:  # from the caller's optimizer or schedule
             self.schedule.close()
             leave(self.buckets)
             raise
@@ -161,11 +163,11 @@ class Engine:
         self._saver = Saver()
         self._watch = ModelWatch(self.buckets)
         self._accumulation_steps = gradient_accumulation_steps
-        self._boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self._boundary: bool | None = None  # as given to set_gradient_accumulation_boundary
         self._syncs = True
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
-        self._has_gradients = False  # of engine.backward, which scales them; loss.backward() does not
+        self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
 
@@ -180,7 +182,7 @@ class Engine:
     forward = __call__
 
     def _follow_requires_grad(self) -> None:
-        """Trains what the user has unfrozen since, and no longer what is frozen now."""
+        """Starts training parameters that the user has unfrozen since the last call, and stops training newly frozen ones."""
         if not self._watch.has_other_trained():
             return
         self._optimizer.finish()
@@ -197,7 +199,7 @@ class Engine:
         Args:
             loss: scalar, the mean over this rank's micro-batch.
             retain_graph: keep the graph for another backward.
-            scale_wrt_gas: divide by the number of accumulation steps; else the caller has done so.
+            scale_wrt_gas: divide by the number of accumulation steps; if False, the caller has done so.
 
         Returns:
             The loss divided by the number of accumulation steps.
@@ -211,11 +213,11 @@ class Engine:
                 f"engine.backward needs a scalar loss that depends on the parameters, got {_described(loss)}. Take the loss out "
                 "of what the model returns, average a per-token loss first, and call the engine outside no_grad."
             )
-        self._follow_requires_grad()  # again: the script may have called a part of the module, and never the engine
+        self._follow_requires_grad()  # again: the script may have called a part of the module without the engine
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
-        self._has_gradients = False  # until this has succeeded: what a failed one leaves is of a part of the model
+        self._has_gradients = False  # until this succeeds: a failed backward leaves gradients of a part of the model
         try:
             self.schedule.start_backward()
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
@@ -227,18 +229,18 @@ class Engine:
         return loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Counts the micro-batch; at the last one updates weights and learning rate, unless a gradient has overflowed.
+        """Counts the micro-batch; at the last one, updates weights and learning rate unless a gradient has overflowed.
 
         Args:
-            lr_kwargs: what the schedule's `step` is given at an update, as `{"metrics": loss}` for torch's ReduceLROnPlateau: the
-                same on every rank, or they train with different rates.
+            lr_kwargs: arguments for the schedule's `step` at an update, such as `{"metrics": loss}` for torch's
+                ReduceLROnPlateau. They must be the same on every rank; otherwise ranks train with different rates.
 
         Raises:
-            TypeError: the schedule's `step` takes something else; nothing has been updated.
-            EngineStateError: there was no backward before it, it is called inside of no_sync, there is no optimizer, or the
-                model has other parameters than the engine was made for.
-            RuntimeError: the optimizer has other parameters than it was made for; or in the first update over NCCL, ranks have
-                run other units, or in another order.
+            TypeError: the schedule's `step` does not take these arguments; nothing has been updated.
+            EngineStateError: no backward preceded it, it is called inside `no_sync`, there is no optimizer, or the model's
+                parameters are not those that the engine was made for.
+            RuntimeError: the optimizer's parameters are not those that it was made for; or, in the first update over NCCL,
+                ranks have run different units, or the same ones in different orders.
         """
         self._refuse_without_optimizer("engine.step()")
         if not self._syncs:
@@ -253,7 +255,7 @@ class Engine:
         self._refuse_unready(lr_kwargs)
         if not self.schedule.is_reduced:  # no_sync was left, or the boundary set, after the last backward
             self.allreduce_gradients()
-        self.channel.compare_first()  # before the first wait for the device, which may wait for ever
+        self.channel.compare_first()  # before the first wait for the device, which might never return
         self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()
@@ -273,7 +275,7 @@ class Engine:
         try:
             return self._optimizer.update(later=0 < self.zero.delayed_param_update <= self.global_steps)
         except (torch.OutOfMemoryError, comm.OtherRankError):
-            raise  # they say it themselves
+            raise  # their messages already say so
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}, step {self.global_steps + 1}: engine.step() failed. If the other ranks "
@@ -281,7 +283,7 @@ class Engine:
             ) from error
 
     def zero_grad(self) -> None:
-        """Forgets the gradients accumulated since the last update; `step` does so by itself."""
+        """Discards the gradients accumulated since the last update; `step` does so by itself."""
         self._has_gradients = False
         self._optimizer.zero_grad()
 
@@ -293,10 +295,10 @@ class Engine:
             )
 
     def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:
-        """Raises where parameters of the model are not those that the engine holds, trains and saves.
+        """Raises if the model's parameters are not those that the engine holds, trains and saves.
 
         Args:
-            may_have_frozen: what does not train may have come into the model: nothing is wrong until it is to be saved.
+            may_have_frozen: accept frozen parameters that were added to the model; they are a problem only when it is saved.
         """
         changes = self._watch.came_and_left(self.module, may_have_frozen)
         if not changes:
@@ -307,7 +309,7 @@ class Engine:
         )
 
     def _refuse_unready(self, lr_kwargs: dict[str, Any]) -> None:
-        """Raises, before an update changes anything, where it could not do what it should."""
+        """Raises if an update could not do what it should, before the update changes anything."""
         self._refuse_changed_model("engine.step()", may_have_frozen=True)
         self._optimizer.refuse_other_parameters()
         self._refuse_lr_kwargs(lr_kwargs)
@@ -320,7 +322,7 @@ class Engine:
             )
 
     def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
-        """Raises where the schedule does not take these, before the weights are updated."""
+        """Raises if the schedule does not take these arguments, before the weights are updated."""
         if self.lr_scheduler is None:
             return
         try:
@@ -339,28 +341,28 @@ class Engine:
         return self._accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches per optimizer step, between two of these."""
+        """Changes the number of micro-batches per optimizer step; call it between two steps."""
         self._accumulation_steps = steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch in hand is the last one before an update."""
+        """Whether the current micro-batch is the last one before an update."""
         if self._boundary is not None:
             return self._boundary
         return self._since_update + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says for each micro-batch from now on whether it is the last before an update, instead of counting them.
+        """Declares whether micro-batches from now on are the last before an update, instead of counting them.
 
-        Said before its backward, the gradients are reduced while that goes on; after it, by `step`.
+        If it is called before a micro-batch's backward, gradients are reduced during that backward; if after, by `step`.
         """
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate, on each rank for itself; the next one outside reduces everything, or `step` does.
+        """Inside the block, each rank's backward only accumulates. The next backward outside, or `step`, reduces everything.
 
         Raises:
-            EngineStateError: gradients are sharded (stage 2 and 3), so every backward has to reduce them.
+            EngineStateError: gradients are sharded (stages 2 and 3), so every backward has to reduce them.
         """
         if self.sharding.gradients:
             raise EngineStateError(
@@ -382,7 +384,7 @@ class Engine:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches done. A script that sets it, as to 0 where an epoch begins, sets where the next update is due."""
+        """Micro-batches done. Setting it, for example to 0 at the start of an epoch, determines when the next update is due."""
         return self._micro_steps
 
     @micro_steps.setter
@@ -424,7 +426,7 @@ class Engine:
         return self.buckets[0].weights.flat.device
 
     def train(self, mode: bool = True) -> Engine:
-        """Sets the module's training mode. An evaluation has the weights of a delayed update too."""
+        """Sets the module's training mode. Switching to evaluation first completes a delayed update, whose weights it uses."""
         if not mode:
             self._optimizer.finish()
         self.module.train(mode)
@@ -436,12 +438,12 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         """Falls through to the module, so that the engine stands in for it."""
-        if name == "module":  # not set yet: __init__ has failed before
+        if name == "module":  # not set yet, because __init__ failed earlier
             raise AttributeError(name)
         return getattr(self.module, name)
 
     def __reduce__(self) -> NoReturn:
-        """Refused, as `copy.copy`, `copy.deepcopy` and pickle ask for it.
+        """Refuses `copy.copy`, `copy.deepcopy` and pickle, which all call it.
 
         Raises:
             TypeError: always.
@@ -453,7 +455,7 @@ class Engine:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused as by `__reduce__`: a `__deepcopy__` of the module's would answer for the engine else."""
+        """Refuses as `__reduce__` does; otherwise the module's own `__deepcopy__`, if any, would answer for the engine."""
         self.__reduce__()
 
     # ---- full values
@@ -463,7 +465,7 @@ class Engine:
 
         Raises:
             KeyError: no trainable parameter has this name.
-            EngineStateError: gradients are not reduced: it is valid between the last backward of a step and step().
+            EngineStateError: gradients are not reduced; call it between the last backward of a step and `step`.
         """
         for bucket in self.buckets:
             if bucket.is_trainable and name in bucket.parameters:
@@ -504,25 +506,27 @@ class Engine:
     ) -> Path:
         """Writes weights, optimizer, counters, schedule, loss scale and generator states. Collective over the world.
 
-        Gradients that have been accumulated since the last update are not saved. Without an optimizer it is the weights, which
-        an engine with one can load.
+        Gradients accumulated since the last update are not saved. An engine without an optimizer saves the weights but no
+        optimizer states; an engine with an optimizer can load them.
 
         Args:
             tag: name of the checkpoint (default: global_step{N}).
-            client_state: what `load_checkpoint` gives back; of the first rank. Plain containers, numbers, strings, tensors and
-                numpy arrays.
-            save_latest: whether `latest` names it afterwards.
-            keep_last: afterwards delete all but this many newest checkpoints of tags like global_step20; 0 keeps all.
-            in_background: return when all is copied to host memory; `wait_for_checkpoint` and the next save wait for the rest.
+            client_state: what `load_checkpoint` returns later; the first rank's is saved. Plain containers, numbers, strings,
+                tensors and numpy arrays.
+            save_latest: whether the file `latest` names this checkpoint afterwards.
+            keep_last: afterwards, delete all but this many of the newest checkpoints with tags like global_step20; 0 keeps all.
+            in_background: return once everything is copied to host memory; `wait_for_checkpoint` and the next save wait until it
+                is written.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
             TypeError: the client state holds something else; the message says where.
-            OSError: a file could not be written; OtherRankError on the ranks that could. The checkpoint before stays the latest.
+            OSError: a file could not be written; ranks that could write theirs raise OtherRankError. The previous checkpoint
+                stays the latest.
             DirectoryInUseError: another job saves there.
-            ValueError: `exclude_frozen_parameters`, and there is no optimizer: nothing is trained, and nothing would be saved.
+            ValueError: `exclude_frozen_parameters` without an optimizer: nothing is trained, so nothing would be saved.
         """
         if exclude_frozen_parameters and self.optimizer is None:
             raise ValueError(
@@ -546,19 +550,19 @@ class Engine:
         )
 
     def claim_checkpoints(self, save_dir: str) -> None:
-        """Makes sure that this job, and no other, can save in a directory, before hours are spent. Collective over the world.
+        """Makes sure, before hours of work, that this job and no other can save in a directory. Collective over the world.
 
         Raises:
             DirectoryInUseError: another job saves there.
-            OSError: it cannot be created or written, or some rank does not see it.
+            OSError: the directory cannot be created or written, or some rank does not see it.
         """
         self._saver.claim(save_dir)
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when no save is under way in the background.
+        """Waits until no save is running in the background.
 
         Raises:
-            RuntimeError: what went wrong there.
+            OSError, RuntimeError: the background save failed.
         """
         self._saver.wait()
 
@@ -579,24 +583,24 @@ class Engine:
 
         Args:
             tag: which checkpoint (default: the one that `latest` names).
-            load_module_only: read the weights and nothing else; always so without an optimizer.
-            strict: every parameter of the model must be there, and no others.
-            fallback: where the checkpoint is damaged, take the newest older one that is not.
-            prepare: called on every rank before anything is read; what it raises ends the load on all of them.
+            load_module_only: read only the weights; always the case without an optimizer.
+            strict: the checkpoint must hold every parameter of the model, and no others.
+            fallback: if the checkpoint is damaged, take the newest older one that is not.
+            prepare: called on every rank before anything is read; an error on one rank ends the load on all of them.
 
         Returns:
             The checkpoint's directory and the client state it was saved with.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            CheckpointError: it is damaged; the message names the file and the parameter. Load another before training goes on.
-            ValueError: it is of a model of another shape, or holds the state of another optimizer.
+            CheckpointError: it is damaged; the message names the file and the parameter. Load another before training on.
+            ValueError: it belongs to a model of another shape, or holds another optimizer's state.
         """
         load_module_only = load_module_only or self.optimizer is None
         self._refuse_changed_model("load_checkpoint()")
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
-        self._follow_requires_grad()  # what has been unfrozen since gets its moments back
+        self._follow_requires_grad()  # so that parameters unfrozen since then get their moments back
         self._saver.wait()
         path, client = loader.load(
             self._checkpointed,
@@ -610,7 +614,7 @@ class Engine:
             fallback=fallback,
             prepare=prepare,
         )
-        self.zero_grad()  # of the run before
+        self.zero_grad()  # from before the load
         self._optimizer.is_torn = False
         if not load_module_only:
             self.micro_steps, self._boundary = 0, None
@@ -622,8 +626,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
 
-        Buffers are what is whole of sharded parameters and gradients, and what is being reduced. G is there from backward to the
-        update. Staging is the host memory that offloaded states pass through.
+        Buffers are the whole copies of sharded parameters and gradients, and whatever is being reduced. G exists from backward to
+        the update. Staging is the host memory that offloaded states pass through.
         """
         total = {"P": 0, "G": 0, "O": 0, "buffers": 0, "staging": self.homes.nbytes}
         for bucket in self.buckets:
@@ -634,15 +638,15 @@ class Engine:
         return total
 
     def empty_partition_cache(self) -> None:
-        """Frees whatever is gathered of sharded parameters. On every rank, or the next gathers of the ranks differ."""
+        """Frees all gathered copies of sharded parameters. Call it on every rank; otherwise the ranks' next gathers differ."""
         for bucket in self.buckets:
             bucket.weights.is_kept = False
         self.schedule.release_all()
 
     def destroy(self) -> None:
-        """Gives the module whole parameters of its own again, and removes every hook. Collective where parameters are sharded.
+        """Gives the module whole parameters of its own again, and removes every hook. Collective if parameters are sharded.
 
-        Waits for a save in the background.
+        Waits for a background save.
         """
         try:
             self._saver.close()
@@ -666,14 +670,17 @@ class Engine:
 
 
 def _described(loss: Any) -> str:
-    """What was given as a loss, for an error."""
+    """A description of what was given as a loss, for an error message."""
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)} {'without' if loss.grad_fn is None else 'with'} a grad_fn"
 
 
 def _connect(model: nn.Module) -> None:
-    """Opens what the model's first forward would open: on NCCL by a collective over the world, whose ranks are here now."""
+    """Opens the channels that the model's first forward would open.
+
+    On NCCL this is a collective over the world, whose ranks are all here at this point.
+    """
     checkpointers = {activation_checkpointing.default: None}  # in order, and each once
     for module in model.modules():
         if (
@@ -690,7 +697,7 @@ def _connect(model: nn.Module) -> None:
 
 
 def _check_world(groups: ParallelGroups) -> None:
-    """Raises where there are ranks beside those of the groups."""
+    """Raises if the world has ranks besides those of the groups."""
     size = groups.model_parallel_size * groups.data_parallel_size
     if size != comm.world().size():
         raise ValueError(

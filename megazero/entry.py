@@ -23,13 +23,14 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-OURS = ("__main__", "megazero", "data_tools")  # whose errors say what to change
+OURS = ("__main__", "megazero", "data_tools")  # their errors say what to change
 
-# What wrong input, a full disk, too little memory or a run that diverged raise; anything else is a fault of ours and keeps its
-# traceback, and so do a ValueError that another library raises, and what has no text.
+# Raised for wrong input, a full disk, too little memory or a diverged run. Any other error is a fault of this code and keeps its
+# traceback. So do a ValueError that another library raises, and an error without text.
 USER_ERRORS = (ValueError, OSError, MemoryError, FloatingPointError, OtherRankError)
 
-# What a rank meets when another one has ended: in this library's channels, in gloo, in NCCL; or torchrun: in its store.
+# What a rank sees when another rank has ended (in this library's channels, in gloo, in NCCL), or when torchrun has (in its
+# store).
 LOST_RANK = (
     "has ended, or closed its channel",
     "Connection closed by peer",
@@ -38,13 +39,13 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
-# What one meets that may start no more threads, from C++ and from Python; neither says which limit.
+# What a rank sees when it may start no more threads, from C++ and from Python; neither says which limit was reached.
 NO_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 
-WAIT_S = 10.0  # of a rank whose error another one may tell
+WAIT_S = 10.0  # how long a rank waits if another may report the error
 
-# What one meets that has waited for another until the time limit: in this library's channels and meetings; in gloo; in torchrun's
-# store. The last two do not say what for.
+# What a rank sees when it has waited for another until the time limit: in this library's channels and meetings; in gloo; in
+# torchrun's store. The last two do not say what the rank waited for.
 TIMED_OUT = (
     "did not come within",
     " s not on ranks",
@@ -56,26 +57,28 @@ TIMED_OUT = (
 
 
 def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
-    """`work(check(world_size))`, with the log set up, and an exit with one line on the user's errors.
+    """Runs `work(check(world_size))` with logging set up; exits with one line on a user's error.
 
-    Where the environment has MEGAZERO_CHECK, the number of a file descriptor, it does `check` alone and writes there how many
-    ranks this node shall have: scripts/common.sh asks one process before it starts them all, which takes seconds.
+    If the environment variable MEGAZERO_CHECK is set to a file descriptor's number, only `check` runs, and the number of ranks
+    for this node is written to that descriptor. scripts/common.sh asks one process in this way before it starts all ranks,
+    because starting them takes seconds.
 
     Args:
-        check: reads the command line and looks at files; communicates nothing and is the same on every rank.
-        work: the rest.
+        check: reads the command line and looks at files; communicates nothing and does the same on every rank.
+        work: everything else.
     """
-    # As SIGTERM is: C++ that waits for other ranks hears no handler. A job that trains has one, and saves.
+    # As for SIGTERM: C++ code that waits for other ranks runs no Python handler. A job that trains installs a handler, and saves.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_output()
     descriptor = os.environ.get("MEGAZERO_CHECK")
     try:
-        # What asks beforehand is none of the ranks, and may run where a batch system has numbered nodes in these variables.
+        # The process that checks beforehand is not a rank, and may run where a batch system has numbered nodes in these
+        # variables.
         rank, world_size = (0, 1) if descriptor is not None else told_world()
     except ValueError as error:
         sys.exit(f"error: {error}")
     is_later = descriptor is None and get_local_rank() != 0
-    setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # warnings are for the job itself
+    setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # the job itself logs warnings
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         logger.warning("a rank has failed, and all were started again: restart %d of %s", restarts, most, extra=ALIKE)
@@ -100,31 +103,31 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:
-    """How many ranks this node shall have: NPROC, or one for each GPU, or 2 without; `check` has passed for them."""
+    """The number of ranks for this node: NPROC, else one per GPU, else 2. With one node, `check` has passed for that number."""
     wanted = os.environ.get("NPROC", "")
     if wanted and not (wanted.isdecimal() and int(wanted)):
         raise ValueError(f"NPROC={wanted} must be the number of ranks on this node, or unset.")
     ranks = int(wanted) if wanted else torch.cuda.device_count() or 2
-    # Of several nodes none may end before they have met: the others would wait for it.
+    # With several nodes, none may exit before they have met: the others would wait for it.
     if os.environ.get("NNODES", "1") == "1":
         check(ranks)
     return ranks
 
 
 def _launcher_has_reaped() -> bool:
-    """Whether torchrun has taken notice that a rank of this node has ended: until then it stays its child."""
+    """Whether torchrun has noticed that a rank of this node has ended; until then, the rank remains its child process."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return torch.distributed.is_torchelastic_launched() and len(children(os.getppid())) < ranks
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether this library or the script raised it, and so says what to change: torch, of a wrong shape, does not say where."""
+    """Whether this library or the script raised it, so that it says what to change. torch's shape errors do not say where."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return _module(frame).split(".")[0] in OURS
 
 
 def _our_calls(error: Exception) -> list[str]:
-    """The calls in which it was raised, the innermost last, without those of other libraries: module, function and line."""
+    """This project's calls that led to the error, innermost last, as module, function and line; other libraries' are left out."""
     frames = traceback.walk_tb(error.__traceback__)
     every = [(_module(frame), frame.f_code.co_name, line) for frame, line in frames]
     return [f"{module}.{name}:{line}" for module, name, line in every if module.split(".")[0] in OURS]
@@ -135,11 +138,11 @@ def _module(frame: FrameType) -> str:
 
 
 def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> NoReturn:
-    # Most errors are the same on every rank. The first rank of a node speaks at once, and the launcher then ends the others,
-    # which have waited; one that is still there afterwards has an error of its own. One that has lost another rank waits, too:
-    # the launcher, or that rank itself, tells why.
+    # Most errors are the same on every rank. The first rank of a node reports at once, and the launcher then ends the others,
+    # which have waited. A rank that is still running afterwards has an error of its own. A rank that has lost another one waits
+    # too: the launcher, or the lost rank itself, reports the reason.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
-    # The launcher's SIGTERM may have come before, to the job's handler, while this rank was busy.
+    # The launcher's SIGTERM may have come earlier, while this rank was busy, and gone to the job's handler.
     may_have_missed = has_lost and getattr(handler, "received", None) is not None
     end = time.monotonic() + (WAIT_S if waits else 0)
     while time.monotonic() < end:
@@ -148,5 +151,5 @@ def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> N
             signal.raise_signal(signal.SIGTERM)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
-    text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # an OSError begins with a number that nobody has to know
+    text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # drop the number that an OSError begins with
     sys.exit(f"error: {text}" if rank == 0 else f"error (rank {rank}): {text}")

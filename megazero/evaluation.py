@@ -1,6 +1,6 @@
-"""What a language model is worth: perplexity of a text by sliding windows, and accuracy on the last word of passages.
+"""Evaluates a language model: perplexity of a text by sliding windows, and accuracy on the last word of passages.
 
-Both run on every rank: each data-parallel rank takes its share of the work, in equally many forward passes, and all ranks
+Both run on every rank. Each data-parallel rank does its share of the work, in the same number of forward passes, and all ranks
 return the same result.
 """
 
@@ -53,11 +53,11 @@ def sliding_window_perplexity(
     groups: mpu.ParallelGroups,
     original_word_count: int | None = None,
 ) -> Perplexity:
-    """Perplexity of a token stream, every token but the first predicted once.
+    """Perplexity of a token stream in which every token but the first is predicted once.
 
-    Windows of `seq_length` advance by `overlapping_eval` tokens, and only tokens that no earlier window has predicted count,
-    so each is predicted from at least seq_length - overlapping_eval tokens where the stream has them. A stride equal to
-    `seq_length` is the cheapest, a stride of 1 gives each token the longest context.
+    Windows of `seq_length` tokens advance by `overlapping_eval` tokens. Only tokens that no earlier window has predicted
+    count, so each is predicted from at least seq_length - overlapping_eval tokens if the stream has that many before it. A
+    stride equal to `seq_length` is the cheapest; a stride of 1 gives each token the longest context.
 
     Args:
         model: called as `model(tokens, targets=targets)`, both [b, s] on this process's device; returns the loss of each token
@@ -67,7 +67,7 @@ def sliding_window_perplexity(
         original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`.
 
     Raises:
-        ValueError: fewer than two tokens, or a stride outside [1, seq_length].
+        ValueError: there are fewer than two tokens, or the stride is outside [1, seq_length].
     """
     stream = torch.as_tensor(tokens, dtype=torch.int64)
     if stream.numel() < 2:
@@ -97,10 +97,10 @@ def sliding_window_perplexity(
 
 
 def sliding_windows(targets: int, seq_length: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Where each window starts and how many of its last targets are new: two int64 tensors [windows].
+    """The start of each window, and how many of its last targets are new: two int64 tensors [windows].
 
-    The first window counts all its targets, each later one `stride` more; the last one ends with the stream, so that every
-    window is full (or there is one, as long as the stream).
+    The first window counts all its targets, and each later one `stride` more. The last window ends with the stream, so every
+    window is full; a shorter stream has a single window of its own length.
 
     Raises:
         ValueError: `stride` is not in [1, seq_length].
@@ -136,10 +136,10 @@ def last_word_accuracy(
     Args:
         model: called as `model(tokens)`, [b, s] on this process's device; returns this model-parallel rank's logits
             [b, s, v_padded/t].
-        vocab_size: logits from here on are padding.
+        vocab_size: logits from this index on are padding.
 
     Raises:
-        ValueError: no text, a text of fewer than two words, or a last word that does not fit `seq_length`.
+        ValueError: there is no text, a text has fewer than two words, or a last word does not fit into `seq_length`.
     """
     if not texts:
         raise ValueError("there is no text to predict the last word of.")
@@ -180,9 +180,10 @@ def _last_word_example(index: int, text: str, tokenizer: Tokenizer, seq_length: 
 
 
 def _share(count: int, batch_size: int, groups: mpu.ParallelGroups) -> Iterator[tuple[Tensor, Tensor]]:
-    """(indices [batch_size], which of them are real [batch_size]) of each forward pass of this data-parallel rank.
+    """(indices [batch_size], which of them are real [batch_size]) for each forward pass of this data-parallel rank.
 
-    Every rank makes equally many passes, since forward passes may communicate: the last ones repeat an index, marked not real.
+    Every rank makes the same number of passes, because forward passes may communicate. Missing indices at the end are filled with
+    a repeated one, marked as not real.
     """
     step = batch_size * groups.data_parallel_size
     for start in range(0, count, step):

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside under another name, synced, then renamed; and one writer at a time."""
+"""Files that are whole or absent: written under another name, synced, then renamed; and one writer at a time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def append_suffix(prefix: str | Path, suffix: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames inside `folder` survive a power failure, where the file system lets folders be synced."""
+    """Makes renames inside `folder` survive a power failure, if the file system can sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # As some network and shared folders say, which do so on their own or not at all (fsync(2)).
+        # Some network and shared folders refuse: they sync on their own, or not at all (fsync(2)).
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -40,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends well, and leaves nothing behind when it raises.
+    """A binary file that becomes `path` if the block succeeds, and leaves nothing behind if it raises.
 
     Readers and other writers of `path` see the old file or the whole new one, never a part of it.
     """
@@ -58,24 +58,24 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Makes `path` a file of this content, by `written_aside`."""
+    """Writes `content` to the file `path`, with `written_aside`."""
     with written_aside(path) as file:
         file.write(content)
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
-    """Makes `path` a file of this content as JSON that a person can read, by `written_aside`."""
+    """Writes `content` to the file `path` as human-readable JSON, with `written_aside`."""
     write_whole(path, json.dumps(content, indent=indent).encode() + b"\n")
 
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Holds the lock file `path`, waiting for another process that does; a killed holder lets go by itself.
+    """Holds the lock file `path`, after waiting for any other process that holds it; a killed holder's lock is released.
 
-    On a file system without locks it warns and goes on: then nobody else may write the same output.
+    On a file system without locks it warns and continues; then no other process may write the same output.
 
     Args:
-        wait: for another process; else it raises.
+        wait: wait for another process; if False, raise instead.
 
     Raises:
         BlockingIOError: another process holds the file, and `wait` is False.
@@ -89,7 +89,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         except BaseException:
             file.close()
             raise
-        file.close()  # the holder before us removed the file while we waited for it: lock the new one
+        file.close()  # the previous holder removed the file while we waited for it: lock the new one
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def is_still(path: Path, descriptor: int) -> bool:
 
 
 def fingerprint(path: Path) -> dict[str, int | str]:
-    """What tells one version of a large file from another without reading it all: size, time and a hash of three samples."""
+    """Size, time and a hash of three samples, which tell versions of a large file apart without reading all of it."""
     stat = path.stat()
     digest = hashlib.sha256()
     with open(path, "rb") as file:
