@@ -511,7 +511,7 @@ class Engine:
 
         Args:
             tag: name of the checkpoint (default: global_step{N}).
-            client_state: what `load_checkpoint` returns later; the first rank's is saved. Plain containers, numbers, strings,
+            client_state: what `load_checkpoint` will return; the first rank's is saved. Plain containers, numbers, strings,
                 tensors and numpy arrays.
             save_latest: whether the file `latest` names this checkpoint afterwards.
             keep_last: afterwards, delete all but this many of the newest checkpoints with tags like global_step20; 0 keeps all.

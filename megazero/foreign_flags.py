@@ -1,48 +1,51 @@
-"""Flags of Megatron-LM's and DeepSpeed's trainers that are no settings here: accepted or refused, each with the reason."""
+"""Flags of Megatron-LM's and DeepSpeed's trainers that are not settings here: accepted or refused, each with the reason."""
 
 from __future__ import annotations
 
-_FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype says otherwise"
-_ALWAYS_LOGGED = "with --save, all that is logged is in DIR/metrics.jsonl and DIR/tensorboard"
+_FP32_GRADIENTS = (
+    "gradients are accumulated and reduced in fp32, unless --grad-dtype or --reduce-dtype sets another dtype"
+)
+_ALWAYS_LOGGED = "with --save, everything logged is also in DIR/metrics.jsonl and DIR/tensorboard"
 _ATTENTION = (
-    "attention is torch's scaled_dot_product_attention, which takes flash attention where the device has it and nothing but the "
-    "causal mask is asked for: not with --reset-attention-mask"
+    "attention is torch's scaled_dot_product_attention, which uses flash attention if the device supports it and only the "
+    "causal mask is needed: not with --reset-attention-mask"
 )
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
 
-# Of Megatron-LM's first GPT-2 trainer, and of later ones: what they ask for always happens here. Accepted.
+# Flags of Megatron-LM's first GPT-2 trainer and of later ones that ask for what always happens here. Accepted.
 ALWAYS_SO = {
     "--lazy-loader": "data is always memory-mapped",
-    "--loose-json": "the kind of a data file is seen from its name",
-    "--shuffle": "samples are always shuffled, by --seed",
+    "--loose-json": "a data file's kind is recognized by its name",
+    "--shuffle": "samples are always shuffled, with --seed",
     "--resume-dataloader": "data order always continues exactly",
     "--fp32-allreduce": _FP32_GRADIENTS,
-    "--fp32-layernorm": "normalisation accumulates in fp32",
+    "--fp32-layernorm": "normalization accumulates in fp32",
     "--accumulate-allreduce-grads-in-fp32": _FP32_GRADIENTS,
     "--attention-softmax-in-fp32": "softmax is in fp32",
     "--exit-signal-handler": "SIGTERM saves and exits",
-    "--overlap-grad-reduce": "gradients are reduced while backward goes on",
-    "--override-lr-scheduler": "the learning-rate schedule is that of the flags, also where a checkpoint goes on",
-    "--override-opt_param-scheduler": "the learning-rate schedule is that of the flags, also where a checkpoint goes on",
+    "--overlap-grad-reduce": "gradients are reduced while backward runs",
+    "--override-lr-scheduler": "the flags always set the learning-rate schedule, even when a checkpoint is continued",
+    "--override-opt_param-scheduler": "the flags always set the learning-rate schedule, even when a checkpoint is continued",
     "--use-cpu-initialization": "initial values are drawn on the CPU, the same for every model-parallel size",
-    "--deepspeed-activation-checkpointing": "there is one activation checkpointing: --checkpoint-activations",
-    "--zero-contigious-gradients": "the gradients of a unit lie in one buffer",
-    "--zero-reduce-scatter": "a rank gets the gradients that it needs and no others",
+    "--deepspeed-activation-checkpointing": "activation checkpointing has one implementation: --checkpoint-activations",
+    "--zero-contigious-gradients": "a unit's gradients share one buffer",
+    "--zero-reduce-scatter": "each rank receives only the gradients that it needs",
     "--deep-init": "output layers are always scaled by 1/sqrt(2 x layers), as GPT-2's are",
     "--use-flash-attn": _ATTENTION,
     "--use-mcore-models": _ONE_ENGINE,
     "--no-pipeline-parallel": "there are no pipelines",
     "--no-query-key-layer-scaling": _UNSCALED,
-    "--no-create-attention-mask-in-dataloader": "the attention's kernels know what is causal",
+    "--no-create-attention-mask-in-dataloader": "attention kernels apply the causal mask themselves",
     "--log-throughput": _ALWAYS_LOGGED,
     "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
     "--log-memory-to-tensorboard": _ALWAYS_LOGGED,
     "--log-validation-ppl-to-tensorboard": _ALWAYS_LOGGED,
 }
 
-# Of the ZeRO-3 examples, and of later Megatrons: they tune what is done another way here. Accepted, and named in the log.
+# Flags of the ZeRO-3 examples and of later Megatron-LM versions that tune what is done another way here. Accepted, and named in
+# the log.
 NO_EFFECT = {
     "--zero-allgather-bucket-size": "buffers are sized by the model's units",
     "--scattered-embeddings": "--sequence-parallel keeps a part of every sequence on each rank, embeddings included",
@@ -58,7 +61,7 @@ NO_EFFECT = {
         "no kernel of this project's own is fused; --compile fuses what it can",
     ),
 }
-WITH_VALUE = {"--zero-allgather-bucket-size"}  # those that take one
+WITH_VALUE = {"--zero-allgather-bucket-size"}  # the ones that take a value
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
@@ -68,7 +71,7 @@ _RECOMPUTED_TOGETHER = (
     "use --checkpoint-activations, with --checkpoint-num-layers for blocks that are recomputed together"
 )
 
-# Of the same trainers: they cannot mean anything here, or something else. Refused, with what to do.
+# Flags of the same trainers that mean nothing here, or something else. Refused, with advice on what to do.
 REFUSED = {
     "--pretrained-bert": "BERT is not trained here",
     "--fp32-tokentypes": "token types belong to BERT",
@@ -94,7 +97,7 @@ REFUSED = {
     "--cloze-eval": "use evaluate_gpt2.py --task lambada",
     "--eval-hf": "import the weights first: python -m megazero.checkpoint import --from huggingface",
     "--load-openai": "import the weights first: python -m megazero.checkpoint import --from huggingface",
-    # Those of Megatron-LM's later releases.
+    # Flags of Megatron-LM's later releases.
     "--pipeline-model-parallel-size": _NO_PIPELINES,
     "--num-layers-per-virtual-pipeline-stage": _NO_PIPELINES,
     "--context-parallel-size": "use --sequence-parallel, which cuts sequences over the --model-parallel-size ranks",
@@ -150,7 +153,7 @@ REFUSED = {
     "--tensorboard-log-interval": "use --log-interval",
 }
 
-# Of those, with the values that ask for what is so here: accepted.
+# Refused flags that are accepted with these values, which ask for what happens here anyway.
 AS_IT_IS = {
     "--pipeline-model-parallel-size": ("1",),
     "--context-parallel-size": ("1",),

@@ -1,4 +1,4 @@
-"""A trained model for use: from a checkpoint's weights, at any model-parallel size, with the tokenizer it was trained with."""
+"""Loads a trained model for use: a checkpoint's weights, at any model-parallel size, and the tokenizer it was trained with."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """Which checkpoint is used, and how its model is computed."""
+    """Which checkpoint to use, and how to run its model."""
 
-    load: str | None = option(None, "directory of checkpoints, as given to --save of the training job")
-    tag: str | None = option(None, "which checkpoint of the directory, e.g. global_step200 (default: the latest)")
-    model_parallel_size: int = option(1, "ranks that split each layer; need not be that of the training job")
-    distributed_backend: str | None = option(None, "default: nccl where CUDA is, else gloo", choices=("nccl", "gloo"))
+    load: str | None = option(None, "directory of checkpoints, as given to the training job's --save")
+    tag: str | None = option(None, "which checkpoint in the directory, such as global_step200 (default: the latest)")
+    model_parallel_size: int = option(1, "ranks that split each layer; may differ from the training job's")
+    distributed_backend: str | None = option(
+        None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
+    )
     fp16: bool = option(False, "compute in fp16")
     bf16: bool = option(False, "compute in bf16")
     tf32: bool = option(
-        False, "fp32 matrix products on a GPU's tensor cores: what is multiplied is rounded to 10 bits of mantissa"
+        False, "run fp32 matrix products on a GPU's tensor cores, with operands rounded to 10 bits of mantissa"
     )
-    tokenizer_type: str | None = option(None, "default: that of the training job")
-    tokenizer_path: str | None = option(None, "file or directory of the vocabulary (default: that of the training job)")
-    vocab_file: str | None = option(None, "encoder.json or vocab.json (default: that of the training job)")
-    merge_file: str | None = option(None, "vocab.bpe or merges.txt (default: that of the training job)")
+    tokenizer_type: str | None = option(None, "kind of vocabulary (default: the training job's)")
+    tokenizer_path: str | None = option(None, "file or directory of the vocabulary (default: the training job's)")
+    vocab_file: str | None = option(None, "encoder.json or vocab.json (default: the training job's)")
+    merge_file: str | None = option(None, "vocab.bpe or merges.txt (default: the training job's)")
 
     def __post_init__(self) -> None:
         if self.load is None:
@@ -64,9 +66,9 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
     """The checkpoint and its tokenizer; communicates nothing.
 
     Raises:
-        FileNotFoundError: no checkpoint, or no vocabulary where the training job had it.
-        ValueError: --load is a checkpoint and not the directory of it; the checkpoint is damaged, or the vocabulary is not the
-            one it was trained with.
+        FileNotFoundError: there is no checkpoint, or no vocabulary where the training job had it.
+        ValueError: --load names a checkpoint instead of the directory that holds it, the checkpoint is damaged, or the vocabulary
+            is not the one it was trained with.
     """
     assert config.load is not None
     directory = Path(config.load)
@@ -82,7 +84,7 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
 
 
 def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
-    """That of the training job, from the files that the flags give, or else from those that the job had."""
+    """The training job's tokenizer, from the files that the flags name, or else from the files that the job used."""
     client = client_state(reader)
     saved: dict[str, Any] = client.get("tokenizer", {})
     given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
@@ -102,14 +104,15 @@ def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
 
 
 def model_config(reader: Reader) -> GPT2Config:
-    """The model of a checkpoint, without what only training needs."""
+    """The configuration of a checkpoint's model, without settings that only training needs."""
     return GPT2Config.of_saved(client_state(reader), reader.path).for_inference()
 
 
 def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:
-    """The model in evaluation mode on this process's device, split over the model-parallel group. Initialises both worlds.
+    """The model in evaluation mode on this process's device, split over the model-parallel group.
 
-    One parameter at a time is in memory beside this rank's part of the model.
+    Initializes torch.distributed and the model-parallel groups. Besides this rank's part of the model, one parameter at a time is
+    in memory.
     """
     architecture = model_config(reader)
     round_fp32_products(config.tf32)

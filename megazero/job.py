@@ -39,7 +39,7 @@ CountTokens = Callable[["Job", dict[str, Tensor]], int]
 
 @dataclass
 class Job:
-    """A training run in progress: what stays, and how far it has come."""
+    """A training run in progress: its fixed parts, and its progress."""
 
     config: Config
     groups: ParallelGroups
@@ -48,33 +48,33 @@ class Job:
     engine: Engine
     forward_step: ForwardStep
     timers: Timers
-    peak_tflops: float | None  # of this rank's device, where it is known
+    peak_tflops: float | None  # of this rank's device, if known
     iteration: int = 0
     consumed_samples: int = 0
     first_loss: float | None = None
-    corpora: list[str] | None = None  # fingerprints of the training data, or first of the checkpoint's
+    corpora: list[str] | None = None  # fingerprints of the training data; initially the checkpoint's
     stopped: bool = False  # all ranks have agreed to end early
-    stop: StopSignal = field(default_factory=StopSignal)  # what this rank alone knows
-    count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: of a micro-batch, those that count
+    stop: StopSignal = field(default_factory=StopSignal)  # this rank's own reasons to stop
+    count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of the next optimizer step."""
+        """Sequences in the next optimizer step."""
         return self.config.global_batch_size(self.groups.data_parallel_size, self.consumed_samples)
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of a micro-batch of what goes on: training, or an evaluation."""
+        """Sequences in a micro-batch of the current phase: training or evaluation."""
         return self.config.training.batch_size if self.engine.module.training else self.config.eval_batch_size
 
     @property
     def train_samples(self) -> int:
-        """Training samples of the whole run: those consumed, and those that the remaining iterations will."""
+        """Training samples of the whole run: those consumed so far, and those that the remaining iterations will consume."""
         left = max(0, self.config.training.train_iters - self.iteration)
         return self.config.samples_after(left, self.groups.data_parallel_size, self.consumed_samples)
 
     def accumulation_steps(self, consumed_samples: int) -> int:
-        """Micro-batches of the optimizer step after so many samples, on each data-parallel rank."""
+        """Micro-batches per data-parallel rank in the optimizer step that follows `consumed_samples`."""
         return self.config.accumulation_steps(self.groups.data_parallel_size, consumed_samples)
 
 
@@ -89,7 +89,7 @@ def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:
     """The model's configuration with the tokenizer's vocabulary size.
 
     Raises:
-        ValueError: --vocab-size is smaller than that.
+        ValueError: --vocab-size is smaller than the tokenizer's.
     """
     if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -107,7 +107,7 @@ def build_job(
     forward_step: ForwardStep,
     count_tokens: CountTokens | None = None,
 ) -> Job:
-    """The model, its engine and what else the loop needs, before anything is loaded.
+    """The job with its model, its engine and everything else that the loop needs, before anything is loaded.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`.
@@ -122,7 +122,7 @@ def build_job(
     peak = _peak_tflops(config, device)
     timers = Timers(device)
     activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
-    torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, and equal on all ranks
+    torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, equal on all ranks
     with _init_context(config, groups):
         model = model_provider(config.model, groups, device, dtype)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
@@ -149,9 +149,9 @@ def build_job(
 
 
 def _peak_tflops(config: Config, device: torch.device) -> float | None:
-    """What MFU relates to; None on a CPU, where a measurement varies with whatever else runs there.
+    """The peak that MFU refers to. By default None on a CPU, where a measurement varies with whatever else runs there.
 
-    Before the job holds anything on a GPU: the most that it has held is counted from here on, without what is measured with.
+    Call it before the job holds anything on a GPU: it restarts the count of peak memory, to leave out what the measurement used.
     """
     given = config.training.peak_tflops
     if given is None and device.type == "cpu":
@@ -166,7 +166,10 @@ def _peak_tflops(config: Config, device: torch.device) -> float | None:
 
 
 def _init_context(config: Config, groups: ParallelGroups) -> Init:
-    """Under stage 3 the model is never whole on a rank, and what there is of it rests where --offload-param says."""
+    """The context in which to build the model.
+
+    Under stage 3 the model is never whole on a rank, and its shards rest where --offload-param specifies.
+    """
     home = "cpu" if config.zero.placement == "auto" else config.zero.offload_param
     return Init(
         data_parallel_group=groups.data,
@@ -183,10 +186,10 @@ def _init_context(config: Config, groups: ParallelGroups) -> Init:
 
 
 def _decide_recompute(job: Job) -> None:
-    """Has the model's blocks recompute what --recompute-budget-gb makes necessary.
+    """Makes the model's blocks recompute as much as --recompute-budget-gb requires.
 
     Raises:
-        ValueError: nothing fits it, or the model is not made of this library's blocks.
+        ValueError: nothing fits the budget, or the model is not made of this library's blocks.
     """
     transformer, config = getattr(job.engine.module, "transformer", None), job.config
     if not isinstance(transformer, Transformer):
@@ -208,7 +211,7 @@ def _decide_recompute(job: Job) -> None:
 
 
 def build_schedule(config: Config, optimizer: BucketOptimizer) -> Any:
-    """The learning-rate schedule: the flags', or the one of the --deepspeed_config file, whose own rate is --lr."""
+    """The learning-rate schedule: the flags', or that of the --deepspeed_config file, with --lr as the optimizer's own rate."""
     section = config.deepspeed.scheduler
     if section is None:
         return AnnealingLR(optimizer, config.schedule, config.training.train_iters)
@@ -218,6 +221,6 @@ def build_schedule(config: Config, optimizer: BucketOptimizer) -> Any:
 
 
 def seed_dropout(job: Job) -> None:
-    """Seeds the random streams of training: differently on each data-parallel rank, and at each iteration to start from."""
+    """Seeds training's random streams: differently for each data-parallel rank, and for each iteration that a run starts from."""
     seed = job.config.training.seed + 100_003 * job.groups.data_parallel_rank + 1_000_003 * job.iteration
     mpu.model_parallel_cuda_manual_seed(seed)

@@ -19,12 +19,12 @@ from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.job import Job
 
-# Seconds that ranks wait for the first one to tokenize and index, which takes hours for a large corpus.
+# Seconds that ranks wait for the first one to tokenize and index the data, which takes hours for a large corpus.
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
 
 
 def datasets(job: Job) -> tuple[Any, Any, Any]:
-    """Training, validation and test data, with as many samples as the job may read; None for what there is none of."""
+    """Training, validation and test data, with as many samples as the job may read; None for a kind that is missing."""
     flags, groups = job.config.training, job.groups
     eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
     return build_datasets(
@@ -45,7 +45,7 @@ def batches(
     consumed: int = 0,
     batches_per_step: int | Callable[[int], int] = 1,
 ) -> Iterator | None:
-    """Micro-batches of this data-parallel rank, on the first tensor-parallel rank; the others get them by broadcast."""
+    """Micro-batches of this data-parallel rank; None on tensor-parallel ranks other than the first, which get a broadcast."""
     if job.groups.model_parallel_rank != 0:
         return None
     sampler = DataParallelBatchSampler(
@@ -61,23 +61,23 @@ def batches(
         batch_sampler=sampler,
         num_workers=job.config.data.num_workers,
         pin_memory=job.device.type == "cuda",
-        generator=torch.Generator(),  # else every new iterator draws from the generator that dropout uses
+        generator=torch.Generator(),  # otherwise every new iterator draws from dropout's generator
         worker_init_fn=_outlive_sigterm,
     )
     return until_exhausted(loader, name)
 
 
 def _outlive_sigterm(_: int) -> None:
-    """Has a data loader's worker end on SIGTERM of its rank alone.
+    """Makes a data loader's worker end on SIGTERM only if its own rank sends it.
 
-    Batch systems, `timeout` and `pkill -f` send it to every process of a job. The rank then finishes its step and saves, and a
-    worker that had ended would make an error of that. This is for workers that are forked, as on Linux up to Python 3.13; others
-    end with the process that has started them.
+    Batch systems, `timeout` and `pkill -f` send SIGTERM to every process of a job. The rank then finishes its step and saves; a
+    worker that had already ended would turn that into an error. This function is for forked workers, as on Linux up to Python
+    3.13. Other workers end with the process that started them.
     """
     rank = parent_process()
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
         return
-    # A forked worker begins with this thread alone, which those that it starts follow.
+    # A forked worker begins with this thread alone; threads that it starts later inherit the signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
@@ -89,27 +89,28 @@ def _outlive_sigterm(_: int) -> None:
 
 
 def take_counted(job: Job, iterator: Iterator | None, count: int) -> tuple[Iterator | None, list[int]]:
-    """The next `count` micro-batches of `iterator`, and how many tokens of each count; without an iterator None, and zeros."""
+    """The next `count` micro-batches of `iterator`, and how many tokens count in each; without an iterator, None and zeros."""
     if iterator is None:
         return None, [0] * count
     assert job.count_tokens is not None
     taken = []
     with job.timers("data loader"):
         for _ in range(count):
-            # What a worker has shared keeps a file open, and a step may have more micro-batches than a process may have files.
+            # A tensor that a worker has shared keeps a file open, and a step may have more micro-batches than a process may have
+            # open files.
             taken.append({name: x.clone() if x.is_shared() else x for name, x in next(iterator).items()})
     return iter(taken), [job.count_tokens(job, batch) for batch in taken]
 
 
 def token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
-    """What to multiply the mean loss of each micro-batch by, so that all counted tokens of the global batch weigh alike.
+    """Factors for the mean loss of each micro-batch that give all counted tokens of the global batch the same weight.
 
-    n M / N, with n such tokens in the micro-batch and N in all M micro-batches of all ranks: the engine divides by M. The counts
-    of the ranks are on their way while the first forward runs, and the host does not wait for the device to know them. A step in
-    which no token counts has a loss and a gradient of 0.
+    A factor is n M / N, with n counted tokens in the micro-batch and N in all M micro-batches of all ranks; the engine divides by
+    M. The ranks' counts are exchanged while the first forward runs, and the host does not wait for the device to know them. A
+    step in which no token counts has a loss and a gradient of 0.
 
     Args:
-        counts: of this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
+        counts: counted tokens in this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
     """
     rank = job.groups.data_parallel_rank
     table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)

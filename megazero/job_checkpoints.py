@@ -1,4 +1,4 @@
-"""How a training run continues from a checkpoint, and saves one: what it takes from a directory, refuses, and warns of."""
+"""How a training run continues from a checkpoint and saves one: what it takes from a directory, refuses, and warns about."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megazero.option import flag_of
 
 logger = get_logger(__name__)
 
-# Parts of the configuration that say which samples come, and in which order.
+# Parts of the configuration that determine which samples come, and in which order.
 SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
 
-# Flags of `training` that say what the loss of a sample is, or what it weighs.
+# Flags of `training` that determine the loss of a sample, or its weight.
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
 
 
 def refuse_to_replace(flags: CheckpointConfig) -> None:
-    """Returns if what --save holds, if anything, is what this run continues.
+    """Raises if --save holds checkpoints that this run does not continue.
 
     Raises:
-        ValueError: this run would replace the checkpoints of another, as it comes to their iterations.
+        ValueError: this run would replace another run's checkpoints once it reaches their iterations.
     """
     tags = list_tags(flags.save) if flags.save else []
     if tags and (flags.finetune or not flags.is_saved_where_loaded):
@@ -46,10 +46,10 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
 
 
 def load(job: Job) -> None:
-    """Continues from --load, where there is a checkpoint.
+    """Continues from the checkpoint in --load, if there is one.
 
     Raises:
-        ValueError: it is damaged, of a model of another shape, or trained with another vocabulary.
+        ValueError: it is damaged, belongs to a model of another shape, or was trained with another vocabulary.
     """
     flags = job.config.checkpoint
     if not flags.load:
@@ -75,7 +75,7 @@ def load(job: Job) -> None:
 
 
 def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
-    """Says that the data do not go on where the checkpoint's run left them, or that their loss is another one."""
+    """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently."""
     if client["train_samples"] != job.train_samples:
         logger.warning(
             "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
@@ -104,7 +104,7 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
 
 
 def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
-    """Says that the training data are not those of the checkpoint's run, whatever their names, and takes them for the job's."""
+    """Warns if the training data are not those of the checkpoint's run, whatever their names; then records them as the job's."""
     if job.corpora not in (None, corpora):
         logger.warning(
             "the documents of --train-data are not those of the run that saved the checkpoint: some may come again, and others "
@@ -115,7 +115,7 @@ def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
 
 
 def _agreed_tag(directory: str, fallback: bool) -> str | None:
-    """What every rank sees as the newest checkpoint; None where there is none. Collective."""
+    """The newest checkpoint, on which every rank agrees; None if there is none. Collective."""
     tags = comm.all_gathered_objects(comm.together(lambda: newest_tag(directory, fallback)))
     if len(set(tags)) > 1:
         raise ValueError(
@@ -126,7 +126,7 @@ def _agreed_tag(directory: str, fallback: bool) -> str | None:
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
-    """Says so where --load leads to no checkpoint; or refuses, where that looks like a mistake, which would cost hours."""
+    """Logs that --load leads to no checkpoint; or raises, if that looks like a mistake, which would cost hours."""
     if path.is_file():
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
     if (path / "index.json").is_file():
@@ -136,7 +136,7 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
             f"--load {flags.load} holds checkpoints ({', '.join(tags[-3:])}) but no file `latest`. Write the name of one into "
             "it, or take the newest by --load-fallback."
         )
-    # Where the job saves, its log may lie already.
+    # The directory that the job saves in may already hold its log.
     if not flags.is_saved_where_loaded and path.is_dir() and any(path.iterdir()):
         raise ValueError(
             f"--load {flags.load} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
@@ -149,9 +149,9 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
 
 
 def _prepare_to_continue(job: Job, reader: Reader) -> None:
-    """Refuses a checkpoint that this job cannot continue, and else takes the job's own state from it."""
+    """Refuses a checkpoint that this job cannot continue; otherwise takes the job's own state from it."""
     client, finetune = client_state(reader), job.config.checkpoint.finetune
-    if "tokenizer_sha256" not in client:  # of another framework
+    if "tokenizer_sha256" not in client:  # from another framework
         logger.warning(
             "%s does not say which vocabulary it was trained with: make sure that it is yours",
             reader.path,
@@ -180,12 +180,12 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
         )
     job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
     job.first_loss = client["first_loss"]
-    seed_dropout(job)  # which the checkpoint's own states replace, where it has them for these ranks
+    seed_dropout(job)  # the checkpoint's own states, if it has them for these ranks, replace these
 
 
 def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     saved = client.get("model")
-    if not isinstance(saved, dict):  # a script of one's own may mean something else by it
+    if not isinstance(saved, dict):  # a user's own script may store something else under this name
         return
     for name in UNSEEN_IN_SHAPES:
         was, now = saved.get(name), getattr(job.config.model, name)
@@ -198,7 +198,7 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
 
 
 def save(job: Job) -> None:
-    """Saves a checkpoint from which the job continues exactly."""
+    """Saves a checkpoint from which the job can continue exactly."""
     flags = job.config.checkpoint
     assert flags.save is not None
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Where a JSON configuration comes from: a dict, a file, or base64; strict about keys that are given twice."""
+"""Reads a JSON configuration from a dict, a file, or base64, and refuses keys that are given twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]:
     """The configuration as a new dict, from a mapping, the path of a JSON file, or URL-safe base64 of JSON text.
 
-    In a file, comments (`//`, `#`, `/* */`) and trailing commas pass.
+    In JSON text, comments (`//`, `#`, `/* */`) and trailing commas are accepted.
 
     Raises:
         DeepSpeedConfigError: the source is none of these, is not valid JSON, or gives a key twice.
@@ -53,10 +53,10 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """The object that JSON text holds, after comments and trailing commas are dropped.
+    """The object in JSON text, once comments and trailing commas are dropped.
 
     Args:
-        name: of the text, for error messages.
+        name: the text's name, for error messages.
     """
     try:
         document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_constant)
@@ -77,7 +77,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
 
 
 def strip_comments(text: str) -> str:
-    """`text` with blanks in place of comments and trailing commas outside of strings; the rest keeps its place."""
+    """`text` with blanks in place of comments and trailing commas outside strings, so that everything else keeps its position."""
     for pattern in (_COMMENT, _TRAILING_COMMA):
         text = pattern.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
     return text
@@ -92,6 +92,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    if name == "Infinity":  # as Python writes it; each key says whether it is a value
+    if name == "Infinity":  # as Python writes it; each key decides whether it accepts it
         return math.inf
     raise DeepSpeedConfigError(f"{name} is not a number that JSON knows.")

@@ -1,6 +1,6 @@
-"""torchrun with a readable end: `python -m megazero.launch [torchrun's options] script.py [the script's flags]`.
+"""torchrun with readable errors: `python -m megazero.launch [torchrun's options] script.py [the script's flags]`.
 
-torchrun itself buries a job's own error message under two screens of its traceback; this prints one line per cause.
+torchrun itself buries a job's own error message under two screens of traceback; this module prints one line per cause.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from types import FrameType
 
 
 def end_with_launcher() -> None:
-    """Has the kernel (Linux) send this process SIGTERM when the launcher that started it ends, as SIGKILL makes it do.
+    """Makes the kernel (Linux) send this process SIGTERM when the launcher that started it ends, even if by SIGKILL.
 
-    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody has typed the command is none: nohup lets a job
-    outlive it.
+    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody typed the command is not a launcher: under nohup,
+    a job outlives its shell.
     """
     pr_set_pdeathsig = 1
     if sys.platform == "linux" and os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
@@ -29,12 +29,13 @@ def end_with_launcher() -> None:
 
 
 if __name__ == "__main__":
-    # Until torchrun has ranks, which it ends itself: imports print a traceback, and C++ that waits hears nothing.
+    # The default action, until torchrun has ranks, which it ends itself: otherwise imports would print a traceback, and C++ code
+    # that waits would not react.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher()  # before the imports below, which take seconds
 
-# While a meeting point does not answer, torch would print a stack of C++ frames at every try. It reads this variable once, when
-# it is imported; the ranks are not to inherit it.
+# While a meeting point does not answer, torch would print a stack of C++ frames at every attempt. It reads this variable once, at
+# import; the ranks must not inherit it.
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_set = _LOG_LEVEL in os.environ
 os.environ.setdefault(_LOG_LEVEL, "ERROR")
@@ -52,7 +53,7 @@ if not _is_set:
 
 
 def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
-    """One line: which rank ended how, and the likely reason where there is one; `log_dir` is where its output went, if set."""
+    """One line: which rank ended, how, and the likely reason if there is one; `log_dir`, if set, is where its output went."""
     if failure.exitcode == -signal.SIGKILL:
         return (
             f"rank {rank} was killed (SIGKILL), most likely by the kernel for lack of host memory. Use less memory per rank: "
@@ -72,10 +73,10 @@ def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
 
 
 def cause(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed first and how; of several in the same second the killed one, which the others have missed."""
+    """The rank that failed first, and how; of several in the same second, the killed one, whose loss made the others fail."""
     rank, first = error.get_first_failure()
     for other, failure in error.failures.items():
-        # torchrun itself kills 30 s later
+        # torchrun's own SIGKILL comes 30 s later
         if failure.exitcode == -signal.SIGKILL and failure.timestamp <= first.timestamp:
             return other, failure
     return rank, first
@@ -87,8 +88,11 @@ def share_cores(ranks: int) -> None:
 
 
 def run_ranks(args: Namespace) -> int:
-    """The exit status of torchrun under its parsed options: 0, that of the rank that failed first, or 128 + a signal's number."""
-    # Without a port newer torchruns take 29500 on several nodes, and a free one of this host on one.
+    """Runs torchrun under its parsed options and returns 0, the status of the rank that failed first, or 128 + a signal's number.
+
+    Returns 1 if the nodes cannot meet.
+    """
+    # Without a port, newer versions of torchrun use 29500 on several nodes, and a free port of this host on one.
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     has_one_node = run.parse_min_max_nnodes(args.nnodes)[1] == 1
     if not args.standalone and (args.rdzv_endpoint or args.master_port or not has_one_node):
@@ -97,7 +101,7 @@ def run_ranks(args: Namespace) -> int:
     try:
         with ExitStack() as at_end:
             if args.log_dir is None and args.redirects == args.tee == "0":
-                # torchrun makes a directory all the same, and would leave it among the system's temporary files.
+                # torchrun makes a directory anyway, and would leave it among the system's temporary files.
                 folder = TemporaryDirectory(prefix="megazero_", ignore_cleanup_errors=True)
                 args.log_dir = at_end.enter_context(folder)
             run.run(args)
@@ -112,7 +116,7 @@ def run_ranks(args: Namespace) -> int:
         print(f"torchrun was ended by {error.sigval.name}, and with it all ranks of this node.", file=sys.stderr)
         return 128 + error.sigval
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        # Of those of torchrun's c10d rendezvous some name their cause, and some have no text.
+        # Some errors of torchrun's c10d rendezvous name their cause, and some have no text.
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         hint = "Is the port free, the address right, and every node started?"
         print(f"error: the nodes cannot meet at {meeting_point}: {reason} {hint}", file=sys.stderr)
@@ -121,7 +125,7 @@ def run_ranks(args: Namespace) -> int:
 
 
 def _is_in_agent(frame: FrameType) -> bool:
-    """Whether torchrun's agent runs here, which starts the ranks and waits for them."""
+    """Whether this frame belongs to torchrun's agent, which starts the ranks and waits for them."""
     module = frame.f_globals["__name__"]
     return frame.f_code.co_name == "run" and module.startswith("torch.distributed.elastic.agent")
 
@@ -129,12 +133,12 @@ def _is_in_agent(frame: FrameType) -> bool:
 def main() -> None:
     """Runs torchrun with the command line's options; exits with the status of `run_ranks`."""
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        # What they say is repeated here; the second has its own level.
+        # Their messages are repeated here; the second logger has its own level.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = run.parse_args(sys.argv[1:])
     if args.standalone and args.local_addr is None:
-        args.local_addr = "localhost"  # torchrun takes this host's name, and waits for ever where that does not resolve
-    if args.max_restarts:  # what is repeated here is the last failure alone
+        args.local_addr = "localhost"  # torchrun takes this host's name, and waits forever if that does not resolve
+    if args.max_restarts:  # only the last failure is repeated here
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
     try:
         ranks = run.determine_local_world_size(args.nproc_per_node)
@@ -144,7 +148,7 @@ def main() -> None:
         sys.exit(run_ranks(args))
     except (OSError, RuntimeError, ValueError, AssertionError) as error:  # torchrun asserts some of its options
         if any(_is_in_agent(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
-            raise  # the options were good, and the ranks may have run for days: a fault of torchrun's own
+            raise  # the options were valid, and the ranks may have run for days: a fault of torchrun's own
         sys.exit(f"error: torchrun cannot start with these options: {error} (see torchrun --help)")
 
 

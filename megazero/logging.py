@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, and the first is enough
+ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, so the first is enough
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module that says things ALIKE, of which only the first rank's pass, whoever prints the log."""
+    """The logger of a module that marks records ALIKE: these pass on the first rank only, whoever prints the log."""
     logger = logging.getLogger(name)
     logger.addFilter(_is_first_of_alike)
     return logger
@@ -23,16 +23,17 @@ def get_logger(name: str) -> logging.Logger:
 def _is_first_of_alike(record: logging.LogRecord) -> bool:
     if not hasattr(record, "alike"):
         return True
-    import torch.distributed as dist  # slow, and there already where ranks say things alike
+    import torch.distributed as dist  # slow to import, and already imported wherever ranks say things ALIKE
 
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def prepare_output() -> None:
-    """Gives a process standard output and error that take every line: what is said there never ends the work.
+    """Gives a process a standard output and error that accept every line: logging never ends the work.
 
-    Started without them (`>&-`), as by a daemon, it has None there, which has no `flush`; and a file opened later would get their
-    numbers, and with them what C writes to these. What the locale's encoding lacks is written as on standard error: `\\u20ac`.
+    A process started without them (`>&-`), for example by a daemon, has None in their place, which has no `flush`. A file opened
+    later would get their descriptor numbers, and with them whatever C code writes there. Characters that the locale's encoding
+    lacks are written as on standard error: `\\u20ac`.
     """
     if sys.stdout is None or sys.stderr is None:
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -46,12 +47,12 @@ def prepare_output() -> None:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first of the names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
+    """The first names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def counted(number: int, thing: str) -> str:
-    """How many of a thing: "1 rank", "2 ranks", "3 micro-batches"."""
+    """A number with its noun: "1 rank", "2 ranks", "3 micro-batches"."""
     return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("batch") else "s")
 
 
@@ -63,7 +64,7 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 class _RankFilter(logging.Filter):
-    """Lets INFO through on rank 0 only; marks what other ranks say with their rank."""
+    """Lets INFO through on rank 0 only; marks other ranks' lines with their rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class _RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """INFO bare, as a training log reads best; other levels with their name."""
+    """Formats INFO without a prefix, which reads best in a training log, and other levels with their name."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line to print."""
@@ -89,9 +90,9 @@ class _Formatter(logging.Formatter):
 
 
 class _Output(logging.StreamHandler):
-    """Standard output. Where it cannot be written, as on a full disk or when its reader has ended, standard error has one line.
+    """Standard output. If it cannot be written, because the disk is full or its reader has ended, standard error gets one line.
 
-    Python's handler would print a traceback there for every line. The job is worth more than its log, and goes on.
+    Python's handler would print a traceback there for every line. The job is worth more than its log, and continues.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class _Output(logging.StreamHandler):
         self._has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says once that lines are lost."""
+        """Reports once that lines are lost."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -111,7 +112,7 @@ class _Output(logging.StreamHandler):
 
 
 def _drop_output() -> None:
-    """Leaves nothing that Python would try to write when it ends: it would exit with 120."""
+    """Discards what Python would try to write at exit, which would make it exit with status 120."""
     try:
         sys.stdout.flush()
     except OSError:

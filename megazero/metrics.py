@@ -31,11 +31,11 @@ class StepReport:
     skipped: int  # iterations skipped for overflow, in total
     tokens_per_s: float
     tflops: float  # model TFLOP/s of one rank
-    mfu: float | None  # of one rank's peak, where that is known
+    mfu: float | None  # share of one rank's peak, if that is known
     phases_s: dict[str, float]  # seconds per iteration by phase
 
     def line(self) -> str:
-        """Megatron-LM's log line, then throughput and what is left."""
+        """Megatron-LM's log line, followed by throughput and the remaining time."""
         left = timedelta(seconds=round(self.step_s * (self.train_iters - self.iteration)))
         mfu = "" if self.mfu is None else f" MFU {100 * self.mfu:.1f}% |"
         return (
@@ -50,7 +50,7 @@ class StepReport:
         return "time (ms)" + "".join(f" | {name}: {seconds * 1e3:.2f}" for name, seconds in self.phases_s.items())
 
     def scalars(self) -> dict[str, float]:
-        """The report as flat numbers by name, those that are known."""
+        """The known values of the report, as flat numbers by name."""
         names = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "tokens_per_s", "tflops", "mfu", "step_s")
         known = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**known, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
@@ -59,13 +59,13 @@ class StepReport:
 class MetricsWriter:
     """Keeps the scalars of a run, and appends them to `metrics.jsonl` and TensorBoard.
 
-    A resumed run drops the lines after its starting iteration, so that the file tells one story.
+    A resumed run drops the lines after its starting iteration, so that the file describes a single run.
 
     Args:
         directory: holds metrics.jsonl and the plot; None writes nothing.
         tensorboard_dir: holds the event files; None writes none.
-        start_iteration: what later lines of an earlier, lost run are cut off behind.
-        keeps_lines: whether `lines` has what is recorded, 1.3 kB each time.
+        start_iteration: lines after this one, from an earlier run that was lost, are dropped.
+        keeps_lines: whether `lines` keeps what is recorded, 1.3 kB each time.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MetricsWriter:
         self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
-        self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place, what records there
+        self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place: what records there
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             earlier = _read(self.path) if start_iteration and self.path.is_file() else []
@@ -90,7 +90,7 @@ class MetricsWriter:
                 self._board = SummaryWriter(tensorboard_dir, purge_step=purged)
             except OSError as error:
                 raise OSError(f"--tensorboard-dir {tensorboard_dir} cannot be written: {error}") from error
-            except UnicodeEncodeError as error:  # in Python such a name is bytes that the locale does not know
+            except UnicodeEncodeError as error:  # the name has bytes that the locale cannot decode
                 raise OSError(
                     f"--tensorboard-dir {tensorboard_dir!r} cannot be written: TensorBoard takes names in UTF-8 alone, and this "
                     "one is none in this locale. Set PYTHONUTF8=1 in the environment, name another folder, or give "
@@ -100,13 +100,14 @@ class MetricsWriter:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What was recorded, also by the run that this one continues: oldest first, one of each iteration and section."""
+        """Everything recorded, including by the run that this one continues: oldest first, one line per iteration and section."""
         return list(self._lines.values())
 
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         """Records scalars of one iteration under a section ("train", "valid", "test").
 
-        A log that cannot be written, for a full disk, ends there with a warning. The run, which is worth more, does not.
+        A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
+        more, continues.
         """
         if self._keeps_lines:
             self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
@@ -130,12 +131,12 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the event file."""
         if self._board is not None:
-            with suppress(OSError):  # of a log that has ended
+            with suppress(OSError):  # the log may have ended already
                 self._board.close()
 
 
 def _as_json(line: dict[str, Any]) -> str:
-    """One line of a metrics file. JSON has no word for nan and inf, such as the norm of an overflow: they are null."""
+    """One line of a metrics file. JSON has no nan or inf, such as the norm of an overflow: they become null."""
     known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
     return json.dumps(known, allow_nan=False) + "\n"
 
@@ -153,7 +154,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
-    """Draws training and validation loss over iterations into a PNG; False where it cannot, which it says."""
+    """Plots training and validation loss over iterations as a PNG; if it cannot, logs the reason and returns False."""
     try:
         import matplotlib
 
@@ -185,5 +186,5 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); inf where that is more than a float can be. Megatron-LM's stops at exp(20)."""
+    """exp(loss), or inf if that is more than a float can hold. Megatron-LM's stops at exp(20)."""
     return math.inf if loss > 709 else math.exp(loss)

@@ -1,4 +1,4 @@
-"""Tensors inside of nested containers."""
+"""Tensors inside nested containers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def moved(value: Any, device: torch.device | None = None, floating: torch.dtype 
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `function` of each tensor in its lists, tuples and mappings; other objects stay as they are."""
+    """`value` with `function` applied to each tensor in its lists, tuples and mappings; other objects stay as they are."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, which may have a constructor of its own
@@ -26,7 +26,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(item, function) for item in value)
     if isinstance(value, MutableMapping):
-        result = copy.copy(value)  # of the same class, as transformers' BatchEncoding, whose entries are attributes too
+        result = copy.copy(value)  # keeps classes such as transformers' BatchEncoding, whose entries are attributes too
         for key in value:
             result[key] = mapped(value[key], function)
         return result
@@ -34,7 +34,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors inside of nested lists, tuples, dicts and objects with attributes (dataclasses), each object looked at once."""
+    """The tensors inside nested lists, tuples, dicts and objects with attributes (dataclasses); each object is visited once."""
     yield from _walk(value, set())
 
 

@@ -1,4 +1,4 @@
-"""How a configuration dataclass describes its own command-line flag, so that none is written twice; errors of command lines."""
+"""Lets a configuration dataclass describe its own command-line flags, so that none is written twice; command-line errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def option(
     flag: str | None = None,
     aliases: Sequence[str] = (),
 ) -> Any:
-    """A dataclass field with a default, one line of help, and what the command line needs to know of it.
+    """A dataclass field with a default, one line of help, and what the command line needs to know about it.
 
     Args:
         default: the field's default.
-        choices, at_least, at_most, above, below: which values `check_options` accepts; None always, where it is the default.
-        flag: the flag's name where it is not `--` + the field's name with dashes.
+        choices, at_least, at_most, above, below: the values that `check_options` accepts; None is always accepted as a default.
+        flag: the flag's name, if it is not `--` + the field's name with dashes.
         aliases: further flag names that mean the same (old spellings).
     """
     names = {"flag": flag, "aliases": tuple(aliases)}
@@ -35,23 +35,23 @@ def option(
 
 
 def flag_of(field: str) -> str:
-    """The flag that sets a field, where `option` names no other."""
+    """The flag that sets a field, unless `option` gives another name."""
     return "--" + field.replace("_", "-")
 
 
 def own_flag(described: Field) -> str:
-    """The flag that sets a field which `option` describes."""
+    """The flag that sets a field described by `option`."""
     return described.metadata["flag"] or flag_of(described.name)
 
 
 def check_options(config: Any) -> None:
-    """Raises a ValueError for a field of a configuration dataclass whose value its option does not accept."""
+    """Raises a ValueError if a field of a configuration dataclass has a value that its option does not accept."""
     for each in (each for each in fields(config) if "help" in each.metadata):
         choices, least, most, above, below = (
             each.metadata[name] for name in ("choices", "at_least", "at_most", "above", "below")
         )
         flag, value = own_flag(each), getattr(config, each.name)
-        if choices and (value not in (each.default, *choices) or isinstance(value, bool)):  # True is no 1
+        if choices and (value not in (each.default, *choices) or isinstance(value, bool)):  # True is not 1
             raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}.")
         if value is None:
             continue
@@ -66,7 +66,7 @@ def check_options(config: Any) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose errors are raised, so that the caller decides which rank speaks."""
+    """A command-line parser that raises its errors, so that the caller decides which rank reports them."""
 
     def error(self, message: str) -> NoReturn:
         """Raises a ValueError."""
@@ -74,12 +74,12 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def takes_value(self) -> dict[str, bool]:
-        """Of every flag whether it takes a value."""
+        """Whether each flag takes a value."""
         return {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
 
 
 def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises a ValueError for a name that is not known: `what`, as in "Adam has no parameter", the name, and the nearest one."""
+    """Raises a ValueError for an unknown name, with `what` ("Adam has no parameter"), the name and the nearest known one."""
     for name in given:
         if name not in known:
             raise ValueError(f"{what} {name!r}. {did_you_mean(name, known)}")

@@ -1,4 +1,4 @@
-"""A device or host that has no memory for a tensor: told by what a rank holds, and by the flags that take less."""
+"""Explains an out-of-memory error of a device or host: what the rank holds, and which flags take less."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megazero.plan import ways_to_less_memory
 from megazero.reporting import describe_memory
 from megazero.zero.memory import size
 
-# How it is told where that is no torch.OutOfMemoryError: by PyTorch, by NCCL, by cuBLAS and cuDNN.
+# What such errors say when they are not torch.OutOfMemoryError: PyTorch's, NCCL's, those of cuBLAS and cuDNN.
 NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory'", "STATUS_ALLOC_FAILED")
 
 
 @contextmanager
 def tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None]:
-    """Replaces the error of a device or host without memory by one that says what is held, and which flags take less.
+    """Replaces an out-of-memory error of a device or host by one that says what is held, and which flags take less.
 
     Raises:
-        MemoryError: there was none for a tensor.
+        MemoryError: there was no memory for a tensor.
     """
     try:
         yield
@@ -35,10 +35,10 @@ def tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None
 
 
 def _describe(error: Exception, job: Job | None, ways: list[str]) -> str:
-    """What a rank says that found no memory for a tensor: when, what it holds, and what takes less.
+    """The message of a rank that found no memory for a tensor: when, what it holds, and what takes less.
 
     Args:
-        job: None where it was still being made.
+        job: None if it was still being made.
         ways: flags that lower what a device holds.
     """
     when = "while the job was being made" if job is None else f"in iteration {job.iteration + 1}"

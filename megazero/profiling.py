@@ -30,7 +30,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """To be entered for each step."""
+        """The context in which each step runs."""
         if step == self.first:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profile = profile(activities=kinds, record_shapes=True)
@@ -40,7 +40,7 @@ class StepProfiler:
             self.finish(step)
 
     def finish(self, step: int) -> None:
-        """Writes what is being recorded, if anything, up to `step`. A trace that cannot be written is a warning."""
+        """Writes the trace recorded up to `step`, if there is one. If it cannot be written, it only warns."""
         if self._profile is None:
             return
         self._profile.stop()

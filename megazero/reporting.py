@@ -1,4 +1,4 @@
-"""What a job says of itself: at its start, at every log interval, and at its end."""
+"""What a job reports: at its start, at every log interval, and at its end."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SHARDED = (
 
 
 def metrics_writer(job: Job) -> MetricsWriter:
-    """Where this rank records its numbers: also in files, on rank 0."""
+    """The writer that records this rank's numbers; on rank 0, in files as well."""
     if torch.distributed.get_rank() != 0:
-        return MetricsWriter(None, None, job.iteration, keeps_lines=False)  # the first one makes the summary
+        return MetricsWriter(None, None, job.iteration, keeps_lines=False)  # rank 0 makes the summary
     return MetricsWriter(job.config.checkpoint.save, job.config.tensorboard_dir, job.iteration)
 
 
 def step_profiler(job: Job) -> StepProfiler:
-    """What traces the steps of --profile-steps on rank 0, as far as these are to come."""
+    """The profiler that traces the steps of --profile-steps on rank 0, if they are still to come."""
     steps = job.config.training.profiled_steps if torch.distributed.get_rank() == 0 else None
     if steps is not None and steps[0] <= job.iteration:
         logger.warning(
@@ -84,7 +84,7 @@ def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:
 
 
 def _homes(zero: ZeroConfig) -> str:
-    """Where states rest that do not lie on the accelerator, as the end of a sentence."""
+    """Where states rest that are not on the accelerator, as the end of a sentence."""
     places = {"cpu": "in host memory", "nvme": f"in {zero.nvme_path}"}
     share = "" if zero.offload_optimizer_ratio == 1 else f"{zero.offload_optimizer_ratio:.0%} of the "
     homes = ((f"{share}optimizer states", zero.offload_optimizer), ("parameters", zero.offload_param))
@@ -92,7 +92,7 @@ def _homes(zero: ZeroConfig) -> str:
 
 
 def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
-    """A table of the bytes that this rank holds, planned beside measured.
+    """A table of the bytes that this rank holds, planned next to measured.
 
     Args:
         measured: as for `memory_rows`.
@@ -109,10 +109,10 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
 
 
 class MemoryWatch:
-    """Measures one step: the most that is held of every kind, and in all.
+    """Measures one step: the most memory held of each kind, and in all.
 
-    It looks before every unit's forward, after every parameter's gradient and around every update, by hooks, and so is for one
-    step only.
+    Hooks look before every unit's forward, after every parameter's gradient and around every update, which is why it is meant for
+    one step only.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -120,13 +120,13 @@ class MemoryWatch:
         self.most: dict[str, int] = {}
         units = [unit.register_forward_pre_hook(self._look) for unit in find_units(engine.module)]
         trained = [p for p in engine.module.parameters() if p.requires_grad]
-        # Hooks of every optimizer, as one with hooks of its own is not stepped bucket by bucket.
+        # These hooks are on all optimizers, because one with hooks of its own is not stepped bucket by bucket.
         updates = [register_optimizer_step_pre_hook(self._look), register_optimizer_step_post_hook(self._look)]
         self._handles = [*units, *updates, *(p.register_post_accumulate_grad_hook(self._look) for p in trained)]
 
     def stop(self) -> dict[str, int]:
         """Removes the hooks and returns what `describe_memory` shows."""
-        # Adam on the host is no step of the torch optimizer, whose hooks so do not see the moments that it makes.
+        # Adam on the host is not a step of the torch optimizer, so these hooks do not see the moments that it makes.
         self._look()
         for handle in self._handles:
             handle.remove()
@@ -134,13 +134,13 @@ class MemoryWatch:
 
     def _look(self, *_: object) -> None:
         held = self.engine.memory()
-        held["peak"] = sum(held.values()) - held["staging"]  # that is host memory, which the plan has apart
+        held["peak"] = sum(held.values()) - held["staging"]  # that is host memory, which the plan lists separately
         self.most = {key: max(self.most.get(key, 0), value) for key, value in held.items()}
 
 
 @contextmanager
 def progress_bar(job: Job) -> Iterator[tqdm]:
-    """The run's iterations as a bar below the log lines, on a terminal; elsewhere, and on other ranks, it draws nothing."""
+    """A progress bar of the run's iterations below the log lines. It is drawn only on rank 0, and only on a terminal."""
     is_shown = torch.distributed.get_rank() == 0 and sys.stdout.isatty()
     with tqdm(
         total=job.config.training.train_iters,
@@ -159,9 +159,9 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int
     """Logs and records the averages of the iterations since the last log line.
 
     Args:
-        losses: of these iterations.
-        samples: of all of them, on all ranks.
-        seconds: that they took.
+        losses: one per iteration.
+        samples: consumed by all of these iterations, on all ranks.
+        seconds: the time that they took.
     """
     flags, engine, steps = job.config.training, job.engine, len(losses)
     step_s = seconds / steps
@@ -214,7 +214,7 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         last = valid[-1]
         when = "" if last["iteration"] == job.iteration else f", at iteration {last['iteration']}"
         rows.append(("validation perplexity", f"{last['perplexity']:.2f} (loss {last['loss']:.4f}{when})"))
-    own = [line for line in train if line["iteration"] > metrics.start_iteration]  # those before may be of other ranks
+    own = [line for line in train if line["iteration"] > metrics.start_iteration]  # earlier lines may be of other ranks
     if own:
         median = sorted(own, key=lambda line: line["tokens_per_s"])[len(own) // 2]
         rows.append(("tokens/s", f"{median['tokens_per_s']:.0f} (median log line)"))

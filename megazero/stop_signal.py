@@ -1,4 +1,4 @@
-"""Why a rank ends before its work is done: a signal, the time, or the end of what has started it."""
+"""Why a rank ends before its work is done: a signal, a time limit, or the end of its launcher."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megazero.comm import OtherRankError
 
 
 class StopSignal:
-    """Why this rank wants to end: SIGTERM, SIGINT or the time, so that the loop finishes its step and saves before it does.
+    """Why this rank wants to end: SIGTERM, SIGINT or a time limit. The loop then finishes its step and saves before it ends.
 
-    It knows whether torchrun lives, too. As the handler of both signals it tells `megazero.entry` which one has come.
+    It also checks whether torchrun is alive. It is the handler of both signals, and tells `megazero.entry` which one has come.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None  # the signal
-        self._end, self._limit = math.inf, ""  # of time.monotonic()
+        self._end, self._limit = math.inf, ""  # in the time of time.monotonic()
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self)
 
     def __call__(self, number: int, _: Any) -> None:
-        """Takes note of the signal."""
+        """Records the signal."""
         self.received = signal.Signals(number).name
 
     def end_at(self, moment: float, limit: str) -> None:
-        """Wants to end from `moment` of `time.monotonic()` on, because of `limit`."""
+        """Sets a time limit: from `moment` of `time.monotonic()` on, this rank wants to end because of `limit`."""
         self._end, self._limit = moment, limit
 
     @property
@@ -40,9 +40,9 @@ class StopSignal:
         return self.received or (self._limit if time.monotonic() >= self._end else None)
 
     def check_launcher(self) -> None:
-        """Raises OtherRankError where the torchrun that started this rank has ended, as only SIGKILL makes it do.
+        """Raises OtherRankError if the torchrun that started this rank has ended, which only SIGKILL makes it do.
 
-        It holds the store where ranks meet for a save, so all steps from here on would be lost.
+        torchrun holds the store where ranks meet for a save, so all steps from here on would be lost.
         """
         if self._launcher is not None and os.getppid() != self._launcher:
             raise OtherRankError(

@@ -1,4 +1,4 @@
-"""Texts that a trained model is asked about: read from files, and WikiText's as a writer would have typed it."""
+"""Texts that a trained model is given: read from files, with WikiText restored to what a writer would have typed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
     """The texts of a file of JSON lines, such as LAMBADA's.
 
     Raises:
-        ValueError: a line is not a JSON object with a string under `text_key`; names file and line. Or there is none.
+        ValueError: a line is not a JSON object with a string under `text_key`, in which case the message names file and line; or
+            there is no text.
     """
     texts = []
     with open(path, "rb") as file:
@@ -32,7 +33,7 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # not UTF-8 either
+            except ValueError as error:  # also if the line is not UTF-8
                 raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
             text = record.get(text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):
@@ -45,7 +46,8 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
     return texts
 
 
-# WikiText separates punctuation by spaces. The order matters and is that of Megatron-LM's evaluation, so that results compare.
+# WikiText separates punctuation by spaces. The order of the repairs matters: it is that of Megatron-LM's evaluation, so that
+# results are comparable.
 _WIKITEXT_REPAIRS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -75,5 +77,5 @@ def wikitext_detokenize(text: str) -> str:
 
 
 def word_count(text: str) -> int:
-    """Words of WikiText's original text: pieces between single spaces. An end of line stands between spaces and counts as one."""
+    """The number of words in WikiText's original text, split at single spaces. A line end between spaces counts as a word."""
     return len(text.strip().split(" "))

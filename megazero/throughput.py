@@ -1,4 +1,4 @@
-"""What a device could do at best, and how much memory a rank has used: the denominators of the training log."""
+"""The peak speed of a device, and the memory that a rank has used, for the training log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# Dense 16-bit peak of one device in TFLOP/s, from the makers' data sheets; the first name found in the device's name counts.
+# Dense 16-bit peak of one device in TFLOP/s, from the makers' data sheets; the first key found in the device's name applies.
 DEVICE_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -31,8 +31,8 @@ DEVICE_TFLOPS = {
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Peak TFLOP/s of one rank's device, and where the number comes from.
 
-    From the maker's data sheet for known GPUs in 16-bit dtypes, else the best of a few matrix products, which take about a
-    quarter of a second; in fp32 they use TF32 where torch has been told that it may.
+    For known GPUs in 16-bit dtypes it comes from the maker's data sheet. Otherwise it is the best of a few matrix products, which
+    take about a quarter of a second; in fp32 they use TF32 if torch has been told that it may.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
@@ -49,7 +49,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    product_s()  # a device's first one loads libraries and kernels, which may take longer than all that count
+    product_s()  # a device's first product loads libraries and kernels, which may take longer than all those that count
     best, stop = product_s(), time.perf_counter() + 0.25
     while time.perf_counter() < stop:
         best = min(best, product_s())
@@ -59,26 +59,27 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What this rank holds now: allocated on its GPU, or resident in its process on a CPU (the peak, where /proc is missing)."""
+    """Bytes that this rank holds now: allocated on its GPU, or resident in its process on a CPU (the peak, without /proc)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _resident_bytes() or peak_memory_bytes(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated on its GPU, or resident in its process on a CPU."""
+    """The most bytes that this rank has held: allocated on its GPU, or resident in its process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     peak = re.search(rb"VmHWM:\s+(\d+) kB", status.read_bytes()) if status.exists() else None
-    # Elsewhere getrusage(2), in bytes on macOS; on Linux a process begins with the peak of the one that has started it.
+    # Without /proc, getrusage(2), which counts in bytes on macOS. On Linux, its peak of a new process is that of the one that
+    # started it.
     unit = 1 if sys.platform == "darwin" else 1024
     most = (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-    return max(most, _resident_bytes())  # the kernel notes the peak now and then only
+    return max(most, _resident_bytes())  # the kernel updates the peak only now and then
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where /proc is missing."""
+    """Resident bytes of this process; 0 if /proc is missing."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
@@ -86,19 +87,19 @@ def _resident_bytes() -> int:
 def keep_freed_memory() -> None:
     """Tells glibc to keep large freed blocks for the next step instead of returning them to the kernel.
 
-    Activations are allocated and freed at every step; giving their pages back and faulting them in again costs up to a third
-    of a CPU step. For the job's entry point only, and for ranks that compute on a CPU: it changes the whole process, and where
-    activations lie on a GPU it gains nothing and keeps what loading and saving have freed. Does nothing without glibc.
+    Activations are allocated and freed at every step; returning their pages and faulting them in again costs up to a third of a
+    CPU step. Call it only from the job's entry point, and only for ranks that compute on a CPU: it changes the whole process, and
+    if activations are on a GPU it gains nothing and keeps what loading and saving have freed. Does nothing without glibc.
     """
     _tell_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1})
 
 
 def return_freed_memory() -> None:
-    """Tells glibc to return freed blocks of 1 MiB and more to the kernel at once: for what swaps, as memory is what it lacks.
+    """Tells glibc to return freed blocks of 1 MiB and more to the kernel at once: for jobs that swap, because they lack memory.
 
-    By itself glibc takes blocks of up to 32 MiB from its heap once one of that size was freed, and keeps them; before 2.38 it
-    does not even find one that was freed for the next one of its size, as torch asks for aligned memory (glibc's bug 14581). So
-    a process would come to hold what it has swapped out. It changes the whole process. Does nothing without glibc.
+    By default, glibc takes blocks of up to 32 MiB from its heap once one of that size has been freed, and keeps them. Before 2.38
+    it does not even reuse a freed block for the next one of its size, because torch asks for aligned memory (glibc's bug 14581).
+    So a process would end up holding what it has swapped out. It changes the whole process. Does nothing without glibc.
     """
     _tell_malloc({_MMAP_THRESHOLD: 1 << 20})
 

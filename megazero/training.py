@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, saving in between, and the end. A script brings the model and the loss."""
+"""The training loop: steps, evaluations, saving in between, and the end. A script supplies the model and the loss."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def pretrain(
     """Runs the job that `config` describes, from set-up to summary, and returns it.
 
     Args:
-        tokenizer: of the data; its vocabulary size is the model's unless --vocab-size is larger.
+        tokenizer: the data's; its vocabulary size is the model's unless --vocab-size is larger.
         model_provider: makes the model from its configuration, the groups, device and dtype.
         forward_step: takes the job and an iterator of micro-batches (None on tensor-parallel ranks other than the first, which
             get theirs by `mpu.broadcast_data`), and returns the mean loss of the next micro-batch.
-        count_tokens: takes the job and a micro-batch on the host, and returns how many tokens that mean is over, 0 where none
-            counts and the mean is 0. Asked with --calculate-per-token-loss only, on first tensor-parallel ranks.
+        count_tokens: takes the job and a micro-batch on the host, and returns how many tokens that mean is over: 0 if none
+            counts, and the mean is 0. Called only with --calculate-per-token-loss, on first tensor-parallel ranks.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit.
@@ -129,7 +129,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
         if valid is not None and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
             begin = time.perf_counter()
             evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
-            start += time.perf_counter() - begin  # the step times that are logged are of training alone
+            start += time.perf_counter() - begin  # logged step times cover training alone
         if config.checkpoint.save and job.iteration % config.checkpoint.save_interval == 0:
             begin = time.perf_counter()
             save(job)
@@ -149,11 +149,11 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     """One optimizer step.
 
     Returns:
-        The loss averaged over micro-batches and data-parallel ranks, with --calculate-per-token-loss over the counted tokens of
-        all of them; and the reason to stop now that any rank has, if any.
+        The loss averaged over micro-batches and data-parallel ranks, or, with --calculate-per-token-loss, over the counted
+        tokens of all of them; and a reason to stop now, if any rank has one.
 
     Raises:
-        FloatingPointError: the loss of some rank is not finite; on every rank, naming that one and its samples.
+        FloatingPointError: some rank's loss is not finite. Raised on every rank; the message names that rank and its samples.
         OtherRankError: torchrun was killed.
     """
     job.stop.check_launcher()
@@ -190,10 +190,10 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
-    """[sum of the finite losses, ranks whose loss is not, ranks that were asked to stop] of all ranks, in one collective.
+    """[sum of the finite losses, ranks whose loss is not, ranks that were asked to stop] over all ranks, in one collective.
 
-    It comes before the update, whose gradient norm the host waits for anyway, and not for the update too: so that it can hand the
-    device the next step's forward meanwhile.
+    It comes before the update. The host waits for the update's gradient norm anyway, and the result is there by then. So the host
+    need not wait for the update as well, and can give the device the next step's forward meanwhile.
     """
     finite = torch.isfinite(loss)
     asked = torch.full_like(loss, float(stop.reason is not None))
@@ -215,7 +215,7 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
 
 
 def evaluate(job: Job, dataset: Any) -> float:
-    """The mean loss over --eval-iters batches, always the same first ones, so that evaluations compare.
+    """The mean loss over --eval-iters batches, always the same first ones, so that evaluations are comparable.
 
     With --calculate-per-token-loss it is the mean over all their counted tokens.
     """
@@ -234,7 +234,7 @@ def evaluate(job: Job, dataset: Any) -> float:
                 tokens += count
     engine.train()
     job.timers = training_timers
-    if job.count_tokens is not None:  # other tensor-parallel ranks than the first have counted nothing
+    if job.count_tokens is not None:  # tensor-parallel ranks other than the first have counted nothing
         sums = torch.stack([total, torch.full_like(total, tokens)])
         loss, counted = comm.all_reduced(sums, comm.world()).tolist()
         return loss / max(counted, 1)
@@ -242,7 +242,7 @@ def evaluate(job: Job, dataset: Any) -> float:
 
 
 def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> None:
-    """Evaluates and logs Megatron-LM's validation line; nothing without data or with --eval-iters 0."""
+    """Evaluates and logs Megatron-LM's validation line; does nothing without data or with --eval-iters 0."""
     if dataset is None or job.config.training.eval_iters == 0:
         return
     loss = evaluate(job, dataset)
