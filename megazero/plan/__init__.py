@@ -1,10 +1,10 @@
-"""Fit before you launch: what a job needs of devices, hosts and disks, before anything is allocated.
+"""Plans a job before launch: what it needs of devices, hosts and disks, before anything is allocated.
 
     python -m megazero.plan --num-layers 48 --hidden-size 1600 --num-attention-heads 25 --vocab-size 50257 \\
         --zero-stage 2 --bf16 --gpus 8 --gpu-memory 32GB
 
-takes the job's own flags and prints tables; `plan_job` gives the same numbers to a program, and `check_fits` says what is too
-much and which setting to change.
+takes the job's own flags and prints tables. `plan_job` gives the same numbers to a program, and `check_fits` reports what does
+not fit and which setting to change.
 """
 
 from megazero.plan.activations import Shape, block_bytes, plan_activations

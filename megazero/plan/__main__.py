@@ -1,4 +1,4 @@
-"""`python -m megazero.plan`: the job's flags, and the machines that it shall run on, to what it needs of them."""
+"""`python -m megazero.plan`: from a job's flags and the machines that it will run on, what the job needs of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_size(text: str, flag: str) -> int:
     """Bytes of "32GB" (10^9), "32GiB" (2^30), "1.5TB" or "32000000000".
 
     Raises:
-        ValueError: it is none of these, or a number so small that its unit is missing.
+        ValueError: it has none of these forms, or is so small that its unit must be missing.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if not match or match[2] not in UNITS:
@@ -38,16 +38,16 @@ def parse_size(text: str, flag: str) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machines that the job shall run on, and what is to be written."""
+    """The machines that the job will run on, and what to write."""
 
-    gpus: int = option(1, "ranks in all, each with a GPU of its own", at_least=1)
+    gpus: int = option(1, "total number of ranks, each with its own GPU", at_least=1)
     ranks_per_node: int | None = option(
         None, "ranks that share a host's memory and disk (default: 8, or all if fewer)", at_least=1
     )
     gpu_memory: str | None = option(None, "memory of one GPU, such as 32GB")
     host_memory: str | None = option(None, "memory of one host, such as 1.5TB")
     nvme: str | None = option(None, "free space of one host's disk, such as 14TB")
-    device: str = option("cuda", "cpu: ranks without GPU, which share the host's memory", choices=("cuda", "cpu"))
+    device: str = option("cuda", "cpu: ranks without a GPU, which share the host's memory", choices=("cuda", "cpu"))
     json: bool = option(False, "print JSON instead of tables")
     plot: str | None = option(None, "file for a bar plot of all stages, such as plan.png")
 
@@ -59,7 +59,7 @@ class Machine:
         """What the machines offer.
 
         Raises:
-            ValueError: one of the sizes is none.
+            ValueError: one of them is not a valid size.
         """
         given = {"device": self.gpu_memory, "host": self.host_memory, "disk": self.nvme}
         flags = {"device": "--gpu-memory", "host": "--host-memory", "disk": "--nvme"}

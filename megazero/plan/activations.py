@@ -7,8 +7,8 @@ n = s b tokens of width h, t tensor-parallel ranks, 16-bit values, on a GPU:
     Q, K, V, the context, the MLP's 4h before and after GELU    24 n h / t
     masks of two dropouts    2 n h
 
-which is the paper's n h (10 + 24 / t). Its 5 a s / h for the scores is gone: flash attention keeps a number per row of them
-instead. On top come statistics in fp32. With --sequence-parallel all of it is divided by t.
+The sum is the paper's n h (10 + 24 / t). The paper's 5 a s / h for the scores does not appear, because flash attention keeps one
+number per row of scores instead. Statistics in fp32 are added. With --sequence-parallel everything is divided by t.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Activations:
     """Bytes of one micro-batch on a rank. `kept`, `outside` and `logits` are what forward saves."""
 
     kept: int = 0  # by all blocks until their backward: activations, or what they are recomputed from
-    kept_on_host: int = 0  # with --checkpoint-in-cpu beside a GPU: what blocks are recomputed from
+    kept_on_host: int = 0  # with --checkpoint-in-cpu and a GPU: what blocks are recomputed from
     kept_on_disk: int = 0  # with --checkpoint-nvme-path: what blocks are recomputed from
-    block: int = 0  # all that one block saves
-    recomputed: int = 0  # what is made again at a time, with --checkpoint-activations or --recompute
+    block: int = 0  # everything that one block saves
+    recomputed: int = 0  # what is recomputed at a time, with --checkpoint-activations or --recompute
     outside: int = 0  # of embeddings, final norm and head, without the logits
-    logits: int = 0  # 0 where the loss makes them in chunks
-    loss_working: int = 0  # beside these, in the backward of loss and head
+    logits: int = 0  # 0 if the loss computes them in chunks
+    loss_working: int = 0  # in addition, in the backward of loss and head
     block_working: int = 0  # in the backward of a block: gradients of its largest activations and of a weight
-    freed_early: int = 0  # of `block`, before the first gradient of a weight is added up: the input of the last layer
+    freed_early: int = 0  # of `block`, before the first weight gradient is added up: the input of the last layer
     head_gradient: int = 0  # of the tied weight: held from the head's backward to the embedding's
 
     @property
@@ -49,7 +49,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that activations depend on, beside the model's."""
+    """The sizes that activations depend on, besides the model's."""
 
     batch_size: int
     seq_length: int
@@ -66,8 +66,8 @@ class Shape:
 def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> Activations:
     """The activations of `model` on each rank, in training.
 
-    With --recompute auto, what blocks keep and recompute is at most its budget. Not in it: masks of --reset-attention-mask, what
-    torch.compile saves less, and tiles of --memory-centric-tiled-linear, which save what the whole layers do.
+    With --recompute auto, what blocks keep and recompute is at most its budget. Excludes masks of --reset-attention-mask and
+    savings by torch.compile. Tiles of --memory-centric-tiled-linear do not matter: they save what the whole layers do.
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
@@ -93,12 +93,12 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
 
 
 def _working_weight(model: GPT2Config) -> int:
-    """Elements of the weight whose gradient is made at the peak: of the MLP's, or of Q, K and V where the MLP's are in tiles."""
+    """Elements of the weight whose gradient is made at the peak: the MLP's, or that of Q, K and V if the MLP's are in tiles."""
     return model.hidden_size * (3 * model.hidden_size if model.memory_centric_tiled_linear else model.mlp_size)
 
 
 def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> tuple[int, int, int]:
-    """Bytes of all blocks that are kept on the device, and elsewhere; and that are recomputed at a time."""
+    """Bytes that all blocks keep on the device, bytes that they keep elsewhere, and bytes that are recomputed at a time."""
     block, t = block_bytes(model, shape), shape.model_parallel_size
     layers, together = model.num_layers, min(model.checkpoint_num_layers, model.num_layers)
     cut = shape.tokens * model.hidden_size * shape.dtype.itemsize // t  # [s, b, h / t]
@@ -108,7 +108,7 @@ def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> t
         return min(layers * block, int(model.recompute_budget_gb * 1e9)), 0, 0
     if model.recompute_mode == "none":
         return layers * block, 0, 0
-    if model.recompute_mode == "selective":  # Q, K and V are the inputs of what runs again
+    if model.recompute_mode == "selective":  # Q, K and V are the inputs of what is recomputed
         core = block - block_bytes(model, shape, core=False)
         inputs, rest, recomputed = layers * 3 * cut, layers * (block - core - 3 * cut), core
     else:
@@ -124,7 +124,7 @@ def block_bytes(model: GPT2Config, shape: Shape, core: bool = True) -> int:
     """What one transformer block saves for its backward.
 
     Args:
-        core: with what belongs to the inside of attention alone, which --recompute selective runs again.
+        core: include what belongs to the inside of attention alone, which --recompute selective recomputes.
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
@@ -134,7 +134,7 @@ def block_bytes(model: GPT2Config, shape: Shape, core: bool = True) -> int:
 
 
 def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
-    """What attention keeps beside Q, K, V and the context [s, b, h/t]: numbers of each row of scores, or of all of them."""
+    """What attention keeps besides Q, K, V and the context [s, b, h/t]: a number per row of scores, or values for all scores."""
     rows = shape.tokens * model.num_attention_heads // shape.model_parallel_size
     fp32_cut = cut // shape.dtype.itemsize * FP32_BYTES
     if shape.device_type == "cpu" and model.attention_dropout > 0:
@@ -142,9 +142,10 @@ def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
         scores = 3 * rows * shape.seq_length * FP32_BYTES
         is_view = shape.dtype == torch.float32 and shape.batch_size == 1  # V then stays where Q and K have been
         return scores + 3 * (fp32_cut - cut) + (2 * cut if is_view else 0)
-    # Flash attention writes the context in the order of its inputs; the kernel for fp32 on GPUs does not, so it is copied.
+    # Flash attention writes the context in the order of its inputs. The kernel for fp32 on GPUs does not, so the context is
+    # copied.
     merged = cut if shape.device_type == "cuda" and shape.dtype == torch.float32 and shape.batch_size > 1 else 0
-    return merged + rows * FP32_BYTES  # the last: log of the sum of exponentials
+    return merged + rows * FP32_BYTES  # the last term: log of the sum of exponentials
 
 
 def _dropout_mask(numel: int, probability: float, shape: Shape) -> int:
@@ -155,7 +156,7 @@ def _dropout_mask(numel: int, probability: float, shape: Shape) -> int:
 
 
 def _norm_statistics(shape: Shape) -> int:
-    """Mean and reciprocal deviation of each token, in fp32 on a GPU."""
+    """Mean and reciprocal standard deviation of each token, in fp32 on a GPU."""
     return 2 * shape.tokens * (FP32_BYTES if shape.device_type == "cuda" else shape.dtype.itemsize)
 
 
@@ -165,15 +166,15 @@ def _per_token(shape: Shape) -> int:
 
 
 def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: bool, hidden: int) -> int:
-    """The gradient of the logits and an fp32 chunk of them, then those of the head's weight and input in their place.
+    """The gradient of the logits and an fp32 chunk of them; then, in their place, the gradients of the head's weight and input.
 
-    With --vocab-chunk-size or --sequence-chunk-size no more than chunks of the logits, which are also made in forward, with a
-    chunk of their exponentials; the gradient of the weight, and that of the input in fp32; and the sum over chunks of the
-    sequence, with a product for it.
+    With --vocab-chunk-size or --sequence-chunk-size, only chunks of the logits exist, which are also made in forward, with a
+    chunk of their exponentials. In backward, the gradient of the weight and the fp32 gradient of the input are added, and, with
+    chunks of the sequence, the sum over these chunks and a product that is added to it.
     """
     n, e = shape.tokens, shape.dtype.itemsize
     head_gradient = vocabulary * model.hidden_size * e
-    # The loss casts 16-bit logits by the chunk. In backward those of fp32 are worked on in the memory of their gradient.
+    # The loss casts 16-bit logits chunk by chunk. In backward, fp32 logits are processed in the memory of their gradient.
     is_cast = e < FP32_BYTES
     if chunked:
         columns = min(model.vocab_chunk_size or vocabulary, vocabulary)
@@ -186,6 +187,6 @@ def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: boo
 
 
 def _fp32_chunk(shape: Shape, tokens: int, columns: int) -> int:
-    """What is there of the logits' exponentials, or of their gradient, in fp32 at a time."""
+    """Bytes of the logits' exponentials, or of their gradient, that exist in fp32 at a time."""
     most = CHUNK_NUMEL_DEVICE if shape.device_type == "cuda" else CHUNK_NUMEL_CPU
     return min(tokens, max(most // columns, 1)) * columns * FP32_BYTES

@@ -1,4 +1,4 @@
-"""Flags that a job could change to need less: single steps, the cheapest in time first, and the last resorts."""
+"""Flags that a job could change to need less memory: single changes, cheapest in time first, and last resorts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from megazero.option import flag_of
 from megazero.plan.job_plan import Setup
 
-SMALL_TILE = 1 << 24  # elements; of a piece that comes from a disk in some tens of milliseconds
+SMALL_TILE = 1 << 24  # elements; a disk delivers such a piece in some tens of milliseconds
 
 
 @dataclass(frozen=True)
 class Change:
     """One step towards less memory per device, with the flags that make it."""
 
-    values: Mapping[str, object]  # by flag; "" where a flag takes none
+    values: Mapping[str, object]  # by flag; "" if a flag takes none
     setup: Setup
-    is_of_states: bool = True  # else it lowers activations only
+    is_of_states: bool = True  # otherwise it lowers activations only
 
     @property
     def flags(self) -> str:
-        """As on a command line."""
+        """The flags as on a command line."""
         return " ".join(f"{flag} {value}".rstrip() for flag, value in self.values.items())
 
 
@@ -53,7 +53,7 @@ def changes(setup: Setup) -> Iterator[Change]:
 
 
 def last_resorts(setup: Setup) -> Iterator[Change]:
-    """What more a job can do where none of `changes` is enough: all states elsewhere even of one rank, nvme, smaller pieces."""
+    """Further changes if none of `changes` is enough: all states moved elsewhere even with one rank, nvme, smaller pieces."""
     states = setup.states
     if states.zero.stage < 3 and setup.data_parallel_size == 1:
         home = "cpu" if states.device_type == "cuda" else "nvme"
@@ -68,7 +68,7 @@ def last_resorts(setup: Setup) -> Iterator[Change]:
 
 
 def _of_zero(setup: Setup, **flags: Any) -> Change:
-    """The change that these flags make, by their names with underscores."""
+    """The change that these flags make, given by their names with underscores."""
     if "nvme" in flags.values() and setup.states.zero.nvme_path is None:
         flags["nvme_path"] = "DIR"  # any name will do for a plan
     values = {flag_of(name): value for name, value in flags.items()}

@@ -1,4 +1,4 @@
-"""Whether a plan fits what a machine offers, what to change if it does not, and how large batch and model may become."""
+"""Whether a plan fits what a machine offers, what to change if it does not, and the largest batch and model that fit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
-MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # that are tried: a plan of so many layers takes seconds
+MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # the most that are tried: a plan of so many layers takes seconds
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that a job needs more of than there is."""
+    """A resource of which a job needs more than there is."""
 
     resource: str  # "device memory", "host memory", "disk", "locked memory"
     needed: int  # bytes
     available: int
     setting: str  # what to change
-    is_certain: bool  # else only a job that comes to its peak needs it
+    is_certain: bool  # otherwise only a job that reaches its peak needs it
 
     def __str__(self) -> str:
         """One sentence."""
@@ -38,8 +38,8 @@ class _Need:
     certain: int  # bytes of the states alone
     in_all: int  # bytes, activations included
     available: int | None
-    setting: Callable[[bool], str]  # what to change, of something certain or not
-    limit_flag: str | None = None  # of `python -m megazero.plan`, that says what is available
+    setting: Callable[[bool], str]  # what to change; its argument: whether the problem is certain
+    limit_flag: str | None = None  # flag of `python -m megazero.plan` that sets `available`
 
     @property
     def excess(self) -> int:
@@ -75,9 +75,9 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
 
 
 def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
-    """What does not fit; empty where all does, as far as the limits are known.
+    """What does not fit; empty if everything does, as far as the limits are known.
 
-    Certain is what states alone are too large for, counted to the byte; activations are an estimate.
+    A problem is certain if the states alone, counted to the byte, are too large; activations are an estimate.
     """
     problems = []
     for need in _needs(plan, limits):
@@ -89,7 +89,7 @@ def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
 
 
 def unchecked(plan: JobPlan, limits: Limits) -> list[tuple[str, int, str]]:
-    """Resources of which no limit is known: name as in `Problem`, bytes that the job needs, and the flag that gives the limit."""
+    """Resources without a known limit: name as in `Problem`, bytes that the job needs, and the flag that sets the limit."""
     unknown = (need for need in _needs(plan, limits) if need.available is None and need.in_all)
     return [(need.resource, need.in_all, need.limit_flag) for need in unknown if need.limit_flag is not None]
 
@@ -109,9 +109,9 @@ def _for_host(setup: Setup) -> str:
 
 
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
-    """Ways to make the job fit: every single change that does; where none does, changes on top of each other until it fits.
+    """Ways to make the job fit: every single change that is enough; if there is none, changes combined until it fits.
 
-    Empty where it fits already, or where nothing helps.
+    Empty if it fits already, or if nothing helps.
     """
     if _fits(setup, limits):
         return []
@@ -131,7 +131,7 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
 
 
 def _excess(setup: Setup, limits: Limits) -> int:
-    """Bytes that are missing, of all resources; locked memory is not one that other flags could save."""
+    """Missing bytes, summed over all resources except locked memory, which other flags could not save."""
     return sum(need.excess for need in _needs(plan_job(setup), replace(limits, memlock=None)))
 
 

@@ -16,16 +16,16 @@ from megazero.zero.bucket_bytes import BucketBytes, StateSettings
 from megazero.zero.homes import FP32_BYTES
 from megazero.zero.memory import MemoryPlan, memory_of_buckets
 
-RUNTIME_BYTES = 10**9  # of a GPU: CUDA context, kernels, cuBLAS and NCCL buffers, what the allocator cannot use
+RUNTIME_BYTES = 10**9  # on a GPU: CUDA context, kernels, cuBLAS and NCCL buffers, memory that the allocator cannot use
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A job, as far as its memory depends on it.
+    """The settings of a job that its memory depends on.
 
     Attributes:
         saves_in_background: checkpoints are copied to host memory, and written from there.
-        uses_muon: for the matrices of the blocks.
+        uses_muon: Muon updates the blocks' matrices.
     """
 
     model: GPT2Config
@@ -49,7 +49,7 @@ class Setup:
         model, precision = config.model, config.precision
         zero = replace(config.zero, overlap_param_gather=False)  # takes no memory, and some stages refuse it
         if zero.placement == "auto":
-            # All rests on the host that finds no room; without a device there is nothing to place.
+            # What finds no room rests on the host; without a device there is nothing to place.
             home = "none" if device_type == "cpu" else "cpu"
             zero = replace(zero, placement="static", offload_optimizer=home, offload_param=home)
         return cls(
@@ -69,27 +69,27 @@ class Setup:
         )
 
     def with_zero(self, **changes: Any) -> Setup:
-        """The same with other values of some of the ZeRO configuration's fields."""
+        """The same setup with some fields of the ZeRO configuration changed."""
         return replace(self, states=self.states.with_zero(**changes))
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that share out the states."""
+        """Ranks that divide the states among them."""
         return self.states.data_parallel_size
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.data_parallel_size * self.shape.model_parallel_size
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What each rank and each node of a job holds. Bytes.
+    """What each rank and each node of a job holds, in bytes.
 
     Attributes:
         moments: on the accelerator, at each moment of a step that can be its peak.
-        certain: the same at the worst of them, without activations.
+        certain: the largest of these without activations.
     """
 
     setup: Setup
@@ -101,7 +101,7 @@ class JobPlan:
 
     @property
     def runtime(self) -> int:
-        """What a GPU holds beside all tensors; nothing on a CPU."""
+        """What a GPU holds besides all tensors; nothing on a CPU."""
         return RUNTIME_BYTES if self.setup.shape.device_type == "cuda" else 0
 
     @property
@@ -111,7 +111,7 @@ class JobPlan:
 
     @property
     def device_states(self) -> int:
-        """The same without activations: what no smaller batch saves."""
+        """The same without activations: what no smaller batch can reduce."""
         return self.certain + self.runtime
 
     @property
@@ -121,7 +121,7 @@ class JobPlan:
 
     @property
     def being_saved(self) -> int:
-        """Host memory of a rank, for as long as --async-save writes: its part of the fp32 weights and the optimizer's states."""
+        """Host memory of a rank while --async-save writes: its part of the fp32 weights and the optimizer's states."""
         settings = self.setup.states
         per_element = FP32_BYTES * (1 + settings.states_per_element)
         return self.states.numel * per_element // settings.data_parallel_size if self.setup.saves_in_background else 0
@@ -132,7 +132,7 @@ class JobPlan:
         return self.states.disk + self.activations.kept_on_disk
 
     def per_node(self, bytes_per_rank: int) -> int:
-        """Of all the ranks of a node."""
+        """Bytes of all the ranks on a node."""
         return bytes_per_rank * self.setup.ranks_per_node
 
 
@@ -157,7 +157,7 @@ def plan_job(setup: Setup) -> JobPlan:
 
 
 def activation_modes(setup: Setup) -> dict[str, Activations]:
-    """The activations of the job with nothing recomputed, and with each flag that makes less of them, by these flags."""
+    """The job's activations with nothing recomputed, and with each flag that reduces them; by flag."""
     plain = CheckpointSettings()
     full = replace(setup.model, checkpoint_activations=False, recompute="full", recompute_budget_gb=None)
     modes = {

@@ -17,7 +17,7 @@ from megazero.nvme import PAGE, aligned_empty
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that a job may use; None where nothing is known, or nothing is limited."""
+    """Bytes that a job may use; None if the limit is unknown, or there is none."""
 
     device: int | None = None  # of each rank's accelerator
     host: int | None = None  # of a node, for all of its ranks
@@ -29,12 +29,12 @@ def measure_limits(device: torch.device | None = None, nvme_path: str | None = N
     """What is free now, before a job allocates anything.
 
     Args:
-        device: this rank's; host memory is all that a CPU has.
-        nvme_path: folder of the swap files; where it does not exist yet, its nearest parent counts.
-        root: where /proc and /sys lie; a test has its own.
+        device: this rank's device; a CPU has only host memory.
+        nvme_path: folder of the swap files; if it does not exist yet, its nearest parent counts.
+        root: folder that holds /proc and /sys; tests pass their own.
 
     Raises:
-        ValueError: there is no such path, nor any parent of it.
+        ValueError: neither the path nor any parent of it exists.
     """
     free = memlock = None
     if device is not None and device.type == "cuda":
@@ -44,11 +44,11 @@ def measure_limits(device: torch.device | None = None, nvme_path: str | None = N
 
 
 def lock_limit(pin: Callable[[], object]) -> int | None:
-    """RLIMIT_MEMLOCK, bytes; None where there is no limit, or nobody heeds it.
+    """RLIMIT_MEMLOCK in bytes; None if there is no limit, or if the driver ignores it.
 
-    The kernel leaves that to each driver. NVIDIA's for Linux pins pages without asking for the limit (os_lock_user_pages in its
-    open kernel modules), so a small one, 8 MiB by default, is no reason to refuse a job; another driver may heed it. So it is
-    tried: for a moment nothing may be locked, and a page is.
+    The kernel leaves enforcement to each driver. NVIDIA's for Linux pins pages without asking for the limit (os_lock_user_pages
+    in its open kernel modules), so a small limit, 8 MiB by default, is no reason to refuse a job; another driver may obey it.
+    Therefore this function tries: it sets the limit to zero for a moment, and locks a page.
 
     Args:
         pin: locks a page, or raises MemoryError.

@@ -1,9 +1,9 @@
 """What a rank's accelerator holds at the moments of a step that can be its peak: states, buffers and activations together.
 
-In forward activations pile up; the loss adds the logits and their gradient. In backward they go, block by block, while gradients
-come: that of the head's weight first, which is tied to the embedding and so waits in autograd until the end, where the root's is
-made of it; then each block's, whole until it is reduced, which goes on during the next block's backward. The update finds nothing
-but states.
+In forward, activations pile up; the loss adds the logits and their gradient. In backward, activations are freed block by block
+while gradients appear. The gradient of the head's weight comes first: that weight is tied to the embedding, so its gradient waits
+in autograd until the end, when the root's gradient is made from it. Then comes each block's gradient, whole until it is reduced,
+which happens during the next block's backward. At the update, only states are left.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megazero.zero.units import ROOT
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of one unit: a block, of which tiles make several, several that share their buckets, or the root."""
+    """Bytes of one unit: a block (tiles make several units of a block), several blocks that share their buckets, or the root."""
 
     gathered: int = 0  # of its parameters, whole
     gradient: int = 0  # of its gradient, whole
-    early: int = 0  # of the root's gradient, what is there in the blocks' backward
-    wire: int = 0  # of what travels, where that is not the gradient itself
-    reduced: int = 0  # what stays of its gradient on the accelerator: this rank's part, or the whole
-    leaving: tuple[int, ...] = ()  # of this part, over the link to another home: by bucket, the last one first
-    coming: int = 0  # of this rank's part of the parameters, where it comes over the link ahead of its gather
-    last_block: int = 0  # the last of its blocks, whose backward is the first
-    is_tile: bool = False  # which does not stay whole where it is recomputed
+    early: int = 0  # of the root's gradient, what exists during the blocks' backward
+    wire: int = 0  # of what is sent, if that is not the gradient itself
+    reduced: int = 0  # what stays of its gradient on the accelerator: this rank's part, or all of it
+    leaving: tuple[int, ...] = ()  # of this part, what goes over the link to another home: by bucket, last one first
+    coming: int = 0  # of this rank's part of the parameters, if it comes over the link before its gather
+    last_block: int = 0  # the last of its blocks, whose backward comes first
+    is_tile: bool = False  # tiles do not stay whole when they are recomputed
 
     @classmethod
     def of(cls, needs: Sequence[BucketBytes], settings: StateSettings, last_block: int = 0) -> _Unit:
-        """That of its buckets."""
+        """The unit made of these buckets."""
         is_sharded = settings.sharding.gradients
         return cls(
             sum(need.whole_parameters for need in needs),
@@ -65,25 +65,25 @@ def step_moments(
 ) -> dict[str, int]:
     """Bytes on the accelerator at the loss, in the blocks' and the embedding's backward, and in the update.
 
-    Gradients are made by backward, one after the other. So with one micro-batch the peak lies where most activations are; a later
-    micro-batch finds the gradients of the first.
+    Backward makes gradients one after the other. With one micro-batch, the peak is therefore where activations are largest; a
+    later micro-batch finds the gradients of the first.
 
     Args:
-        needs: of each bucket, the blocks' and the root's.
+        needs: those of each bucket, the blocks' and the root's.
         states: the sums of these.
-        update_working: what the optimizer makes in an update, beside what `states` counts.
+        update_working: what the optimizer makes in an update, besides what `states` counts.
     """
     units, root = _units(needs, settings, num_layers)
     has_earlier = settings.micro_batches > 1
-    has_whole = has_earlier and not settings.sharding.gradients  # G of everything is there, from the micro-batch before
+    has_whole = has_earlier and not settings.sharding.gradients  # all of G exists, from the micro-batch before
     adding = adding_bytes(needs, settings)
     rest = states.at_rest + (states.gradients if has_earlier else 0)
     is_default = settings.zero.gather_limits == GatherLimits()
     between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
-    last_unit = units[-1].gathered if is_default else 0  # it stays, as its backward comes next
+    last_unit = units[-1].gathered if is_default else 0  # it stays, because its backward comes next
 
     def being_kept(index: int) -> int:
-        """When a unit's gradient is complete, reductions under way are waited for: this rank's part gets memory of its own."""
+        """When a unit's gradient is complete, pending reductions are waited for, and this rank's part gets memory of its own."""
         under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
         return sum(other.reduced for other in under_way) if settings.sharding.gradients and not has_earlier else 0
 
@@ -91,7 +91,7 @@ def step_moments(
     together = min(settings.recomputed_together, num_layers)
     start_of: dict[int, int] = {}  # the index of the first unit of each piece
     for index, unit in enumerate(units):
-        piece = unit.last_block // together  # that is recomputed at a time
+        piece = unit.last_block // together  # the piece that is recomputed at a time
         start = start_of.setdefault(piece, index) if together > 1 else index  # from there on units are whole
         end = min((piece + 1) * together, num_layers)
         recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
@@ -100,16 +100,16 @@ def step_moments(
         if settings.zero.overlap_comm:
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
-        # G gets its memory with the first gradient of a weight.
+        # G is allocated with a weight's first gradient.
         made = 0 if has_whole else unit.gradient
-        # When it is complete, activations of earlier units' blocks are there.
+        # When it is complete, the activations of earlier units' blocks are still there.
         earlier_blocks = units[index - 1].last_block + 1 if index else 0
         complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
         held = max(kept - min(made, work.freed_early), complete)
         held += _gradients(units, root, index, settings, has_earlier, adding)
         backward = max(backward, (between + here if is_default else between) + held)
     embedding = _gradients(units, root, -1, settings, has_earlier, adding)
-    # Autograd adds up the gradients of both uses of the tied weight; then the root's is made of the sum, and travels.
+    # Autograd adds up the gradients of both uses of the tied weight; then the root's gradient is made from the sum, and sent.
     made = 0 if has_whole else root.gradient - root.early
     embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, being_kept(-1)))
     embedding += units[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
@@ -123,13 +123,13 @@ def step_moments(
 
 
 def muon_working(model: GPT2Config) -> int:
-    """Bytes while Muon works on the largest matrix, whole also where it is cut: that, two of the iteration, two short squares."""
+    """Bytes while Muon works on the largest matrix, whole even if cut: that matrix, two of the iteration, two short squares."""
     long, short = sorted((model.mlp_size, model.hidden_size), reverse=True)
     return (3 * long * short + 2 * short * short) * torch.bfloat16.itemsize
 
 
 def _units(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: int) -> tuple[list[_Unit], _Unit]:
-    """Those of all blocks, in forward order, and the root."""
+    """The units of all blocks, in forward order, and the root."""
     by_unit: dict[int, list[BucketBytes]] = {}
     for need in needs:
         by_unit.setdefault(need.plan.unit, []).append(need)
@@ -143,12 +143,12 @@ def _units(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: in
 def _gradients(
     units: list[_Unit], root: _Unit, index: int, settings: StateSettings, has_earlier: bool, adding: int
 ) -> int:
-    """What is there of gradients in the backward of a unit, beyond those of earlier micro-batches.
+    """Bytes of gradients that exist in the backward of a unit, beyond those of earlier micro-batches.
 
     Args:
         index: of the unit; -1 is the embedding, before the root's gradient is made.
-        has_earlier: a micro-batch came before, whose shards stay; the last to leave the device is there until another leaves.
-        adding: while one leaves, for the sum that it goes into.
+        has_earlier: a micro-batch came before, whose shards stay. The last one to leave the device stays until another leaves.
+        adding: bytes for the sum that a gradient goes into, while one leaves.
     """
     under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
     done = units[index + 1 + len(under_way) :]
@@ -156,7 +156,7 @@ def _gradients(
     if not settings.sharding.gradients:
         stay = 0 if has_earlier else whole + sum(unit.reduced for unit in units[index + 1 :])
         return stay + sum(unit.wire for unit in under_way)
-    # What joins a sum in a file is waited for.
+    # A gradient that joins a sum in a file is waited for.
     is_sent = settings.optimizer_home == "cpu" or not (under_way or done)
     behind = [root, *units] if has_earlier and is_sent else []
     sent = [replace(unit, leaving=unit.leaving[1:]) for unit in under_way]  # all but the bucket that is reduced now
@@ -166,5 +166,5 @@ def _gradients(
 
 
 def _last_to_go(units: Sequence[_Unit], count: int = MOST_TO_HOST) -> int:
-    """Of reduced gradients, what has not arrived in another home: the last few buckets, of `units` from the last one on."""
+    """Bytes of reduced gradients that have not arrived in another home: the last few buckets. `units` has the latest first."""
     return sum([nbytes for unit in units for nbytes in unit.leaving][:count])

@@ -19,7 +19,7 @@ COLORS = {
 
 
 def bars(plan: JobPlan) -> dict[str, JobPlan]:
-    """The plans that stand beside each other, by label: all stages with all states on the device; then this job's own homes."""
+    """The plans to show next to each other, by label: all stages with all states on the device; then this job's own homes."""
     setup = plan.setup
     here = {
         "offload_param": "none",
@@ -39,7 +39,7 @@ def bars(plan: JobPlan) -> dict[str, JobPlan]:
 
 
 def parts(plan: JobPlan) -> dict[str, int]:
-    """The most that a device holds, as the stack of one bar; activations are what is left of it at that moment."""
+    """The most that a device holds, as the stack of one bar; activations are the remainder at that moment."""
     states = plan.states
     shown = {
         "parameters": states.parameters if states.param_home == "accelerator" else 0,
@@ -52,7 +52,7 @@ def parts(plan: JobPlan) -> dict[str, int]:
 
 
 def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
-    """Writes the plot, in the format of the path's ending.
+    """Writes the plot, in the format of the path's extension.
 
     Raises:
         ValueError: matplotlib is not installed, or cannot write there.
@@ -84,5 +84,5 @@ def write_plot(plan: JobPlan, limits: Limits, path: Path) -> None:
     figure.legend(loc="outside lower center", ncols=6, fontsize="small")
     try:
         figure.savefig(path, dpi=150)
-    except (ValueError, OSError) as error:  # of a format that it does not know, or a folder that is not there
+    except (ValueError, OSError) as error:  # an unknown format, or a folder that does not exist
         raise ValueError(f"--plot {path}: {error}") from error

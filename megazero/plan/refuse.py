@@ -1,4 +1,4 @@
-"""What the job asks before it allocates: does it fit this machine? And what it asks where it did not: which flags take less?"""
+"""What the job asks before it allocates (does it fit this machine?), and after it did not fit (which flags take less?)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device, limits: Limits | None = None) -> None:
-    """Returns where the job fits this machine, as far as can be known; warns where its activations may not.
+    """Raises if the job cannot fit this machine, as far as can be known; warns if its activations may not fit.
 
     Allocates and communicates nothing.
 
@@ -27,7 +27,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
         limits: of this machine; measured by default.
 
     Raises:
-        ValueError: the states alone are more than device, host or disk offer; with what to change.
+        ValueError: the states alone exceed what device, host or disk offer; the message says what to change.
     """
     plan = plan_job(_setup(config, world_size, device))
     if limits is None:
@@ -45,7 +45,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
 
 
 def ways_to_less_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """Flags, each of which by itself lowers what the device holds, the cheapest in time first."""
+    """Flags, each of which by itself lowers what the device holds, cheapest in time first."""
     return [change.flags for change in changes(_setup(config, world_size, device))]
 
 

@@ -1,4 +1,4 @@
-"""A plan for people: tables of text, and the same as JSON."""
+"""A plan as text tables for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _states(plan: JobPlan) -> str:
 
 
 def _bytes_table(title: str, rows: Iterable[tuple[str, int, str]]) -> str:
-    """A table of (name, bytes, what else is to be said)."""
+    """A table of (name, bytes, remark)."""
     return table(title, [(name, f"{size(nbytes):>10}  {rest}".rstrip()) for name, nbytes, rest in rows])
 
 
@@ -175,6 +175,6 @@ def _verdict(plan: JobPlan, limits: Limits) -> str:
 
 
 def _largest(plan: JobPlan, limits: Limits) -> tuple[int | None, int | None]:
-    """Batch size and layers at most; None where the memory that the ranks compute in is not known."""
+    """The largest batch size and number of layers; None if the size of the memory that the ranks compute in is unknown."""
     memory = limits.device if plan.setup.shape.device_type == "cuda" else limits.host
     return (None, None) if memory is None else (largest_batch(plan.setup, limits), largest_model(plan.setup, limits))

@@ -17,7 +17,7 @@ from megazero.zero.units import ROOT, BucketPlan, find_units, plan_buckets, shar
 
 @dataclass(frozen=True)
 class _Ranks:
-    """A process group's size without processes: all that the layers ask for on the meta device."""
+    """Stands in for a process group: its size is all that the layers ask for on the meta device."""
 
     count: int
 
@@ -38,13 +38,13 @@ def gpt2_buckets(
 ) -> list[BucketPlan]:
     """The buckets that an engine would make of `model` on one tensor-parallel rank. Blocks are equal, so one is laid out.
 
-    What `zero` keeps whole of its parameters is so in every block, as if their number had no limit.
+    Parameters that `zero` keeps whole are kept whole in every block, as if there were no limit on their number.
 
     Raises:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
     group = cast(ProcessGroup, _Ranks(model_parallel_size))
-    with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, also on the meta device
+    with torch.random.fork_rng(devices=[]):  # building a model draws from the generator, even on the meta device
         one = GPT2Model(replace(model, num_layers=1), group=group, device="meta", dtype=dtype)
     groups = weight_decay_groups(one, 0.0, uses_muon)
     zero = replace(zero, model_persistence_threshold=None)

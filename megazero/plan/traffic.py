@@ -19,7 +19,7 @@ class Traffic:
     Attributes:
         data_parallel_elements: sent over the data-parallel group, gradients and parameters (ZeRO, arXiv:1910.02054, sec. 7).
         data_parallel: bytes of these.
-        between_sets: what of them leaves the set of ranks that share one copy of the states; 0 where all ranks do.
+        between_sets: the part of these that leaves the set of ranks sharing one copy of the states; 0 if all ranks share one.
         model_parallel: sent over the tensor-parallel group, by ring all-reduces.
         to_host, from_host: over the link between accelerator and host, for states that rest away from the accelerator.
         disk_read, disk_written: for states that rest on nvme.
@@ -43,18 +43,19 @@ def plan_traffic(
 ) -> Traffic:
     """The traffic of a step: psi is the parameters of the trained buckets of `needs`, with their padding."""
     n, m, is_sharded = settings.num_shards, settings.micro_batches, settings.sharding.gradients
-    sets = settings.data_parallel_size // n  # between which a shard's sums are added up, by an all-reduce
-    times = m if is_sharded else 1  # that gradients are reduced
+    sets = settings.data_parallel_size // n  # an all-reduce between them adds up a shard's sums
+    times = m if is_sharded else 1  # how often gradients are reduced
     trained = [need for need in needs if need.owned]
     reduced = sum(need.plan.layout.numel for need in trained) * times
     across = 2 * reduced // n * (sets - 1) // sets
     gathers = gathers_of_units(needs, settings, recomputes_tiles=model.recompute_mode == "full")
-    # Of P, from other ranks: once after the update, or whenever what is sharded is used.
+    # P from other ranks: once after the update, or whenever sharded parameters are used.
     gathered = sum(
         need.plan.layout.numel * (gathers[need.plan.unit] if need.plan.sharding.parameters else 1) for need in trained
     )
     wire = trained[0].plan.reduce_dtype.itemsize
-    # Directions for Muon, in bf16: once so that matrices are whole, and once for the results; where O is whole twice for these.
+    # Directions for Muon, in bf16: sent once so that matrices are whole, and once for the results. If O is whole, only results
+    # are sent, which costs as much as both.
     matrices = sum(need.plan.layout.numel for need in trained if need.plan.has_matrices)
     directions, directions_across = 2 * matrices, 2 * matrices // n * (sets - 1) // sets
     between_sets = across * wire + directions_across * BF16_BYTES
@@ -63,14 +64,16 @@ def plan_traffic(
     owned, owned_away = (sum(need.owned for need in some) for some in (trained, away))
     states = sum(need.master + need.moments for need in away)
     added = sum(need.owned_gradient for need in away)
-    gradients = added * times  # where they are sharded, each micro-batch's are added where O rests
-    shards = gathered * shape.dtype.itemsize // n  # of parameters, each time that they are gathered
+    gradients = added * times  # if gradients are sharded, each micro-batch's are added where O rests
+    shards = gathered * shape.dtype.itemsize // n  # of parameters, for each time that they are gathered
     on_disk = settings.optimizer_home == "nvme"
     params_away, params_on_disk = settings.param_home != "accelerator", settings.param_home == "nvme"
     has_link = settings.device_type != "cpu"
-    # The device adds each further micro-batch's to the sum in host memory; to one in a file the host does.
+    # Each further micro-batch's gradients are added to the sum: by the device if it is in host memory, by the host if it is in a
+    # file.
     sums = added * (m - 1) if is_sharded and settings.optimizer_home == "cpu" else 0
-    # Whole gradients stay on the accelerator till the update; a delayed one takes a copy of P, for weights that are not P's yet.
+    # Whole gradients stay on the accelerator until the update. A delayed update takes a copy of P, for weights that are not P's
+    # yet.
     swapped = gradients if is_sharded or settings.zero.delays_update else 0
     staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
@@ -79,7 +82,7 @@ def plan_traffic(
         (reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES) * (n - 1) // n + between_sets,
         between_sets,
         _model_parallel(model, shape) * m + split * BF16_BYTES,
-        # New weights cross the link where O and P do not rest on one side of it.
+        # New weights cross the link if O and P rest on different sides of it.
         to_host=(gradients + weights) * has_link,
         from_host=(sums + (shards if params_away else owned_away * shape.dtype.itemsize)) * has_link,
         disk_read=(states + swapped if on_disk else 0) + (shards + staged if params_on_disk else 0),
@@ -88,9 +91,10 @@ def plan_traffic(
 
 
 def _model_parallel(model: GPT2Config, shape: Shape) -> int:
-    """Two all-reduces of [s, b, h] per block in forward, two in backward, two more where it is recomputed; embedding and head.
+    """Two all-reduces of [s, b, h] per block in forward, two in backward, two more if it is recomputed; embedding and head.
 
-    With --sequence-parallel column-parallel layers, but for tiles, gather their input again in backward: half an all-reduce each.
+    With --sequence-parallel, column-parallel layers other than tiles gather their input again in backward: half an all-reduce
+    each.
     """
     t = shape.model_parallel_size
     halves = 2 * (model.num_layers * (6 if model.recompute_mode == "full" else 4) + 2)

@@ -1,7 +1,8 @@
 """The command `megazero [options] script.py [the script's arguments]`: DeepSpeed's launcher command line, translated to torchrun.
 
-`main` is the command; the translation itself is pure functions: hosts.py says which slots of which hosts, commands.py what is
-run on them, environment.py with which variables. This package imports torch only to count GPUs, so that errors come at once.
+`main` is the command. The translation is done by pure functions: hosts.py selects hosts and their slots, commands.py makes the
+commands that run on them, and environment.py their variables. This package imports torch only to count GPUs, so that errors come
+at once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megazero.runner.processes import Node, run_nodes
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29500
-CPU_RANKS = 2  # of a machine without a GPU, unless --num_gpus says otherwise; megazero.entry has the same
+CPU_RANKS = 2  # on a machine without a GPU, unless --num_gpus sets it; megazero.entry has the same
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,12 +93,12 @@ def _count_gpus() -> int:
 
 
 def _slots(gpus: int, options: argparse.Namespace) -> int:
-    """How many ranks a node with so many GPUs has."""
+    """The number of ranks on a node with `gpus` GPUs."""
     return gpus or (options.num_gpus if options.num_gpus > 0 else CPU_RANKS)
 
 
 def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
-    """One node, this one."""
+    """Runs the job on a single node, this one."""
     [(host, slots)] = nodes.items()
     where = ["--standalone"]  # the ranks meet at a free port
     if options.master_port or options.master_addr:
@@ -106,7 +107,7 @@ def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_g
 
 
 def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
-    """--no_ssh: this node, one of several that are started by somebody else."""
+    """Runs this node of a --no_ssh job, in which somebody else starts the other nodes."""
     rank = options.node_rank
     if rank >= len(nodes):
         raise ValueError(
@@ -118,7 +119,7 @@ def _run_one_of_many(options: argparse.Namespace, program: Program, nodes: Nodes
 
 
 def _run_torchrun(program: Program, host: str, slots: list[int], where: Sequence[str], has_gpus: bool) -> int:
-    """torchrun on this node. It inherits the terminal's input, so that an interactive script works."""
+    """Runs torchrun on this node. It inherits the terminal's input, so that an interactive script works."""
     variables = environment.of_slots(slots, local=True, has_gpus=has_gpus)
     command = node_command(torchrun_command(program, len(slots), where), variables)
     _say({host: command}, {host: slots})
@@ -126,7 +127,7 @@ def _run_torchrun(program: Program, host: str, slots: list[int], where: Sequence
 
 
 def _run_many(options: argparse.Namespace, program: Program, nodes: Nodes, here: set[str], has_gpus: bool) -> int:
-    """One agent on each node: a child of this process on this machine, over ssh elsewhere."""
+    """Runs one agent on each node: as a child of this process on this machine, over ssh elsewhere."""
     if len(here) < len(nodes) and shutil.which("ssh") is None:
         raise ValueError(
             "there is no `ssh` on this machine. With --no_ssh, start the same command on every node yourself."
@@ -172,7 +173,7 @@ def _under_slurm(options: argparse.Namespace) -> bool:
 
 
 def _count_of(variable: str) -> int:
-    """The number in a variable of Slurm's, 1 where it is unset or empty."""
+    """The number in a Slurm variable, 1 if it is unset or empty."""
     text = os.environ.get(variable) or "1"
     if not text.isdecimal():
         raise ValueError(f"{variable}={text} is no number: unset it, or start megazero in an allocation that sets it.")
@@ -180,7 +181,7 @@ def _count_of(variable: str) -> int:
 
 
 def _run_slurm(options: argparse.Namespace, program: Program) -> int:
-    """srun takes this process's place: it forwards signals to the agents of all nodes, and returns the highest exit status."""
+    """Replaces this process by srun, which forwards signals to the agents of all nodes and returns the highest exit status."""
     if _count_of("SLURM_STEP_NUM_TASKS") > 1:
         raise ValueError(
             "srun has started megazero on several nodes or tasks: start it once, and it calls srun itself."
@@ -203,7 +204,7 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
     agent = agent_command(
         torchrun_command(program, len(slots), c10d(len(nodes), endpoint, os.environ["SLURM_JOB_ID"])), obeys_stdin=False
     )
-    narrowed = len(slots) < count  # else the devices are those that Slurm gives the job
+    narrowed = len(slots) < count  # otherwise the devices are those that Slurm gives the job
     variables = environment.from_files() | environment.of_slots(slots, local=False, has_gpus=narrowed)
     command = srun_command(list(nodes), node_command(agent, variables), shlex.split(options.launcher_args))
     _say({", ".join(nodes): command}, nodes)

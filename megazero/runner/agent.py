@@ -11,7 +11,7 @@ from megazero.runner.processes import Node
 
 
 def obey(node: Node) -> None:
-    """Stops the node's ranks at every byte of the standard input, and ends them at its end."""
+    """Stops the node's ranks at every byte on standard input, and ends them when the input ends."""
     while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter exits
         node.stop()
     node.end()

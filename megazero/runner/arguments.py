@@ -1,4 +1,4 @@
-"""The command line of `megazero`: the options of DeepSpeed's launcher, the script, and the script's own arguments untouched."""
+"""The command line of `megazero`: the options of DeepSpeed's launcher, the script, and the script's own arguments, unchanged."""
 
 from __future__ import annotations
 
@@ -40,32 +40,40 @@ def make_parser() -> Parser:
         add_help=False,
     )
     add = parser.add_argument
-    add("-h", "--help", action="help", help="show this and exit")
-    add("-H", "--hostfile", help=f"lines `host slots=N`; {HOSTFILE} if there is one, else this machine alone")
-    add("-i", "--include", default="", help="use only these: host, host:0,2, several joined by @")
-    add("-e", "--exclude", default="", help="use all but these, written as for --include")
+    add("-h", "--help", action="help", help="show this help and exit")
+    add(
+        "-H",
+        "--hostfile",
+        help=f"file of lines `host slots=N` (default: {HOSTFILE} if it exists, else only this machine)",
+    )
+    add("-i", "--include", default="", help="use only these: host or host:0,2, several joined by @")
+    add("-e", "--exclude", default="", help="use all but these, in the form of --include")
     add("--num_nodes", type=int, default=-1, help="use the first N hosts")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host: its first N slots")
-    add("--master_addr", default="", help="where the ranks meet; the first host")
-    add("--master_port", type=int, help="its port; 29500 on several nodes, a free one on a single node")
-    launchers = "pdsh or ssh (both over ssh, the default), slurm (over srun), torchrun (this machine)"
+    add("--master_addr", default="", help="address where the ranks meet (default: the first host)")
+    add(
+        "--master_port",
+        type=int,
+        help="port where they meet (default: 29500 on several nodes, a free one on a single node)",
+    )
+    launchers = "pdsh or ssh (the default, both over ssh), slurm (over srun), torchrun (on this machine only)"
     add("--launcher", type=str.lower, help=launchers)
-    add("--launcher_args", default="", help="further options of ssh or srun, in one string")
+    add("--launcher_args", default="", help="further options for ssh or srun, in one string")
     add("--no_ssh_check", action="store_true", help="no effect: no host is tried before the job starts")
-    add("--force_multi", action="store_true", help="reach even a single host, or this one, over ssh")
+    add("--force_multi", action="store_true", help="use ssh even for a single host, or for this machine")
     add("--ssh_port", type=int, help="port of sshd on the other hosts")
-    add("--venv_script", default="", help="is sourced on hosts reached over ssh; their `python` is used then")
-    no_ssh = "start this node only: give the same command, with --node_rank, on every node"
+    add("--venv_script", default="", help="script to source on hosts reached over ssh, whose `python` is then used")
+    no_ssh = "start this node only: run the same command, with --node_rank, on every node"
     add("--no_ssh", action="store_true", help=no_ssh)
     add("--node_rank", type=int, default=-1, help="with --no_ssh: which of the nodes this is, from 0")
-    add("--module", action="store_true", help="script is a module, as for python -m")
-    add("--no_python", action="store_true", help="script is a program of its own")
+    add("--module", action="store_true", help="the script is a module, as for python -m")
+    add("--no_python", action="store_true", help="the script is an executable program")
     add("--no_local_rank", action="store_true", help="do not add --local_rank=N to the script's arguments")
-    add("--enable_each_rank_log", default="", metavar="DIR", help="write each rank's output to a file of its own there")
+    add("--enable_each_rank_log", default="", metavar="DIR", help="write each rank's output to its own file in DIR")
     add("--bind_cores_to_rank", action="store_true", help="give each rank its own share of the node's cores")
-    add("--bind_core_list", default="", metavar="LIST", help="the cores that are shared out: 0-7,16-23; all")
+    add("--bind_core_list", default="", metavar="LIST", help="cores to share out, such as 0-7,16-23 (default: all)")
     add("--save_pid", action="store_true", help="keep this process's id in <tmp>/<id>.megazero while it runs")
-    log_level = "what the launcher itself says; debug shows its commands"
+    log_level = "level of the launcher's own messages; debug shows its commands"
     add("--log_level", default="info", choices=LOG_LEVELS, help=log_level)
     add("-q", "--quiet", dest="log_level", action="store_const", const="error", help="--log_level error")
     return parser
@@ -75,7 +83,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
     """The launcher's options, and the program that they start.
 
     Raises:
-        ValueError: an option that is unknown, refused or contradicts another, no script, or one that does not exist.
+        ValueError: an option is unknown, refused or contradicts another; or there is no script, or it does not exist.
     """
     parser = make_parser()
     own, rest = split(argv, parser.takes_value)
@@ -97,9 +105,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Program]:
 
 
 def split(argv: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The launcher's own options as `--name=value`, and all that follows them: the script and its arguments, as they are.
+    """The launcher's own options as `--name=value`, and everything after them: the script and its arguments, unchanged.
 
-    argparse cannot do this: it takes away a `--`, and reads an unknown option's value as the script.
+    argparse cannot do this: it removes a `--`, and takes an unknown option's value for the script.
     """
     own, at = [], 0
     while at < len(argv) and argv[at].startswith("-") and argv[at] != "--":
@@ -122,10 +130,10 @@ def split(argv: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[st
 
 
 def parse_cores(text: str) -> list[int]:
-    """The cores of a list like `0-3,8`.
+    """The cores in a list like `0-3,8`.
 
     Raises:
-        ValueError: wrong syntax, or a core twice.
+        ValueError: the syntax is wrong, or a core is named twice.
     """
     cores: list[int] = []
     for part in text.split(","):

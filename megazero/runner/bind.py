@@ -10,11 +10,7 @@ from megazero.runner.arguments import parse_cores
 
 
 def share(cores: list[int], rank: int, ranks: int) -> list[int]:
-    """The cores of one of `ranks`: consecutive ones, as many as every rank can have.
-
-    Raises:
-        ValueError: there are fewer cores than ranks.
-    """
+    """The cores of rank `rank` out of `ranks`: consecutive ones, as many as every rank can have."""
     count = len(cores) // ranks
     if count == 0:
         raise ValueError(f"--bind_cores_to_rank: {ranks} ranks on a node cannot each have one of {len(cores)} cores.")
@@ -22,7 +18,7 @@ def share(cores: list[int], rank: int, ranks: int) -> list[int]:
 
 
 def main() -> None:
-    """Becomes the command, bound to its cores."""
+    """Replaces this process by the command, bound to its cores."""
     cores = parse_cores(sys.argv[1]) if sys.argv[1] else sorted(os.sched_getaffinity(0))
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     most_threads = max(1, available_cores() // ranks)  # a container's quota may be less than the cores that it sees

@@ -1,4 +1,4 @@
-"""What the ranks of a node find in their environment: their GPUs, and variables of this process and of files."""
+"""Environment variables for the ranks of a node: their GPUs, and variables from this process and from files."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-# To other nodes. Also of torch's allocators (PYTORCH_CUDA_ALLOC_CONF): else these alone would run out of memory in pieces.
+# Exported to other nodes. These include settings of torch's allocators (PYTORCH_CUDA_ALLOC_CONF): otherwise only the other nodes
+# would run out of memory through fragmentation.
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")
 
 
 def exported() -> dict[str, str]:
-    """What nodes get that do not share this process's environment: those of its variables that matter, and the files'."""
+    """The variables for nodes that do not share this process's environment: those of its own that matter, and the files'."""
     return {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | from_files()
 
 
 def from_files() -> dict[str, str]:
-    """The variables of ~/.deepspeed_env, and over them those of ./.deepspeed_env."""
+    """The variables in ~/.deepspeed_env, overridden by those in ./.deepspeed_env."""
     found: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()):
         path = folder / ".deepspeed_env"
@@ -27,10 +28,10 @@ def from_files() -> dict[str, str]:
 
 
 def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]:
-    """The variables of a file of KEY=VALUE lines; blank lines and `#` lines are skipped, values taken as they are.
+    """The variables in a file of KEY=VALUE lines; blank lines and `#` lines are skipped, and values are taken literally.
 
     Raises:
-        ValueError: a line that is not of that form.
+        ValueError: a line is not of that form.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -44,17 +45,17 @@ def parse_environment(text: str, name: str = ".deepspeed_env") -> dict[str, str]
 
 
 def of_slots(slots: Sequence[int], *, local: bool, has_gpus: bool) -> dict[str, str]:
-    """What the ranks on these slots of a node find beside torchrun's variables; `local`: it is the node of this process."""
+    """The variables for ranks on these slots of a node, in addition to torchrun's; `local`: the node is this process's."""
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES") if local else None
     devices = {"CUDA_VISIBLE_DEVICES": visible_devices(slots, inherited)} if has_gpus else {}
     return {"LOCAL_SIZE": str(len(slots)), **devices}
 
 
 def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a node of this machine: slots count within the value that is set already, if one is.
+    """CUDA_VISIBLE_DEVICES for a node; if `inherited` is set, slots are positions in that list.
 
     Raises:
-        ValueError: the value lists fewer devices than a slot needs.
+        ValueError: `inherited` lists fewer devices than a slot needs.
     """
     if inherited is None:
         return ",".join(map(str, slots))

@@ -1,4 +1,4 @@
-"""Which machines a job runs on, and which accelerator slots of each: hostfile, --include and --exclude, Slurm."""
+"""Which machines a job runs on, and which of their accelerator slots: hostfile, --include and --exclude, Slurm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def parse_hostfile(text: str) -> dict[str, int]:
     """Host -> number of slots, in the file's order. A line is `host slots=N`; blank lines and `#` comments are skipped.
 
     Raises:
-        ValueError: a line that says something else, a host named twice, no host at all.
+        ValueError: a line has another form, a host is named twice, or there is no host.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -38,17 +38,17 @@ def parse_hostfile(text: str) -> dict[str, int]:
 def select(
     hosts: Mapping[str, int], include: str = "", exclude: str = "", num_nodes: int = -1, num_gpus: int = -1
 ) -> Nodes:
-    """The slots that are used of each host, in the order of `hosts`.
+    """The slots to use on each host, in the order of `hosts`.
 
     Args:
-        hosts: all that there are, with their numbers of slots.
+        hosts: all available hosts, with their numbers of slots.
         include: use only these, `host` or `host:0,2`, several joined by `@`.
-        exclude: use all but these, written alike.
-        num_nodes: use the first ones only; -1 is all.
-        num_gpus: use the first slots of each host only; -1 is all.
+        exclude: use all but these, in the same form.
+        num_nodes: use only this many hosts, the first ones; -1 is all.
+        num_gpus: use only this many slots of each host, the first ones; -1 is all.
 
     Raises:
-        ValueError: options that exclude each other, wrong syntax, hosts or slots that are not there, nothing left.
+        ValueError: options exclude each other, the syntax is wrong, hosts or slots do not exist, or nothing is left.
     """
     if include and exclude:
         raise ValueError(
@@ -84,7 +84,7 @@ def _first(nodes: Nodes, num_nodes: int, num_gpus: int) -> Nodes:
 
 
 def _parse_filter(text: str, hosts: Mapping[str, int], option: str) -> Nodes:
-    """Host -> sorted slots of `host:0,2@host2`; a host without slots means all of them."""
+    """Host -> sorted slots, from `host:0,2@host2`; a host without slots means all of its slots."""
     found: dict[str, set[int]] = {}
     for part in text.split("@"):
         match = re.fullmatch(r"\s*([^\s:,@]+)(?::(\d+(?:,\d+)*))?\s*", part)
@@ -107,7 +107,7 @@ def _listed(hosts: Mapping[str, int]) -> str:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` names the machine that this runs on: one of its addresses can be bound here."""
+    """Whether `host` names this machine, that is, whether one of its addresses can be bound here."""
     try:
         found = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
     except OSError:
@@ -123,10 +123,10 @@ def is_this_machine(host: str) -> bool:
 
 
 def slurm_hosts(nodelist: str) -> list[str]:
-    """The host names of a Slurm node list, by `scontrol show hostnames`.
+    """The host names in a Slurm node list, from `scontrol show hostnames`.
 
     Raises:
-        ValueError: scontrol is missing or refuses.
+        ValueError: scontrol is missing, or it fails.
     """
     command = ["scontrol", "show", "hostnames", nodelist]
     try:

@@ -1,15 +1,15 @@
 """Processes of a launch: torchrun on this machine, and the agents of several machines.
 
-Signals. torchrun answers SIGTERM by killing its ranks after 30 seconds, which would cut a save short. So it runs in a session
-of its own, where neither Ctrl-C nor a batch system finds it, and the ranks get SIGTERM from `Node.stop`: they finish and save if
-they know how to, and end if they do not. `Node.end` is for a job that has failed elsewhere, and for SIGQUIT (Ctrl-\\): it ends
-torchrun, and so the ranks.
+Signals. torchrun responds to SIGTERM by killing its ranks after 30 seconds, which would cut a save short. So it runs in a session
+of its own, where neither Ctrl-C nor a batch system reaches it, and `Node.stop` sends SIGTERM to the ranks: they finish and save
+if they are able to, and otherwise end. `Node.end` is for a job that has failed elsewhere, and for SIGQUIT (Ctrl-\\): it ends
+torchrun, and with it the ranks.
 
-Several machines. Each one has an agent (megazero.runner.agent) that runs torchrun there and reads its standard input: one byte
-means stop, the end of the input means end. That input is a pipe from here, through ssh where the machine is another one. So the
-remote ranks end when a node fails and the pipes are closed, but also when this process is killed or the network fails, without
-pseudo-terminals and without a second connection. (torchrun's own agents would not notice: under its static rendezvous each one
-watches only its own ranks.)
+Several machines. Each machine has an agent (megazero.runner.agent) that runs torchrun there and reads its own standard input: one
+byte means stop, and the end of the input means end. That input is a pipe from this process, through ssh if the machine is another
+one. The remote ranks therefore end when a node fails and the pipes are closed, and also when this process is killed or the
+network fails. This needs no pseudo-terminals and no second connection. (torchrun's own agents would not notice: under its static
+rendezvous, each one watches only its own ranks.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.1
-GRACE_S = 2.0  # after the first node has failed: others, whose ranks lost a partner, may be writing why
-LAST_S = 60.0  # then they are ended; torchrun kills ranks that do not end within 30 s
+GRACE_S = 2.0  # after the first node has failed: ranks elsewhere that lost a partner may be writing why
+LAST_S = 60.0  # after that, until agents are killed; torchrun kills ranks that do not end within 30 s
 KILLED = 128 + signal.SIGKILL
 
 
@@ -37,17 +37,17 @@ class Node:
     """torchrun on this machine, in a session of its own."""
 
     def __init__(self, command: Sequence[str], stdin: int | None = None) -> None:
-        known = {**os.environ, "MEGAZERO_LAUNCHER": str(os.getpid())}  # with which megazero.launch ends
+        known = {**os.environ, "MEGAZERO_LAUNCHER": str(os.getpid())}  # megazero.launch ends with this process
         self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=known)
 
     def stop(self) -> None:
-        """Sends SIGTERM to the ranks; to torchrun itself where there are none yet."""
+        """Sends SIGTERM to the ranks, or to torchrun itself if there are none yet."""
         for pid in children(self.process.pid) or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """Makes torchrun end its ranks, by SIGKILL after 30 seconds."""
+        """Makes torchrun end its ranks, with SIGKILL after 30 seconds."""
         self.process.terminate()
 
     def wait(self) -> int:
@@ -59,7 +59,7 @@ class Node:
 
 @contextmanager
 def stop_signals(stop: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Within it, SIGTERM, SIGINT and SIGHUP call `stop()`, and SIGQUIT `end()`; SIGHUP not where nohup has had it ignored."""
+    """Inside the block, SIGTERM, SIGINT and SIGHUP call `stop()`, SIGQUIT calls `end()`. Under nohup, SIGHUP stays ignored."""
     actions: dict[int, Callable[[], object]] = {**dict.fromkeys(STOP_SIGNALS, stop), signal.SIGQUIT: end}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         del actions[signal.SIGHUP]
@@ -75,7 +75,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
     """Runs one agent per host and returns the job's exit status: 0, or that of the node that failed first.
 
     A rank that lost its partner fails too, and may be noticed first. So a node that reports within GRACE_S that one of its ranks
-    was killed (status 137) is taken for the cause.
+    was killed (status 137) is taken to be the cause.
     """
     agents = {
         host: subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -102,7 +102,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
 
 
 def _watch(agents: Mapping[str, subprocess.Popen]) -> dict[str, int]:
-    """Waits for all agents, ends them when one has failed; the statuses of those that failed by themselves, in that order."""
+    """Waits for all agents, and ends them when one has failed; the statuses of those that failed by themselves, in that order."""
     failed: dict[str, int] = {}
     running, since, told = dict(agents), 0.0, False
     while running:
