@@ -1,4 +1,4 @@
-"""The JSON configuration as a whole: its keys, what they exclude, and what the engine is told."""
+"""The JSON configuration as a whole: its keys, which of them exclude each other, and what the engine is given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megazero.zero.residency import GatherLimits
 
 _DTYPES = ("fp32", "fp16", "bf16")
 ZERO = "zero_optimization"  # the name of a section
-# The field of ZeroConfig that says what a key says; nvme_path and pin_memory are keys of two sections.
+# The field of ZeroConfig that corresponds to a key. nvme_path and pin_memory are missing: they are keys of two sections.
 ZERO_FIELDS = {
     "gradient_predivide_factor": "gradient_predivide_factor",
     "prescale_gradients": "prescale_gradients",
@@ -59,7 +59,7 @@ ZERO_FIELDS = {
 
 @dataclass(frozen=True)
 class JsonConfig:
-    """A configuration in DeepSpeed's keys, checked; the three batch numbers are resolved.
+    """A checked configuration in DeepSpeed's keys, with the three batch numbers resolved.
 
     Attributes:
         world_size, model_parallel_size: what the batch numbers were resolved for.
@@ -150,25 +150,25 @@ class JsonConfig:
 
     @property
     def idle(self) -> set[str]:
-        """The paths of the keys that were given, and change nothing."""
+        """The paths of the given keys that have no effect."""
         idle = {path for path, f in every_key(type(self)) if f.metadata["effect"] == NO_EFFECT}
         if self.zero_optimization.has_idle_offload_param:
             idle |= {path for path in self.given if path.startswith(f"{ZERO}.offload_param.")}
         return idle & self.given
 
     def at(self, path: str) -> Any:
-        """The value of the key at `path`; the sections that it lies in are there."""
+        """The value of the key at `path`; the sections that contain it must be present."""
         at: Any = self
         for name in path.split("."):
-            at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # no field has it
+            at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # fields lack it
         return at
 
     @property
     def zero(self) -> ZeroConfig:
-        """What the engine is told about ZeRO.
+        """The ZeRO settings for the engine.
 
         Raises:
-            DeepSpeedConfigError: settings contradict each other, or the number of ranks.
+            DeepSpeedConfigError: settings contradict each other, or do not fit the number of ranks.
         """
         try:
             zero = self._zero()
@@ -176,7 +176,7 @@ class JsonConfig:
             return zero
         except DeepSpeedConfigError:
             raise
-        except ValueError as error:  # which names the job's flags
+        except ValueError as error:  # its message names the job's flags
             raise DeepSpeedConfigError(f"zero_optimization: {error}") from error
 
     def _zero(self) -> ZeroConfig:
@@ -228,7 +228,7 @@ class JsonConfig:
         )
 
     def describe(self) -> str:
-        """The effective configuration, a line per section, and which of the given keys change nothing."""
+        """The effective configuration, one line per section, and which of the given keys have no effect."""
         lines = [
             f"batch: train_batch_size {self.train_batch_size} = train_micro_batch_size_per_gpu "
             f"{self.train_micro_batch_size_per_gpu} x gradient_accumulation_steps {self.gradient_accumulation_steps} x "
@@ -240,7 +240,7 @@ class JsonConfig:
         return "\n".join(lines)
 
     def _dtype(self, path: str) -> str | None:
-        """How ZeroConfig calls a dtype of the JSON: fp32, or compute."""
+        """ZeroConfig's name for a dtype of the JSON: fp32, or compute."""
         dtype = self.at(path)
         if dtype in (None, "fp32"):
             return dtype

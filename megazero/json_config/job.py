@@ -1,4 +1,4 @@
-"""What a JSON file in DeepSpeed's keys says to the GPT-2 job, as values of the job's own flags, which win over it."""
+"""Translates a JSON file in DeepSpeed's keys to values of the GPT-2 job's own flags, which override it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megazero.optim.lr_schedule import LRScheduleConfig
 logger = logging.getLogger(__name__)
 
 ADAM_FIELDS = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
-# The other parameters of Adam that pass: how torch runs it, or what is always so (false is refused).
+# Adam's other accepted parameters: how torch runs it, or what is always so (false is refused).
 ADAM_ALWAYS = {"adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "fused", "foreach"}
 
 
 def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[type], world_size: int) -> dict[str, Any]:
-    """What the file decides, by field name of `components`; what it says nothing about is absent.
+    """The values that the file sets, by field name of `components`; fields that it does not set are absent.
 
-    Logs each flag that wins over the file, with the key, and the keys that change nothing in this job.
+    Logs each flag that overrides the file, with the key, and the keys that have no effect in this job.
 
     Args:
         given: the flags that were given, by field name.
@@ -59,7 +59,7 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
 
 
 def _auto(flags: Flags) -> dict[str, Any]:
-    """What "auto" means where it is not simply as if the key were absent."""
+    """The meaning of "auto" for keys where it does not mean that the key is absent."""
     iterations = flags.value("train_iters")
     schedule = LRScheduleConfig(**{field: flags.value(field) for field in WARMUP_FIELDS})
     return {
@@ -76,7 +76,7 @@ def _auto(flags: Flags) -> dict[str, Any]:
 
 
 def _said(config: JsonConfig) -> list[tuple[str, str, Any]]:
-    """(key, field, value) of what the file gives, batch sizes and schedule aside."""
+    """(key, field, value) for what the file gives, except batch sizes and schedule."""
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum": the GPT-2 job averages over the ranks. Drop it.')
     zero, fp16, kept = config.zero, config.fp16, config.activation_checkpointing
@@ -121,7 +121,7 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
 
 
 def _log_idle(config: JsonConfig, used: set[str], path: str) -> None:
-    """Logs the keys of the file that change nothing in this job."""
+    """Logs the file's keys that have no effect in this job."""
     used = used | {*BATCH_KEYS.values(), STEPS_KEY}
     elsewhere = ("fp16.", "optimizer.", "scheduler.")  # obeyed or refused as a whole
     idle = [

@@ -1,4 +1,4 @@
-"""The GPT-2 job's flags beside its JSON file: put into the document where it must be checked as it will be run."""
+"""The GPT-2 job's flags and its JSON file: flags go into the document where it must be checked as it will run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BATCH_KEYS = {"batch_size": "train_micro_batch_size_per_gpu", "global_batch_size
 STEPS_KEY = "gradient_accumulation_steps"
 DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
-# Flags that describe a schedule of their own; and the parameter of the file's schedules that --lr stands for.
+# Fields of flags that describe their own schedule; and, for the file's schedules, the parameter that --lr stands for.
 SCHEDULE_FIELDS = [field.name for field in fields(LRScheduleConfig) if field.name != "lr"]
 WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
 PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
 
 
 class Flags:
-    """The flags of a command line, beside the file that it names.
+    """The flags of a command line, together with the JSON file that it names.
 
     Args:
         given: the flags that were given, by field name of `components`.
@@ -38,17 +38,17 @@ class Flags:
         self.given = given
         self.world_size = world_size
         self._fields: dict[str, Field] = {f.name: f for component in components for f in fields(component)}
-        self._put: list[str] = []  # the flags that are in the document now
-        self.describe_schedule = False  # so the file's is not used, though it is checked
+        self._put: list[str] = []  # the flags put into the document so far
+        self.describe_schedule = False  # if so, the file's is checked but not used
 
     @property
     def source(self) -> str:
-        """The file, and the flags that have been put into it, for errors."""
+        """The file, and the flags that have been put into it, for error messages."""
         flags = ", ".join(dict.fromkeys(self._put))
         return f"--deepspeed_config {self.path}" + (f" with {flags}" if flags else "")
 
     def value(self, field: str) -> Any:
-        """What the flag says, or its default."""
+        """The flag's value, or its default."""
         return self.given.get(field, self._fields[field].default)
 
     def text(self, field: str) -> str:
@@ -61,20 +61,20 @@ class Flags:
         return f"{name} {value}"
 
     def note(self, field: str, key: str, value: Any, written: Any) -> None:
-        """Logs that the flag wins, where one was given and is not the `value` of the file's `key`, `written` there."""
+        """Logs that a given flag overrides the file's `key`, unless it has the same `value`, `written` in the file."""
         if field in self.given and self.given[field] != value:
             logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
 
     def put(self, section: dict[str, Any], key: str, field: str, path: str = "") -> None:
-        """Puts a flag that was given into the section at `path`, and logs what it wins over there."""
+        """Puts a flag, if it was given, into the section at `path`, and logs what it overrides there."""
         if field in self.given:
-            if key in section and (section[key] != AUTO or field == "placement"):  # of which "auto" is a value
+            if key in section and (section[key] != AUTO or field == "placement"):  # for placement, "auto" is a value
                 self.note(field, join(path, key), section[key], section[key])
             section[key] = self.given[field]
             self._put.append(self.text(field))
 
     def write_into(self, document: dict[str, Any]) -> None:
-        """Puts the flags into a document in today's forms: batch sizes, dtype, schedule, ZeRO's stage and homes.
+        """Puts the flags into a document in the current forms: batch sizes, dtype, schedule, ZeRO's stage and homes.
 
         Raises:
             DeepSpeedConfigError: --lr means nothing to the file's schedule.
@@ -86,7 +86,7 @@ class Flags:
 
 
 def _write_batch(document: dict[str, Any], flags: Flags) -> None:
-    """Batch sizes, whose equation then holds for what will be run."""
+    """Writes the batch sizes, so that their equation is checked for what will run."""
     for key in (*BATCH_KEYS.values(), STEPS_KEY):
         if document.get(key) == AUTO:
             del document[key]
@@ -94,7 +94,7 @@ def _write_batch(document: dict[str, Any], flags: Flags) -> None:
         flags.put(document, key, field)
     if not document.keys() & BATCH_KEYS.values():
         document[BATCH_KEYS["batch_size"]] = flags.value("batch_size")
-    if flags.given.keys() >= BATCH_KEYS.keys() and STEPS_KEY in document:  # which follows from the two flags
+    if flags.given.keys() >= BATCH_KEYS.keys() and STEPS_KEY in document:  # it follows from the two flags
         steps, ranks = document.pop(STEPS_KEY), flags.world_size // flags.value("model_parallel_size")
         if steps != flags.given["global_batch_size"] / flags.given["batch_size"] / ranks:
             both = " and ".join(flags.text(field) for field in BATCH_KEYS)
@@ -102,7 +102,7 @@ def _write_batch(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
-    """--fp16, --bf16, or --no-... of one: the document's other keys may name that dtype."""
+    """Writes --fp16, --bf16, or the --no-... form of one: the document's other keys may name that dtype."""
     wanted = next((dtype for dtype in ("fp16", "bf16") if flags.given.get(dtype)), None)
     for name, dtype in DTYPE_SECTIONS.items():
         section, decides = document.get(name), wanted or (dtype if dtype in flags.given else None)
@@ -118,13 +118,13 @@ def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
-    """--lr is the peak of the file's schedule, unless flags describe another."""
+    """Makes --lr the peak of the file's schedule, unless flags describe another one."""
     section = document.get("scheduler")
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
-        return  # there is none, or the reader will say what is wrong
+        return  # there is none, or the reader will report what is wrong
     kind, params = section.get("type"), dict(section.get("params", {}))
     if kind not in SCHEDULES:
-        return  # the reader will say which there are
+        return  # the reader will name the known ones
     others = [field for field in SCHEDULE_FIELDS if field in flags.given]
     if params.get("warmup_num_steps") == AUTO:
         others = [field for field in others if field not in WARMUP_FIELDS]
@@ -143,15 +143,15 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_zero(document: dict[str, Any], flags: Flags) -> None:
-    """ZeRO's stage and homes: what the file says of a home then holds for the one that the flag names.
+    """Writes ZeRO's stage and homes: the file's settings of a home then apply to the home that the flag names.
 
-    `--cpu-optimizer` gives `--offload-optimizer cpu` too, unless the file's home is nvme.
+    `--cpu-optimizer` implies `--offload-optimizer cpu`, unless the file's home is nvme.
     """
     zero = document.get(ZERO, {})
     if not isinstance(zero, dict):
         return  # the reader will say what is wrong
     document[ZERO], home = zero, zero.get("offload_optimizer")
-    on_nvme = isinstance(home, Mapping) and home.get("device") == "nvme"  # whose update runs on the host as well
+    on_nvme = isinstance(home, Mapping) and home.get("device") == "nvme"  # nvme updates run on the host as well
     if "cpu_optimizer" in flags.given and not on_nvme:
         flags.given = {"offload_optimizer": "cpu", **flags.given}
     for name in ("offload_optimizer", "offload_param"):

@@ -27,17 +27,18 @@ def load_json_config(
     auto: Mapping[str, Any] | None = None,
     adapt: Callable[[dict[str, Any]], None] | None = None,
 ) -> JsonConfig:
-    """The configuration in `source`, checked at every level. Old forms and misspellings that are accepted are logged.
+    """The configuration in `source`, checked at every level. Accepted old forms and misspellings are logged.
 
     Args:
         source: a dict, the path of a JSON file, or URL-safe base64 of JSON.
-        auto: what "auto" means, by the path of the key: {"train_micro_batch_size_per_gpu": 4}. Inside of sections, "auto"
-            that is not in it means the default; a batch number follows from the others; elsewhere at top level and in `params`
-            it is an error.
-        adapt: changes the document, in today's forms, before it is checked; the types of what it overrides are checked before.
+        auto: what "auto" means, by the path of the key: {"train_micro_batch_size_per_gpu": 4}. For keys not listed: inside
+            sections "auto" means the default; a batch number follows from the others; elsewhere at top level, and in
+            `params`, it is an error.
+        adapt: changes the document, in the current forms, before it is checked; the types of what it overrides are checked
+            first.
 
     Raises:
-        DeepSpeedConfigError: anything is wrong or unknown; it is a ValueError and an AssertionError.
+        DeepSpeedConfigError: something is wrong or unknown; the error is both a ValueError and an AssertionError.
     """
     reader = Reader(auto or {})
     document = modernised(without_disabled(read_source(source)), reader.warnings)
@@ -63,10 +64,10 @@ def load_json_config(
 
 
 def _without_auto_batch(document: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` without the batch numbers that are "auto", where what is left of them decides the batch.
+    """`document` without the batch numbers that are "auto", if the remaining ones determine the batch.
 
     Args:
-        auto: what the caller says that "auto" means, by key; such a number stays.
+        auto: the caller's meaning of "auto", by key; a batch number in it stays.
     """
     left = {name: value for name, value in document.items() if name not in BATCH or value != AUTO or name in auto}
     return left if left.keys() & {*BATCH[:2]} else dict(document)
@@ -75,7 +76,7 @@ def _without_auto_batch(document: Mapping[str, Any], auto: Mapping[str, Any]) ->
 def _resolve_batch(
     total: int | None, micro: int | None, steps: int | None, world_size: int, model_parallel_size: int
 ) -> tuple[int, int, int]:
-    """The three batch numbers, those that were not given from those that were.
+    """The three batch numbers; those that were not given are computed from those that were.
 
     Raises:
         DeepSpeedConfigError: too few are given, one is below 1, or they do not agree; the message shows the arithmetic.

@@ -1,4 +1,4 @@
-"""Old forms of the JSON, rewritten as today's; and DeepSpeed's subsystems that do not exist here."""
+"""Rewrites old forms of the JSON to current ones, and refuses DeepSpeed's subsystems that do not exist here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DISABLED_ONLY = {
 
 
 def without_disabled(document: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` less the sections of subsystems that do not exist here.
+    """`document` without the sections of subsystems that do not exist here.
 
     Raises:
         DeepSpeedConfigError: one of them is not disabled.
@@ -63,13 +63,13 @@ def without_disabled(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """`document` with old forms rewritten; a sentence on each goes to `warnings`.
+    """`document` with old forms rewritten; a sentence about each is added to `warnings`.
 
     Raises:
-        DeepSpeedConfigError: an old form and what replaces it are given together.
+        DeepSpeedConfigError: an old form and its replacement are given together.
     """
     document = dict(document)
-    if document.get("steps_per_print") == math.inf:  # so Hugging Face's Accelerate says it
+    if document.get("steps_per_print") == math.inf:  # as Hugging Face's Accelerate writes it
         document["steps_per_print"] = None
     _replace_bool(document, "fp32_allreduce", "communication_data_type", "fp32", "", warnings)
     zero = document.get("zero_optimization")
@@ -123,7 +123,7 @@ def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
 
 
 def _replace_bool(section: dict[str, Any], old: str, new: str, value: Any, path: str, warnings: list[str]) -> None:
-    """Rewrites the key `old`: true becomes `new` with `value`; false, and "auto", say nothing."""
+    """Rewrites the key `old`: true becomes `new` with `value`; false and "auto" set nothing."""
     if old not in section:
         return
     asked = section.pop(old)

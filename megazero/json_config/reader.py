@@ -1,4 +1,4 @@
-"""How a section of the JSON is read from a dict: names, types and bounds checked, "auto" decided, old names taken."""
+"""Reads a section of the JSON from a dict: checks names, types and bounds, resolves "auto", and accepts old names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Section = TypeVar("Section")
 
 
 class Reader:
-    """Reads sections, and collects what is to be said about them.
+    """Reads sections, and collects what to report about them.
 
     Attributes:
         warnings: one sentence each.
-        given: the paths of the keys that were given, under their present names.
-        undecided: the paths of those that are "auto", and nothing says what that means; they are left out.
+        given: the paths of the keys that were given, under their current names.
+        undecided: the paths of keys that are "auto" with nothing to say what that means; they are left out.
     """
 
     def __init__(self, auto: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Reader:
             if name not in described:
                 known = [known for known, _ in keys(section)]
                 advice = did_you_mean(name, known)
-                if not path:  # there, and there alone, DeepSpeed reads past what it does not know
+                if not path:  # only at top level does DeepSpeed ignore unknown keys
                     advice += " If it is none of DeepSpeed's, drop it: DeepSpeed passes over such a key, silently."
                 raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {advice}")
             current, f = described[name]
@@ -69,7 +69,7 @@ class Reader:
             full = join(path, current)
             if value == AUTO and AUTO not in f.metadata["choices"]:
                 if full not in self.auto:
-                    if not path:  # in a section it is as if it were absent
+                    if not path:  # in a section the key counts as absent
                         self.undecided.append(full)
                     continue
                 value = self.auto[full]
@@ -79,10 +79,10 @@ class Reader:
         return values
 
     def refuse_undecided(self) -> None:
-        """Raises where "auto" was read that nothing decides, and names all such keys.
+        """Raises if there was an "auto" whose meaning nothing decides; the message names all such keys.
 
         Raises:
-            DeepSpeedConfigError: there are some.
+            DeepSpeedConfigError: there are such keys.
         """
         if self.undecided:
             decided = f" (only for {', '.join(sorted(self.auto))})" if self.auto else ""
@@ -123,14 +123,14 @@ class Reader:
 
 
 class _TypesOnly(Reader):
-    """Makes no sections, whose own checks are of several keys together."""
+    """Reads values without making sections, whose own checks involve several keys."""
 
     def section(self, section: type, given: Any, path: str) -> Any:
         return self.values(section, given, path)
 
 
 def check_types(section: type, given: Mapping[str, Any]) -> None:
-    """Checks the names, types and bounds of all that is given, each key for itself; "auto" passes.
+    """Checks the names, types and bounds of all given keys, each on its own; "auto" is accepted.
 
     Raises:
         DeepSpeedConfigError: a key is unknown, given under two names, or has a bad value.
@@ -139,7 +139,7 @@ def check_types(section: type, given: Mapping[str, Any]) -> None:
 
 
 def _spellings(section: type) -> dict[str, tuple[str, Field]]:
-    """Every accepted spelling: the present name, and the field."""
+    """The current name and the field for every accepted spelling."""
     return {spelling: (name, f) for name, f in keys(section) for spelling in (f.name, *f.metadata["old"], name)}
 
 

@@ -1,4 +1,4 @@
-"""How a section of the JSON is described: as a dataclass of `key`s."""
+"""Describes a section of the JSON as a dataclass of `key`s."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 # What a key does here.
 OBEYED = "obeyed"
-IF_GIVEN = "obeyed where given"  # the default is DeepSpeed's, and not in force
-ALWAYS = "always so"  # true asks for what always happens; false is accepted, and a warning says that it changes nothing
-NO_EFFECT = "without effect"  # accepted: it sizes or tunes something that is done another way
-REFUSED = "refused"  # unless it has its default, which turns the thing off
+IF_GIVEN = "obeyed where given"  # the default is DeepSpeed's, and is not applied
+ALWAYS = "always so"  # true asks for what always happens; false is accepted with a warning that it changes nothing
+NO_EFFECT = "without effect"  # accepted: it sizes or tunes something that is done another way here
+REFUSED = "refused"  # unless it has its default, which turns the feature off
 
 AUTO = "auto"
 
@@ -32,12 +32,12 @@ def key(
     """A dataclass field that describes one key of the JSON.
 
     Args:
-        default: its value where it is absent; MISSING if it must be there.
+        default: its value if it is absent; MISSING if the key is required.
         effect, note: what it does here, for the documentation and for messages.
-        name: in the JSON, where it is not the field's; the field's name is accepted as well.
+        name: the key's name in the JSON, if it differs from the field's, which is accepted as well.
         old: old names and known misspellings, which are accepted with a warning.
-        choices: of a string, matched in any case.
-        at_least, above, at_most: bounds of a number; the last one of an integer, beside `at_least`.
+        choices: the accepted strings, matched in any case.
+        at_least, above, at_most: bounds of a number; `at_most` is for integers, together with `at_least`.
     """
     metadata = {
         "effect": effect,
@@ -62,12 +62,12 @@ def keys(section: type) -> Iterator[tuple[str, Field]]:
 
 
 def default_of(f: Field) -> Any:
-    """The default of a field, MISSING where it has none."""
+    """The default of a field; MISSING if it has none."""
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
 def every_key(section: type, path: str = "") -> Iterator[tuple[str, Field]]:
-    """All keys of a section and of the sections in it, by path, without the sections themselves."""
+    """All keys of a section and of the sections in it, by path; the sections themselves are left out."""
     hints = typing.get_type_hints(section)
     for name, f in keys(section):
         inner = [hint for hint in (hints[f.name], *typing.get_args(hints[f.name])) if is_dataclass(hint)]
@@ -78,7 +78,7 @@ def every_key(section: type, path: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def describe(section: Any, given: Collection[str], path: str = "") -> list[str]:
-    """The values of a section on one line, of the keys that are obeyed or `given`; then those of each section in it."""
+    """A line with the values of a section's keys that are obeyed or `given`; then one for each section in it."""
     values, below = [], []
     for name, f in keys(type(section)):
         value, full = getattr(section, f.name), join(path, name)

@@ -1,4 +1,4 @@
-"""The sections of the JSON configuration but `zero_optimization`: a dataclass each, with DeepSpeed's names and defaults."""
+"""The sections of the JSON configuration except `zero_optimization`: one dataclass each, with DeepSpeed's names and defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megazero.optim.schedules import scheduler_by_name
 _NVME = "for shards on NVMe"
 
 CHECKPOINTING = "activation_checkpointing"  # the name of a section
-# The field of CheckpointSettings that says what a key of it says.
+# The field of CheckpointSettings that corresponds to each of its keys.
 CHECKPOINTING_FIELDS = {
     "partition_activations": "partition_activations",
     "number_checkpoints": "num_checkpoints",
@@ -45,7 +45,7 @@ class Fp16Section:
                 f"fp16.initial_scale_power {self.initial_scale_power} gives a scale beyond fp32. Use 127 or less; 16 is usual."
             )
         if not self.enabled or self.loss_scale:
-            return  # the rest is for the dynamic scale
+            return  # the other keys are for the dynamic scale
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             if getattr(self, name) <= 0:
                 raise DeepSpeedConfigError(
@@ -102,7 +102,7 @@ class SchedulerSection:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection:
-    """How activations are kept where the model checkpoints them."""
+    """How activations are kept if the model checkpoints them."""
 
     partition_activations: bool = key(False, OBEYED, "each model-parallel rank keeps its part of every kept activation")
     number_checkpoints: int | None = key(
@@ -129,10 +129,10 @@ class AioSection:
 
     @property
     def config(self) -> AioConfig:
-        """What the swap file is told.
+        """The settings of the swap file.
 
         Raises:
-            ValueError: block_size is not in whole pages.
+            ValueError: block_size is not a whole number of pages.
         """
         return AioConfig(
             block_size=self.block_size,

@@ -29,7 +29,7 @@ class OffloadParamSection:
 
 @dataclass(frozen=True)
 class OffloadOptimizerSection:
-    """Where master weights and the optimizer's moments rest, and the update runs."""
+    """Where master weights and the optimizer's moments rest, and where the update runs."""
 
     device: str = key("none", OBEYED, "cpu: host memory; nvme: a file in nvme_path", choices=HOMES)
     nvme_path: str | None = key(None, OBEYED, "directory; needed by nvme")
@@ -177,7 +177,7 @@ class ZeroSection:
 
     @property
     def has_idle_offload_param(self) -> bool:
-        """Whether offload_param asks for a home at a stage that shards no parameters, where DeepSpeed passes over it."""
+        """Whether offload_param names a home at a stage that shards no parameters, which DeepSpeed ignores."""
         return self.stage < 3 and self.offload_param is not None and self.offload_param.device != "none"
 
     def _check_offload(self, name: str, offload: Any) -> None:
