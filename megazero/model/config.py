@@ -31,7 +31,7 @@ class GPT2Config:
     num_attention_heads: int = option(16, "attention heads; must divide the hidden size", at_least=1)
     intermediate_size: int | None = option(
         None,
-        "width of the MLP; 4 x hidden size when not given",
+        "width of the MLP (default: 4 x hidden size)",
         at_least=1,
         at_most=10**7,
         aliases=("--ffn-hidden-size",),
@@ -41,7 +41,7 @@ class GPT2Config:
     )
     vocab_size: int | None = option(
         None,
-        "tokens in the vocabulary, before padding; taken from the tokenizer if not given",
+        "tokens in the vocabulary, before padding (default: the tokenizer's)",
         at_least=1,
         at_most=10**9,
     )
@@ -50,19 +50,19 @@ class GPT2Config:
     )
     vocab_chunk_size: int = option(
         0,
-        "vocabulary ids whose logits the loss computes at a time, and again in backward, instead of storing the logits of all "
-        "(0: all at once, faster)",
+        "number of vocabulary ids whose logits the loss computes at a time, and again in backward, instead of storing all "
+        "logits (0: all at once, faster)",
         at_least=0,
     )
     sequence_chunk_size: int = option(
         0,
-        "positions of the sequence whose logits the loss computes at a time, as --vocab-chunk-size; with it, of these ids only "
+        "like --vocab-chunk-size, for positions of the sequence; with both, a chunk holds those ids at those positions "
         "(0: all at once, faster)",
         at_least=0,
     )
     attention_dropout: float = option(0.1, "dropout probability of attention weights", at_least=0, below=1)
     hidden_dropout: float = option(
-        0.1, "dropout probability of embeddings and of what each sub-block adds to the residual", at_least=0, below=1
+        0.1, "dropout probability of embeddings and of each sub-block's output", at_least=0, below=1
     )
     layernorm_epsilon: float = option(
         1e-5, "added to the variance in layer norm", at_least=0, aliases=("--norm-epsilon",)
@@ -72,24 +72,24 @@ class GPT2Config:
     checkpoint_num_layers: int = option(1, "blocks recomputed together with --checkpoint-activations", at_least=1)
     recompute: Recompute | None = option(
         None,
-        "what backward recomputes: none, selective (the inside of attention), full (blocks: --checkpoint-activations), or auto: "
-        "per block, what is fastest within --recompute-budget-gb",
+        "what backward recomputes: none, selective (the inside of attention), full (whole blocks, as --checkpoint-activations), "
+        "or auto (per block, whatever is fastest within --recompute-budget-gb)",
         choices=RECOMPUTE,
     )
     recompute_budget_gb: float | None = option(
-        None, "with --recompute auto: GB (10^9 bytes) on each rank for what the blocks keep for backward"
+        None, "with --recompute auto: GB (10^9 bytes) per rank for what the blocks keep for backward"
     )
     sequence_parallel: bool = option(
-        False, "cut norms, dropout and residuals along the sequence over the model-parallel ranks"
+        False, "split norms, dropout and residuals along the sequence, over the model-parallel ranks"
     )
     layernorm: Literal["torch", "apex"] = option(
         "torch",
         "layer norm kernel; apex needs NVIDIA apex (not the package of that name on PyPI)",
         choices=("torch", "apex"),
     )
-    compile: bool = option(False, "torch.compile each transformer block, and the loss of whole logits")
+    compile: bool = option(False, "torch.compile each transformer block, and the loss if its logits are not chunked")
     memory_centric_tiled_linear: bool = option(
-        False, "cut the MLP's two layers into tiles, which --zero-stage 3 gathers one at a time"
+        False, "split the MLP's two layers into tiles, which --zero-stage 3 gathers one at a time"
     )
     tile_factor: int = option(
         1, "with --memory-centric-tiled-linear: N x 4N tiles per layer, N along the hidden size", at_least=1

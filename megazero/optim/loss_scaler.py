@@ -25,7 +25,7 @@ class PrecisionConfig:
     fp16: bool = option(False, "compute in fp16 with a loss scale")
     bf16: bool = option(False, "compute in bf16 (no loss scale needed)")
     tf32: bool = option(
-        False, "fp32 matrix products on a GPU's tensor cores: what is multiplied is rounded to 10 bits of mantissa"
+        False, "run fp32 matrix products on a GPU's tensor cores, with operands rounded to 10 bits of mantissa"
     )
     loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
     initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale", above=0)
@@ -35,7 +35,7 @@ class PrecisionConfig:
     )
     hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves", above=0)
     consecutive_hysteresis: bool = option(
-        False, "every clean step refills --hysteresis, not only one that doubles the scale"
+        False, "refill --hysteresis at every clean step, not only at one that doubles the scale"
     )
 
     def __post_init__(self) -> None:

@@ -16,14 +16,14 @@ class LRScheduleConfig:
 
     lr: float = option(1e-4, "peak learning rate", at_least=0)
     warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
-    lr_warmup_iters: int | None = option(None, "the same in iterations; wins over --warmup", at_least=0)
+    lr_warmup_iters: int | None = option(None, "warm-up in iterations; overrides --warmup", at_least=0)
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)", at_least=1)
     lr_decay_style: str = option(
         "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
     )
     lr_wsd_decay_iters: int | None = option(
         None,
-        "with WSD: iterations of its decay, the last of --lr-decay-iters, before which the rate is --lr",
+        "with WSD: iterations of its decay, the last ones of --lr-decay-iters; before them the rate is --lr",
         at_least=1,
     )
     lr_wsd_decay_style: str = option(

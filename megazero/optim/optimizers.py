@@ -42,19 +42,19 @@ class OptimizerConfig:
     """AdamW (arXiv:1711.05101), or Muon beside it, and gradient clipping."""
 
     weight_decay: float = option(
-        0.01, "decoupled weight decay of matrices and embeddings; biases and norms have none", at_least=0
+        0.01, "decoupled weight decay of matrices and embeddings; biases and norms are not decayed", at_least=0
     )
     clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 turns clipping off", at_least=0)
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", at_least=0)
+    adam_eps: float = option(1e-8, "added to the square root of the second moment", at_least=0)
     optimizer: str = option(
         "adamw",
-        "muon: AdamW, but Muon for the blocks' matrices; apex-adamw needs an NVIDIA apex built from source (the package index's "
-        "apex is unrelated)",
+        "muon: Muon for the blocks' matrices, AdamW for the rest; apex-adamw needs NVIDIA apex built from source (the package "
+        "index's apex is unrelated)",
         choices=("adamw", "muon", "apex-adamw"),
     )
-    muon_momentum: float = option(0.95, "momentum of the matrices of --optimizer muon", at_least=0, below=1)
+    muon_momentum: float = option(0.95, "momentum of the matrices, with --optimizer muon", at_least=0, below=1)
 
     def __post_init__(self) -> None:
         check_options(self)
