@@ -45,7 +45,7 @@ def available_host_memory(root: Path) -> int | None:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each memory cgroup with a limit that this process is in, including enclosing ones."""
+    """(limit, bytes in use) of each limited memory cgroup that this process is in, enclosing ones included."""
     for folder, is_version_2 in _folders(root, "memory"):
         names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
         if is_version_2:

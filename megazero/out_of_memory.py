@@ -14,7 +14,7 @@ from megazero.plan import ways_to_less_memory
 from megazero.reporting import describe_memory
 from megazero.zero.memory import size
 
-# What such errors say when they are not torch.OutOfMemoryError: PyTorch's, NCCL's, those of cuBLAS and cuDNN.
+# Texts of such errors that are not a torch.OutOfMemoryError: from PyTorch, from NCCL, from cuBLAS and cuDNN.
 NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory'", "STATUS_ALLOC_FAILED")
 
 

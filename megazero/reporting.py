@@ -84,7 +84,7 @@ def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:
 
 
 def _homes(zero: ZeroConfig) -> str:
-    """Where states rest that are not on the accelerator, as the end of a sentence."""
+    """The homes of states that are not on the accelerator, as the end of a sentence."""
     places = {"cpu": "in host memory", "nvme": f"in {zero.nvme_path}"}
     share = "" if zero.offload_optimizer_ratio == 1 else f"{zero.offload_optimizer_ratio:.0%} of the "
     homes = ((f"{share}optimizer states", zero.offload_optimizer), ("parameters", zero.offload_param))
@@ -111,8 +111,8 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
 class MemoryWatch:
     """Measures one step: the most memory held of each kind, and in all.
 
-    Hooks look before every unit's forward, after every parameter's gradient and around every update, which is why it is meant for
-    one step only.
+    Hooks take measurements before every unit's forward, after every parameter's gradient and around every update. Use it for one
+    step only.
     """
 
     def __init__(self, engine: Engine) -> None:

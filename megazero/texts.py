@@ -70,7 +70,7 @@ _WIKITEXT_REPAIRS = tuple(
 
 
 def wikitext_detokenize(text: str) -> str:
-    """WikiText's spaced-out text as a writer would have typed it, which is what GPT-2's tokenizer knows."""
+    """WikiText's spaced-out text as a writer would have typed it, the form that GPT-2's tokenizer is made for."""
     for pattern, replacement in _WIKITEXT_REPAIRS:
         text = pattern.sub(replacement, text)
     return text

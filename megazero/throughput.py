@@ -32,7 +32,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Peak TFLOP/s of one rank's device, and where the number comes from.
 
     For known GPUs in 16-bit dtypes it comes from the maker's data sheet. Otherwise it is the best of a few matrix products, which
-    take about a quarter of a second; in fp32 they use TF32 if torch has been told that it may.
+    take about a quarter of a second; in fp32 they use TF32 if torch is allowed to use it.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
@@ -49,7 +49,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    product_s()  # a device's first product loads libraries and kernels, which may take longer than all those that count
+    product_s()  # a device's first product loads libraries and kernels, which may take longer than all the timed ones
     best, stop = product_s(), time.perf_counter() + 0.25
     while time.perf_counter() < stop:
         best = min(best, product_s())
@@ -71,8 +71,8 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     peak = re.search(rb"VmHWM:\s+(\d+) kB", status.read_bytes()) if status.exists() else None
-    # Without /proc, getrusage(2), which counts in bytes on macOS. On Linux, its peak of a new process is that of the one that
-    # started it.
+    # Without /proc, getrusage(2) gives the peak, in bytes on macOS. On Linux /proc is better: there, getrusage(2) starts from the
+    # peak of the process that started this one.
     unit = 1 if sys.platform == "darwin" else 1024
     most = (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
     return max(most, _resident_bytes())  # the kernel updates the peak only now and then

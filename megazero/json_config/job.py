@@ -59,7 +59,7 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
 
 
 def _auto(flags: Flags) -> dict[str, Any]:
-    """The meaning of "auto" for keys where it does not mean that the key is absent."""
+    """The meaning of "auto" for keys where it is not the same as leaving the key out."""
     iterations = flags.value("train_iters")
     schedule = LRScheduleConfig(**{field: flags.value(field) for field in WARMUP_FIELDS})
     return {

@@ -1,4 +1,4 @@
-"""The GPT-2 job's flags and its JSON file: flags go into the document where it must be checked as it will run."""
+"""Puts the GPT-2 job's flags into its JSON document wherever the document must be checked as it will run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
     """
     zero = document.get(ZERO, {})
     if not isinstance(zero, dict):
-        return  # the reader will say what is wrong
+        return  # the reader will report what is wrong
     document[ZERO], home = zero, zero.get("offload_optimizer")
     on_nvme = isinstance(home, Mapping) and home.get("device") == "nvme"  # nvme updates run on the host as well
     if "cpu_optimizer" in flags.given and not on_nvme:

@@ -22,7 +22,7 @@ class Reader:
     Attributes:
         warnings: one sentence each.
         given: the paths of the keys that were given, under their current names.
-        undecided: the paths of keys that are "auto" with nothing to say what that means; they are left out.
+        undecided: the paths of keys that are "auto" without a given meaning; they are left out.
     """
 
     def __init__(self, auto: Mapping[str, Any]) -> None:

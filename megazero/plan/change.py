@@ -41,7 +41,7 @@ def changes(setup: Setup) -> Iterator[Change]:
     if states.optimizer_home == "accelerator" and is_cuda:
         if states.zero.stage:
             yield _of_zero(setup, offload_optimizer="cpu")
-        elif setup.data_parallel_size == 1:  # where a stage by itself saves nothing
+        elif setup.data_parallel_size == 1:  # a stage alone saves nothing here
             yield _of_zero(setup, zero_stage=2, offload_optimizer="cpu")
     if states.zero.offload_optimizer_ratio < 1:
         yield _of_zero(setup, offload_optimizer_ratio=1)

@@ -45,7 +45,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
 
 
 def ways_to_less_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
-    """Flags, each of which by itself lowers what the device holds, cheapest in time first."""
+    """Flags that each lower, by themselves, what the device holds; cheapest in time first."""
     return [change.flags for change in changes(_setup(config, world_size, device))]
 
 

@@ -44,8 +44,8 @@ def select(
         hosts: all available hosts, with their numbers of slots.
         include: use only these, `host` or `host:0,2`, several joined by `@`.
         exclude: use all but these, in the same form.
-        num_nodes: use only this many hosts, the first ones; -1 is all.
-        num_gpus: use only this many slots of each host, the first ones; -1 is all.
+        num_nodes: use only the first so many hosts; -1: all of them.
+        num_gpus: use only the first so many slots of each host; -1: all of them.
 
     Raises:
         ValueError: options exclude each other, the syntax is wrong, hosts or slots do not exist, or nothing is left.
