@@ -10,7 +10,7 @@ from typing import Any
 # What a key does here.
 OBEYED = "obeyed"
 IF_GIVEN = "obeyed where given"  # the default is DeepSpeed's, and is not applied
-ALWAYS = "always so"  # true asks for what always happens; false is accepted with a warning that it changes nothing
+ALWAYS = "always so"  # true asks for what always happens; false, if not the default, only draws a warning
 NO_EFFECT = "without effect"  # accepted: it sizes or tunes something that is done another way here
 REFUSED = "refused"  # unless it has its default, which turns the feature off
 
