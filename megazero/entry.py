@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from glob import glob
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -83,6 +84,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         logger.warning("a rank has failed, and all were started again: restart %d of %s", restarts, most, extra=ALIKE)
     try:
+        _refuse_idle_gpus()
         if descriptor is None:
             work(check(world_size))
         else:
@@ -100,6 +102,36 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
             raise
         where = " > ".join(_our_calls(error)[-4:])
         _exit(RuntimeError(f"waited in vain for another rank, in {where}: {error}"), rank, waits=is_later)
+
+
+def _refuse_idle_gpus() -> None:
+    """Raises if the machine has NVIDIA GPUs that PyTorch cannot use: the job would train on the CPU, unnoticed for hours.
+
+    CUDA_VISIBLE_DEVICES may hide them on purpose: as for CUDA, by a first entry that names no device.
+    """
+    hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    gpus = [path for path in glob("/dev/nvidia[0-9]*") if _may_open(path)]
+    if hidden or not gpus or torch.cuda.is_available():
+        return
+    why = "it finds none"
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # the former if it was built without CUDA
+        why = str(error).partition("\n")[0].rstrip(".")
+    raise ValueError(
+        f"this machine has NVIDIA GPUs ({', '.join(sorted(gpus))}), and PyTorch {torch.__version__} in {sys.prefix} cannot use "
+        f"them: {why}. Install a PyTorch for their driver there (https://pytorch.org/get-started/locally), or name a Python that "
+        "has one by PYTHON=. To train on the CPU instead, set CUDA_VISIBLE_DEVICES= (empty)."
+    )
+
+
+def _may_open(path: str) -> bool:
+    """Whether this process may use the device: a batch system shows a job all devices of a node, and lets it open its own."""
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:

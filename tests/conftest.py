@@ -29,7 +29,7 @@ for signal_number, action in ((signal.SIGINT, signal.default_int_handler), (sign
 def pytest_configure(config: pytest.Config) -> None:
     """Tests are of the CPU wherever they run, but those that are asked for by `-m gpu`."""
     wanted = config.option.markexpr
-    if torch.version.cuda and ("gpu" not in wanted or "not gpu" in wanted):
+    if "gpu" not in wanted or "not gpu" in wanted:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

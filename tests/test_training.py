@@ -285,6 +285,35 @@ def test_a_limit_on_threads_is_one_line(tmp_path, said):
     assert f"error: no more threads can be started ({said}). Raise `ulimit -u`" in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch can use this machine's GPUs")
+def test_gpus_that_pytorch_cannot_use_are_one_line_unless_they_are_hidden_or_another_jobs(tmp_path, monkeypatch):
+    (tmp_path / "nvidia0").touch()
+    script = tmp_path / "on_gpus.py"
+    find = f"entry.glob = lambda pattern: {{'/dev/nvidia[0-9]*': [{str(tmp_path / 'nvidia0')!r}]}}[pattern]"
+    script.write_text(f"from megazero import entry\n{find}\nentry.run_script(int, lambda _: print('trains'))\n")
+    for hidden_by, trains in (
+        (None, False),
+        ("0", False),
+        ("GPU-1", False),
+        ("", True),
+        ("-1", True),
+        ("NoDevFiles", True),
+    ):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if hidden_by is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden_by)
+        done = run_script(1, str(script), [])
+        if trains:
+            assert done.returncode == 0 and "trains" in done.stdout, (hidden_by, done.stdout)
+        else:
+            said = f"error: this machine has NVIDIA GPUs ({tmp_path / 'nvidia0'}), and PyTorch {torch.__version__} in "
+            check_one_line(done, said)
+            assert "To train on the CPU instead, set CUDA_VISIBLE_DEVICES= (empty)." in done.stdout
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "nvidia0").unlink()  # one that this job may not open
+    assert run_script(1, str(script), []).returncode == 0
+
+
 SHORT_OF_MEMORY = """
 import torch
 import pretrain_gpt2
