@@ -10,42 +10,53 @@ set -euo pipefail
 REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$REPO"
 
-# has_packages PYTHON MODULE...: whether the interpreter is new enough, has torch >= 2.8, and finds all modules. It does not import
-# them, because that takes seconds. Prints the modules that are missing.
+# has_packages PYTHON MODULE...: whether the interpreter is new enough and finds all modules, and torch, if it is among them, is 2.8 or newer. It
+# does not import them, because that takes seconds.
 has_packages() {
   local python=$1
   shift
   "$python" - "$@" 2>/dev/null <<'PYTHON'
 import importlib.metadata, importlib.util, sys
-missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]
-if "torch" not in missing and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8):
-    missing.insert(0, "torch>=2.8")
-print(*missing)
-sys.exit(bool(missing) or sys.version_info < (3, 10))
+found = all(map(importlib.util.find_spec, sys.argv[1:]))
+old = "torch" in sys.argv and found and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8)
+sys.exit(not found or old or sys.version_info < (3, 10))
 PYTHON
 }
 
 # use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules; if necessary, installs the extra into .venv/
 use_python() {
-  local extra=$1 candidate missing
+  local extra=$1 candidate
   shift
   if [ -n "${PYTHON:-}" ]; then
     command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $REPO. Name a Python by its full path, or unset it." >&2; exit 2; }
-    has_packages "$PYTHON" "$@" >/dev/null || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
     return
   fi
   for candidate in .venv/bin/python python3; do
-    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@" >/dev/null; then
+    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@"; then
       PYTHON=$candidate
       return
     fi
   done
-  echo "no Python environment with the needed packages yet: making .venv, with a PyTorch of its own (a minute or two)"
-  missing=$(has_packages python3 "$@") || true
-  case $missing in "" | torch*) ;; *) echo "$(command -v python3) lacks $missing; to use it instead: python3 -m pip install -e '.[$extra]'" ;; esac
-  [ -x .venv/bin/python ] || python3 -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extra]"
+  make_venv "$extra"
   PYTHON=.venv/bin/python
+}
+
+# make_venv EXTRA: installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a PyTorch, .venv/ uses that: it
+# suits the GPUs of the machine, and another one would take gigabytes.
+make_venv() {
+  local pin=constraints.txt
+  echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"
+  if [ ! -x .venv/bin/python ]; then
+    python3 -m venv .venv
+    if has_packages python3 torch; then
+      echo "  with the PyTorch of $(command -v python3)"
+      python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])' \
+        >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/python3_torch.pth"
+    fi
+  fi
+  ! has_packages .venv/bin/python torch || pin=
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check ${pin:+-c "$pin"} -e ".[$1]"
 }
 
 JOB_PACKAGES=(torch numpy safetensors sentencepiece tiktoken tensorboard tqdm matplotlib tokenizers)

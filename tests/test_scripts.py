@@ -363,3 +363,31 @@ def test_interpreter_without_the_packages_is_named():
     assert "error: PYTHON=/usr/bin/env is older than 3.10, or lacks" in output
     output = run("scripts/pretrain_gpt2.sh", PYTHON="README.md", EXPECT="2")
     assert output.startswith("error: PYTHON=README.md is no command that can be run in ") and output.count("\n") == 1
+
+
+PYTHON3 = """#!{python}
+import pathlib, subprocess, sys
+if sys.argv[1:3] != ["-m", "venv"]:
+    sys.exit(subprocess.run([{python!r}, *{flags}, *sys.argv[1:]]).returncode)
+subprocess.run([{python!r}, "-m", "venv", "--without-pip", sys.argv[3]], check=True)
+pip = next(pathlib.Path(sys.argv[3]).glob("lib/*/site-packages")) / "pip"
+pip.mkdir()
+(pip / "__init__.py").touch()
+(pip / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
+"""
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_a_new_environment_uses_the_pytorch_of_python3_and_installs_one_only_if_there_is_none(tmp_path, has_torch):
+    """Without network: a stand-in for pip says what it was asked for."""
+    python3 = tmp_path / "python3"
+    python3.write_text(PYTHON3.format(python=sys.executable, flags=[] if has_torch else ["-S"]))
+    python3.chmod(0o755)
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    make = f"source {ROOT}/scripts/common.sh; cd {tmp_path}; make_venv data"
+    look = ".venv/bin/python -c 'import torch; print(torch.__file__)' || true"
+    for _ in ("there is no .venv", "it is there already, without the packages"):
+        done = subprocess.run(["bash", "-c", f"{make}; {look}"], env=variables, stdout=subprocess.PIPE, text=True)
+        pin = "" if has_torch else "-c constraints.txt "
+        assert f"pip install --quiet --disable-pip-version-check {pin}-e .[data]\n" in done.stdout, done.stdout
+        assert (torch.__file__ in done.stdout) == has_torch, done.stdout
