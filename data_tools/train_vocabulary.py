@@ -6,6 +6,7 @@ import io
 import json
 import string
 from collections.abc import Sequence
+from itertools import chain
 
 import sentencepiece
 
@@ -14,6 +15,8 @@ from megazero.data.gpt2_bpe import END_OF_TEXT
 
 _THREADS = 8
 """Of sentencepiece, on every machine: it sums in the order of its threads' shares, and the number stands in the model."""
+_REQUIRED = "".join(c for c in string.printable if c not in string.whitespace)
+"""Characters that get a piece of their own, whether the text has them or not."""
 
 
 def train_sentencepiece(lines: Sequence[str], vocab_size: int, model_type: str) -> bytes:
@@ -25,16 +28,22 @@ def train_sentencepiece(lines: Sequence[str], vocab_size: int, model_type: str) 
         ValueError: the text is too small for the vocabulary, or the vocabulary too small for the bytes.
     """
     model = io.BytesIO()
+    # Before 0.2.3 sentencepiece ends the process at a required character that does not occur, so each occurs once.
+    absent = set(_REQUIRED)
+    for line in lines:
+        absent.difference_update(line)
+        if not absent:
+            break
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
+            sentence_iterator=chain(lines, sorted(absent)),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
             num_threads=_THREADS,
             byte_fallback=True,
             character_coverage=0.9995,
-            required_chars="".join(c for c in string.printable if c not in string.whitespace),
+            required_chars=_REQUIRED,
             user_defined_symbols=["\n"],
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
