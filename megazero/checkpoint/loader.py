@@ -64,7 +64,7 @@ def load(
     tags = _of_first_rank(lambda: _candidates(directory, tag, fallback))
     path, client = _first_intact(directory, tags, read, fallback)
     for bucket in state.buckets:
-        bucket.publish_parts()
+        bucket.publish_master()
     return path, client
 
 

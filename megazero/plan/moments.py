@@ -36,7 +36,7 @@ class _Unit:
     leaving: tuple[int, ...] = ()  # of this part, what goes over the link to another home: by bucket, last one first
     coming: int = 0  # of this rank's part of the parameters, if it comes over the link before its gather
     last_block: int = 0  # the last of its blocks, whose backward comes first
-    is_tile: bool = False  # tiles do not stay whole when they are recomputed
+    is_linear_tile: bool = False  # tiles do not stay whole when they are recomputed
 
     @classmethod
     def of(cls, needs: Sequence[BucketBytes], settings: StateSettings, last_block: int = 0) -> _Unit:
@@ -51,7 +51,7 @@ class _Unit:
             tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
             sum(need.coming for need in needs),
             last_block,
-            any(need.plan.is_tile for need in needs),
+            any(need.plan.is_linear_tile for need in needs),
         )
 
 
@@ -96,7 +96,7 @@ def step_moments(
         end = min((piece + 1) * together, num_layers)
         recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
         kept = work.kept * end // num_layers + recomputed + work.block_working + work.head_gradient
-        here = sum(other.gathered for other in units[start:index] if not other.is_tile) + unit.gathered
+        here = sum(other.gathered for other in units[start:index] if not other.is_linear_tile) + unit.gathered
         if settings.zero.overlap_comm:
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)

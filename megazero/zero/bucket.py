@@ -85,7 +85,7 @@ class Bucket:
         self.shard_range = slice(*layout.shard_range(channel.rank))
         self.owned_range = self.shard_range if plan.sharding.optimizer else slice(0, layout.numel)
         self.owned_numel = plan.owned_numel
-        self.is_tile = plan.is_tile
+        self.is_linear_tile = plan.is_linear_tile
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
@@ -171,10 +171,17 @@ class Bucket:
                 return segment
         raise KeyError(f"the parameter does not lie in bucket {self.name}")
 
-    # ---- P, and copies between it and the master weights. Methods named adopt copy from P to the master weights, after the user
-    # has written to parameters. write_back and publish copy from the master weights to P, after an update or after they were set.
+    # ---- P, and copies between it and the master weights
+    #
+    # P -> master weights, after the user has written to parameters:
+    #     adopt_gathered      gathered parameters, through the shard
+    #     adopt_parameters    P as this rank keeps it; adopt_written: if there is anything new
+    # master weights -> P, after an update or after they were set:
+    #     write_back          one tile of this rank
+    #     publish             then, once: the other ranks' values, which `wait_gathered` waits for, or the next gather brings
+    #     publish_master      both, for all tiles
 
-    def keep_gathered(self) -> None:
+    def adopt_gathered(self) -> None:
         """After the user has written to gathered parameters: keeps the new values in this rank's shard and master weights."""
         if self.weights.is_cast:
             self._adopt(self.weights.part)
@@ -384,7 +391,7 @@ class Bucket:
     def weight_parts(self, tile: Tile) -> Iterator[tuple[Segment, Tensor, int]]:
         """The views to fill when loading one of the `tiles`: segment, 1-D view of its part here, where that begins in it.
 
-        Trained parameters are loaded into the fp32 master weights, frozen ones into P. Call `publish_parts` after the last tile.
+        Trained parameters are loaded into the fp32 master weights, frozen ones into P. Call `publish_master` after the last tile.
         """
         self.refuse_if_held("loading")
         at_hand = self.master_to_write if self.is_trainable else partial(self.weights.owned, writes=True)
@@ -394,11 +401,6 @@ class Bucket:
                 if part.numel():
                     yield segment, part.detach(), place.start
 
-    def publish_parts(self) -> None:
-        """Brings P up to date after `weight_parts` were filled. Collective."""
-        self.publish_master()
-        self.weights.mark_unwritten()
-
     def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
         """Replaces the parameters' values with full ones, equal on every rank; None leaves a parameter unchanged. Collective."""
         for tile in self.tiles:
@@ -406,7 +408,7 @@ class Bucket:
                 values = values_of(segment)
                 if values is not None:
                     part.copy_(values.reshape(-1)[start : start + part.numel()])
-        self.publish_parts()
+        self.publish_master()
 
     def saved_part(self, segment: Segment) -> tuple[int, int]:
         """[start, stop) of the flattened parameter that this rank saves: what lies in its shard, even if nothing is sharded."""

@@ -309,7 +309,7 @@ def gathers_of_units(
     """
     m, (_, to_backward) = settings.micro_batches, _within_limits(needs, settings)
     units = {need.plan.unit for need in needs} - {ROOT}
-    tiles = {need.plan.unit for need in needs if need.plan.is_tile and recomputes_tiles}
+    tiles = {need.plan.unit for need in needs if need.plan.is_linear_tile and recomputes_tiles}
     others = units - tiles
 
     def gathers_of(unit: int) -> int:

@@ -98,7 +98,7 @@ class GatheredParameters:
             if kind is None and self.modifier_rank is not None:
                 for values in self._to_send(bucket):
                     comm.broadcast_(values, bucket.channel.group, self.modifier_rank)
-                bucket.keep_gathered()
+                bucket.adopt_gathered()
             elif kind is None:
                 changed.update(_changed(bucket))
             bucket.weights.mark_unwritten()

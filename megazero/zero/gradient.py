@@ -16,10 +16,13 @@ from megazero.zero.storage import is_same_memory, view_of
 class Gradient:
     """G of one bucket.
 
-    If G is not sharded, `whole` lives from the first gradient to the update, and the owned part is a part of it. Reduction
-    happens in place, once per step. If G is sharded, `whole` lives only until the reduction, and the owned part lives in the
-    optimizer's home from the first reduction to the update. While the first micro-batch's forward piles up activations, G takes
-    no memory.
+                         whole (stages 0 and 1)                  sharded (stages 2 and 3)
+        first gradient   `whole`; `owned` is a part of it        `whole`
+        `reduce`         in place, at the last micro-batch       at each micro-batch; `whole` goes on the wire and is forgotten
+        `wait`           `owned` is the sum over the group       the same: this rank's part is added to `owned`, in its home
+        `zero`           both are freed                          `owned` is freed
+
+    While the first micro-batch's forward piles up activations, G takes no memory.
 
     The first few gradients wait as they are, without memory for `whole`. A final norm's gradients come at the beginning of
     backward, and those of the embedding that shares its bucket at the end; memory for all of them would stand empty in between.

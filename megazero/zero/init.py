@@ -166,7 +166,7 @@ class Init:
             plan = BucketPlan(type(module).__name__, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
             bucket = Bucket(plan, self.channel, param_home=self._home, device=comm.local_device())
             comm.broadcast_(bucket.weights.flat, self.channel.group)
-            bucket.keep_gathered()
+            bucket.adopt_gathered()
             bucket.weights.release()
             for parameter in parameters.values():
                 keep(parameter, bucket)

@@ -1,4 +1,9 @@
-"""The optimizer over buckets: steps of an elementwise torch optimizer on flat fp32 ranges, the global norm, and overflow."""
+"""The optimizer over buckets: steps of an elementwise torch optimizer on flat fp32 ranges, the global norm, and overflow.
+
+A step goes from `Engine.step` to `BucketOptimizer.update`, which decides by the norm whether there is an update, and by which
+factor; then `Update.run` goes through the buckets, tile by tile. A tile is stepped by `SlicedOptimizer.step_slices`, which calls
+the torch optimizer, or on the host by a kernel of `optim.adam_kernels`. Each finished bucket is published.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
 """When buckets are gathered, filled, reduced and released: the hooks between a model and its buckets.
 
-Forward: before a unit runs, its parameters are gathered, and a gather of the next unit's parameters starts. After the unit has
-run, its parameters are released.
-
-Backward: the same in reverse order, driven by the gradients of the units' outputs. As soon as a bucket's gradients are complete,
-the bucket is reduced and released.
+    when                                      what                                             by
+    a unit is about to run forward            gather it, and start to gather the next ones     _gather_around
+    it has run                                release it                                       _gather_around
+    the gradient of its output comes          gather it, and start to gather those before it   _gather_around
+    the gradient of a parameter has come      add it to the bucket's G                         _on_grad
+    it was the last one of the bucket         reduce G                                         _reduce_ready
+    ... and of the unit                       release the unit                                 _release_if_done
+    the gradients of its inputs have come     count unused parameters as done                  _watch_inputs
+    the whole backward is over                reduce and release what is left                  finish_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
-micro-batch. If parameters are whole on every rank, gather and release do nothing, and a forward waits only for new values that
-the last update has left on their way.
+micro-batch. If parameters are whole on every rank (stages 0 to 2), nothing is gathered and released, and a forward waits only for
+new values that the last update has left on their way. If gradients are whole (stages 0 and 1), only the last micro-batch reduces.
 
 Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival: that may
 differ between ranks, and would then pair one rank's bucket with another's. One reduction is on its way while the next unit's
@@ -69,6 +73,7 @@ class Schedule:
         self.is_open = False  # the engine's own backward runs; gradients at other times are somebody else's
         self._has_told_of_others = False
         self.step = 0  # optimizer steps done, for messages
+        # By the bucket's first unit; of units that share a bucket, the others have none here. Only whole parameters share one.
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
@@ -79,7 +84,7 @@ class Schedule:
         self._inputs_left: dict[int, int] = {}
         # The unit that was first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
-        self._tiles = {bucket.unit for bucket in buckets if bucket.is_tile}  # units
+        self._linear_tiles = {bucket.unit for bucket in buckets if bucket.is_linear_tile}  # units
         # Units that have run with an input that no node of the graph made, or with no input that gets a gradient.
         self._has_leaf_inputs: set[int] = set()
         self._handles: list[Any] = []
@@ -363,7 +368,7 @@ class Schedule:
         if _in_backward():
             # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
             # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
-            return index in self._tiles and not was_wanted
+            return index in self._linear_tiles and not was_wanted
         return index is None or not self._stays(index)
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
@@ -391,7 +396,7 @@ class Schedule:
             return
         step = -1 if _in_backward() else 1
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
-        ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._tiles)]
+        ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         for unit in ahead:
             for bucket in self._of_unit[unit]:
                 bucket.weights.gather()
@@ -426,7 +431,7 @@ class Schedule:
     def _stays(self, index: int) -> bool:
         # A recomputed tile is gathered for its recomputation and again for its backward, which comes only after the recomputation
         # of all tiles of its layer.
-        trains = torch.is_grad_enabled() if index in self._tiles else self._forwards.train
+        trains = torch.is_grad_enabled() if index in self._linear_tiles else self._forwards.train
         return trains and self.residency.stays(index, self._live)
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:

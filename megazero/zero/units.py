@@ -70,7 +70,7 @@ def _is_never_called(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
-def _tiles_in(model: nn.Module) -> set[nn.Module]:
+def _linear_tiles_in(model: nn.Module) -> set[nn.Module]:
     """The modules inside those that set `parts_are_units`: at most one of these units is meant to be whole at a time."""
     divided = [module for module in model.modules() if getattr(module, "parts_are_units", False)]
     return {part for module in divided for part in module.modules() if part is not module}
@@ -130,7 +130,7 @@ class BucketPlan:
     grad_dtype: torch.dtype = torch.float32  # of G: fp32 preserves sums over many micro-batches; P's dtype halves G
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
     has_matrices: bool = False  # holds matrices that Muon updates, and nothing else
-    is_tile: bool = False  # the unit is a tile of a layer: see `_tiles_in`
+    is_linear_tile: bool = False  # the unit is a tile of a layer: see `_linear_tiles_in`
     num_units: int = 1
     first_numel: int = 0  # root only: elements registered after a unit, whose gradients come before that unit's
 
@@ -192,7 +192,7 @@ def plan_buckets(
         if unit == ROOT and any(kind.unit != ROOT for kind in members):
             behind.add(name)
     names = {module: name for name, module in model.named_modules()}
-    replicated, tiles = set(replicated), _tiles_in(model)
+    replicated, tiles = set(replicated), _linear_tiles_in(model)
     plans = []
     for kind in sorted(members, key=lambda kind: (-kind.unit, str(kind[1:]))):  # the same order on every rank
         entries = [(n, shape_of(p), group_of.get(n, NO_GROUP), n in replicated) for n, p in members[kind].items()]
@@ -209,7 +209,7 @@ def plan_buckets(
                 grad_dtype=grad_dtype,
                 reduce_dtype={"same": grad_dtype, "fp32": torch.float32, "compute": kind.dtype}[zero.reduce_dtype],
                 has_matrices=kind.has_matrices,
-                is_tile=kind.unit != ROOT and units[kind.unit] in tiles,
+                is_linear_tile=kind.unit != ROOT and units[kind.unit] in tiles,
                 first_numel=sum(math.prod(shape) for name, shape, *_ in entries if name in behind),
             )
         )
@@ -253,7 +253,7 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
         layout=BucketLayout.build(
             [(s.name, s.shape, s.group, s.is_replicated) for s in segments], first.layout.num_shards
         ),
-        is_tile=False,
+        is_linear_tile=False,
         num_units=len({plan.unit for plan in plans}),
     )
 
