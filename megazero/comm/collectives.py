@@ -16,7 +16,8 @@ def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = di
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=op, group=group)
-    return out
+    # In a compiled graph torch 2.11 gives a custom function whose result was made by an operation in place no gradient.
+    return out.view_as(out) if torch.compiler.is_compiling() else out
 
 
 def start_all_reduce(buffer: Tensor, group: ProcessGroup) -> Work | None:
