@@ -74,10 +74,18 @@ def tokens(world_size: int) -> Tensor:
     return torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(1))
 
 
+def draw(model: nn.Module) -> None:
+    """New initial values. Those of transformers depend on its version: under ZeroInitContext it draws again, in 16 bits."""
+    generator = torch.Generator().manual_seed(3)
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
 def plain_training(world_size: int, rank: int, fp32_reduce: bool, scale: float = 2.0**8) -> tuple[list[float], dict]:
     """fp16 model, fp32 AdamW on master weights, gradients summed over the ranks' batches; one process, torch alone."""
-    torch.manual_seed(3)
     model = GPTLMModel().half()
+    draw(model)
     masters = [p.detach().float() for p in model.parameters()]
     adam = torch.optim.AdamW(masters, lr=1e-3, weight_decay=1e-2, fused=True)
     criterion, losses = GPTLMLoss(), []
@@ -109,10 +117,10 @@ def tutorial(
     **settings,
 ) -> tuple[list[float], ShardedModelV2, ShardedOptimizerV2]:
     """The tutorial's script with its imports changed."""
-    torch.manual_seed(3)
     shard_strategy = strategy()
     with ZeroInitContext(get_current_device(), shard_strategy, shard_param):
         model = GPTLMModel(checkpoint)
+    draw(model)
     model = ShardedModelV2(model, shard_strategy, tensor_placement_policy=policy, **settings)
     criterion = GPTLMLoss()
     optimizer = ShardedOptimizerV2(model, adam(model.parameters(), lr=1e-3, weight_decay=1e-2), initial_scale=2**8)
