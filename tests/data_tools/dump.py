@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import zstandard
+import pytest
+
+zstandard = pytest.importorskip("zstandard")
 
 GERMAN = (
     "Der Ausschuss traf sich am Dienstag, um über die neue Bücherei zu sprechen, "

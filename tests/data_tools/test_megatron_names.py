@@ -17,6 +17,8 @@ from tests.data_tools.planted import planted_documents
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
+pytest.importorskip("zstandard")
+
 SCRIPTS = Path(megatron_names.__file__).parent
 
 

@@ -16,6 +16,8 @@ from data_tools.shuffle import plan_layout
 from megazero.lines.compressed import open_bytes
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
+pytest.importorskip("zstandard")
+
 ROOT = Path(__file__).resolve().parents[2]
 LITTLE = ("--block-kb", 4, "--max-line-mb", 0.05)
 

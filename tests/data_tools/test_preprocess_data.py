@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-import zstandard
 
 from data_tools import preprocess_data
 from data_tools.__main__ import main
@@ -20,6 +19,8 @@ from data_tools.inputs import list_inputs
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import build_tokenizer
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data, write_jsonl
+
+zstandard = pytest.importorskip("zstandard")
 
 SCRIPT = Path(preprocess_data.__file__)
 

@@ -29,6 +29,8 @@ from megazero.lines.progress import Progress
 from tests.data_tools.steps import read_documents
 from tests.vocabularies import make_texts
 
+zstandard = pytest.importorskip("zstandard")
+
 OPTIONS = RunOptions(block_bytes=2000, max_line_bytes=50_000, commit_interval_s=0.0)
 
 
@@ -169,8 +171,6 @@ def test_empty_files_make_empty_outputs_and_are_reported(tmp_path, caplog):
 
 
 def test_a_zst_file_of_the_longest_window_is_read(tmp_path):
-    import zstandard
-
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, hash_log=6, chain_log=6)
     # A stream knows no size, so its frame has the whole window.
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -181,8 +181,6 @@ def test_a_zst_file_of_the_longest_window_is_read(tmp_path):
 @pytest.mark.parametrize("ending", ["gz", "xz", "zst"])
 def test_a_cut_off_file_is_an_error_that_names_it(tmp_path, ending):
     import lzma
-
-    import zstandard
 
     pack = {"gz": gzip.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress}[ending]
     data = pack(b"".join(dump({"text": f"{i} {random.Random(i).random()}" * 20}) for i in range(200)))

@@ -223,7 +223,9 @@ def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by
     assert done.returncode == 0, done.stdout
     (peak,) = re.findall(r"peak memory per rank \(MB\) +(\d+)", done.stdout)
     imported = "import megazero.job, torch; from megazero.throughput import peak_memory_bytes as peak"
-    libraries = run_command([sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"])  # twice as large with CUDA
+    libraries = run_command(
+        [sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"]
+    )  # twice as large with CUDA
     states = 18 * 12 * 12 * 640**2
     assert int(peak) * MIB - int(libraries.stdout) < 0.8 * states
 
