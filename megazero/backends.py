@@ -32,6 +32,8 @@ def set_up_backends(config: Config) -> None:
     if config.parallel.model_parallel_size > 1 and not launches_ahead:
         os.environ.setdefault(*ONE_QUEUE)
     round_fp32_products(config.precision.tf32)
+    if config.training.reset_attention_mask:
+        leave_out_cudnn_attention()
     if config.training.deterministic_mode:
         _be_deterministic()
 
@@ -43,6 +45,15 @@ def round_fp32_products(tf32: bool) -> None:
     torch round unasked.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def leave_out_cudnn_attention() -> None:
+    """Has torch take another attention kernel than cuDNN's, which it prefers on Hopper and newer GPUs.
+
+    With a mask, the gradients of cuDNN's kernel may be NaN (pytorch issue 196678: torch 2.11 - 2.13, sequences of 64 more than a
+    multiple of 128). And it compiles a graph for each number of keys, thus for each token that is generated.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _be_deterministic() -> None:

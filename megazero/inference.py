@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm, mpu
-from megazero.backends import round_fp32_products, say_what_is_idle
+from megazero.backends import leave_out_cudnn_attention, round_fp32_products, say_what_is_idle
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
@@ -116,6 +116,7 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     """
     architecture = model_config(reader)
     round_fp32_products(config.tf32)
+    leave_out_cudnn_attention()
     comm.init_distributed(config.distributed_backend)
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)

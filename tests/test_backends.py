@@ -29,6 +29,7 @@ def settings_of_this_process(monkeypatch) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
@@ -166,6 +167,13 @@ def test_one_hardware_queue_is_for_split_layers_without_sharded_gradients(flags,
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     set_up_backends(load_config(flags.split()))
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "the user's own value"
+
+
+def test_attention_with_a_mask_is_not_by_cudnn():
+    set_up_backends(load_config([]))
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "the fastest without a mask, on Hopper"
+    set_up_backends(load_config(["--reset-attention-mask"]))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_deterministic_mode_sets_what_must_be_there_before_cuda_starts(monkeypatch):

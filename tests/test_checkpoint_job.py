@@ -129,10 +129,12 @@ def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(whole, monkeypatch, 
     try:
         load_model(request.config, request.reader)
         assert torch.get_float32_matmul_precision() == precision
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "it would compile a graph for each token"
     finally:
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
         torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.enable_cudnn_sdp(True)
     said = flag == "--tf32" and not torch.cuda.is_available()
     assert ("--tf32 has no effect: the ranks compute on cpu" in caplog.text) == said
 
