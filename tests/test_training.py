@@ -373,11 +373,18 @@ def test_a_library_of_cuda_without_memory_is_known(one_rank, text):
 KILLED_ONCE = """
 import os, signal
 import pretrain_gpt2
+import torch.distributed as dist
 from megazero.entry import run_script
 from megazero.training import pretrain
 
 def forward_step(job, iterator):
-    if job.iteration == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    store = dist.distributed_c10d._get_default_store()  # where NCCL's watchdog asks all ranks to end
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        assert not store.check(["exception_dump"])
+    elif job.iteration == 7 and os.environ["RANK"] == "1":
+        store.set("exception_dump", "1")
         os.kill(os.getpid(), signal.SIGKILL)
     return pretrain_gpt2.forward_step(job, iterator)
 

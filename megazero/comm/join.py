@@ -12,6 +12,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.world import OtherRankError, local_device
 
+# In the whole job's store, without any prefix: a rank asks all others to write down their last collectives and to end. NCCL's
+# watchdogs look at it, and would end the ranks of a restart minutes after it for a timeout before it.
+_DUMP_KEY = "exception_dump"  # ProcessGroupNCCL.hpp: kStoreDumpKey
+
 
 def init_distributed(
     dist_backend: str | None = None,
@@ -175,6 +179,7 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
                 )
             store, rank, world_size = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
+            store.delete_key(_DUMP_KEY)
             how |= {"store": dist.PrefixStore(f"megazero/attempt/{attempt}", store)}
             how |= {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, **how)
