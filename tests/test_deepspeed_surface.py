@@ -148,6 +148,27 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
         deepspeed.initialize(model=make_model(), config={"train_batch_size": 2}, dist_init_required=False)
 
 
+@pytest.mark.parametrize(
+    ("to_nccl", "to_gloo", "used"),
+    [
+        ("lo", None, "lo"),
+        ("=lo", None, "lo"),
+        ("lo", "eth7", "eth7"),
+        ("^lo", None, None),
+        ("l", None, None),
+        ("", None, None),
+    ],
+)
+def test_gloo_uses_the_interface_that_is_named_to_nccl_if_it_is_one(no_world, to_nccl, to_gloo, used):
+    no_world.setenv("NCCL_SOCKET_IFNAME", to_nccl)
+    no_world.setenv("GLOO_SOCKET_IFNAME", to_gloo or "x")  # so that what is set below is taken away afterwards
+    if to_gloo is None:
+        no_world.delenv("GLOO_SOCKET_IFNAME")
+    no_world.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    deepspeed.init_distributed("gloo")
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == used
+
+
 def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_path):
     for name, value in {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}.items():
         no_world.setenv(f"OMPI_COMM_WORLD_{name}", value)

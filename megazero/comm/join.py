@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,7 @@ def init_distributed(
     if init_method is None:
         told_world(distributed_port if auto_mpi_discovery else None)
     _take_device()
+    _share_interface()
     if backend == "nccl":
         _record_collectives()
     timeout = timeout or _default_timeout()
@@ -124,6 +126,15 @@ def _take_device_of_joined() -> None:
         torch.cuda.set_device(bound)
     elif torch.cuda.current_device() == 0:  # as in DeepSpeed, where `initialize` sets it
         _take_device()
+
+
+def _share_interface() -> None:
+    """Has gloo, which carries plain data beside NCCL, use the network interface that the user has named to NCCL."""
+    name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix(
+        "="
+    )  # NCCL also takes prefixes and lists of names, gloo does not
+    if name in (interface for _, interface in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _record_collectives() -> None:
