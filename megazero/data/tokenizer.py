@@ -96,6 +96,11 @@ class GPT2BPETokenizer(Tokenizer):
         )
         self.vocab_size = self._encoding.n_vocab
         self.eod = special[END_OF_TEXT]
+        if self.eod in self.encode_array(END_OF_TEXT):
+            raise ValueError(
+                f"tiktoken {tiktoken.__version__} takes a {END_OF_TEXT} in a document for its end, so that whoever writes one "
+                "cuts it in two. Install a later one: pip install 'tiktoken>=0.11'."
+            )
         # Ids give the order of merges too, so tokens and ids are the whole definition.
         entries = sorted((i, token.hex()) for token, i in ranks.items())
         self.sha256 = hashlib.sha256(json.dumps([entries, sorted(special.items())]).encode()).hexdigest()

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tiktoken
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,19 @@ def test_end_of_text_in_a_document_stays_text(any_tokenizer):
         "a<|endoftext|>b",
         "a</s>b",
     )
+
+
+def test_a_tiktoken_that_ends_documents_at_their_own_words_is_refused(tmp_path, monkeypatch):
+    folder, encode = make_gpt2_vocabulary(tmp_path), tiktoken.Encoding.encode_to_numpy
+
+    def as_before_0_11(self, text, **_):
+        return encode(self, text, allowed_special="all")
+
+    monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", as_before_0_11)
+    with pytest.raises(
+        ValueError, match=r"takes a <\|endoftext\|> in a document for its end.*pip install 'tiktoken>=0.11'"
+    ):
+        build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
 
 
 def test_unpaired_surrogates_become_replacement_characters(any_tokenizer):

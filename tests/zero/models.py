@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -205,8 +206,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
     "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),
     "mlp 256-128-10": Mlp,
-    "GPT2LMHeadModel": huggingface_gpt2,
 }
+if find_spec("transformers"):
+    MODELS["GPT2LMHeadModel"] = huggingface_gpt2
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
