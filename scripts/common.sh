@@ -15,7 +15,7 @@ cd "$REPO"
 has_packages() {
   local python=$1
   shift
-  "$python" - "$@" 2>/dev/null <<'PYTHON'
+  "$python" - "$@" >/dev/null 2>&1 <<'PYTHON'
 import importlib.metadata, importlib.util, sys
 found = all(map(importlib.util.find_spec, sys.argv[1:]))
 old = "torch" in sys.argv and found and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8)

@@ -129,10 +129,11 @@ def _take_device_of_joined() -> None:
 
 
 def _share_interface() -> None:
-    """Has gloo, which carries plain data beside NCCL, use the network interface that the user has named to NCCL."""
-    name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix(
-        "="
-    )  # NCCL also takes prefixes and lists of names, gloo does not
+    """Has gloo, which carries plain data beside NCCL, use the network interface that the user has named to NCCL.
+
+    NCCL also takes prefixes of names, lists, and what to leave out, which gloo does not: such a value is left to NCCL.
+    """
+    name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if name in (interface for _, interface in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
