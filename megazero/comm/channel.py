@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
 from megazero.comm.links import Links, link
@@ -215,6 +216,6 @@ def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: floa
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Seconds after which a collective of `group` fails. torch tells it in no public way."""
-    backend = group._get_backend(group._device_types[0])
-    return backend.options._timeout.total_seconds()
+    """Seconds after which a collective of `group` fails, by torch's default where a backend (torch's fake one) has no options."""
+    options = group._get_backend(group._device_types[0]).options  # torch tells it in no public way
+    return (default_pg_timeout if options is None else options._timeout).total_seconds()

@@ -45,7 +45,7 @@ def parallel_groups(mpu: Any) -> ParallelGroups:
     """
     if mpu is None or hasattr(mpu, "get_groups"):
         if not mpu_groups.model_parallel_is_initialized():
-            mpu_groups.initialize_model_parallel(1, timeout_s=comm.timeout_of(comm.world()))
+            mpu_groups.initialize_model_parallel(1)
         return mpu_groups.get_groups()
     try:
         return ParallelGroups(mpu_groups.model_group_of(mpu), mpu.get_data_parallel_group())

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from megazero.comm import ProcessGroup, even_out_groups, is_destroyed, world
+from megazero.comm import ProcessGroup, even_out_groups, is_destroyed, timeout_of, world
 from megazero.logging import counted
 
 
@@ -62,8 +61,8 @@ class ParallelGroups:
 
 
 _groups: ParallelGroups | None = None
-# By world all that were made, by size and time limit: torch keeps a group, with threads and sockets, as long as the world.
-_made: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], ParallelGroups]] = WeakKeyDictionary()
+# All that were made, by world, size and time limit: torch keeps a group, with threads and sockets, as long as the world.
+_made: dict[tuple[ProcessGroup, int, float], ParallelGroups] = {}
 
 
 def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int] | None = None) -> None:
@@ -83,12 +82,12 @@ def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int]
         )
 
 
-def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 600.0) -> ParallelGroups:
+def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | None = None) -> ParallelGroups:
     """Makes the groups of every rank and returns this rank's. Every rank of the world calls it, with the same size.
 
     Args:
         model_parallel_size: ranks that one copy of the model is cut over.
-        timeout_s: seconds after which a collective of these groups that some rank never entered raises.
+        timeout_s: seconds after which a collective of these groups that some rank never entered raises (default: the world's).
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or the groups exist already.
@@ -107,10 +106,14 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float = 60
         )
     world_size = dist.get_world_size()
     check_model_parallel_size(world_size, model_parallel_size)
-    made, key = _made.setdefault(world(), {}), (model_parallel_size, timeout_s)
-    if key not in made or any(is_destroyed(group) for group in (made[key].model, made[key].data)):
-        made[key] = _new_groups(world_size, *key)
-    _groups = made[key]
+    for key, groups in list(_made.items()):
+        if any(is_destroyed(group) for group in (key[0], groups.model, groups.data)):
+            del _made[key]
+    timeout_s = timeout_of(world()) if timeout_s is None else timeout_s
+    key = (world(), model_parallel_size, timeout_s)
+    if key not in _made:
+        _made[key] = _new_groups(world_size, model_parallel_size, timeout_s)
+    _groups = _made[key]
     return _groups
 
 
@@ -125,11 +128,16 @@ def _new_groups(world_size: int, model_parallel_size: int, timeout_s: float) -> 
 
 
 def _new_group(ranks: Sequence[int], name: str, timeout_s: float) -> ProcessGroup:
-    """This rank's group. A collective over the world, whose other ranks make theirs at the same time, each its own alone.
+    """This rank's group: the world itself if that has the same ranks and time limit.
 
-    On NCCL that is one split of the world's communicator into all of them. Where every rank made all groups it would be a split
-    for each, which the whole world enters: more than a hundred for a thousand ranks.
+    On NCCL a group takes some 500 MB of each GPU (NVIDIA/nccl#964), if only for the loss of an evaluation.
+
+    A collective over the world, whose other ranks make theirs at the same time, each its own alone. On NCCL that is one split
+    of the world's communicator into all of them. Where every rank made all groups it would be a split for each, which the whole
+    world enters: more than a hundred for a thousand ranks.
     """
+    if len(ranks) == dist.get_world_size() and timeout_of(world()) == timeout_s:
+        return world()
     return dist.new_group(
         list(ranks), timeout=timedelta(seconds=timeout_s), group_desc=name, use_local_synchronization=True
     )

@@ -63,14 +63,27 @@ def successive_case():
             made.append(mpu.initialize_model_parallel(size))
             mpu.destroy_model_parallel()
     assert made[:2] == made[2:] and made[0] != made[1]
-    assert len(dist.distributed_c10d._world.pg_names) - before == 4, "a group has threads and sockets, and stays"
-    dist.destroy_process_group(made[1].model)
+    assert len(dist.distributed_c10d._world.pg_names) - before == 2, "a group has threads and sockets, and stays"
+    dist.destroy_process_group(made[1].data)
     again = mpu.initialize_model_parallel(2)
-    assert again.model_ranks == (0, 1) and again != made[1], "a script may have destroyed one"
+    assert again.data_parallel_size == 1 and again != made[1], "a script may have destroyed one"
 
 
 def test_groups_of_a_size_are_made_once():
     run_ranks(2, successive_case)
+
+
+def world_case():
+    assert mpu.initialize_model_parallel(1).data is comm.world()
+    mpu.destroy_model_parallel()
+    assert mpu.initialize_model_parallel(2).model is comm.world()
+    mpu.destroy_model_parallel()
+    other = mpu.initialize_model_parallel(1, timeout_s=7).data
+    assert other is not comm.world() and comm.timeout_of(other) == 7
+
+
+def test_a_group_of_all_ranks_is_the_world_if_its_time_limit_is():
+    run_ranks(2, world_case)
 
 
 def own_case():
@@ -81,7 +94,8 @@ def own_case():
                 dist, "new_group", lambda ranks, **more: (made.append(list(ranks)), new_group(ranks, **more))[1]
             )
             groups = mpu.initialize_model_parallel(size)
-        assert made == [dist.get_process_group_ranks(group) for group in (groups.data, groups.model)]
+        new = [group for group in (groups.data, groups.model) if group is not comm.world()]
+        assert made == [dist.get_process_group_ranks(group) for group in new]
         made.clear()
         for group in (groups.data, groups.model):
             x = torch.tensor([float(rank)])
