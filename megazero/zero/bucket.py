@@ -77,15 +77,11 @@ class Bucket:
         self.plan, parameters, layout = plan, plan.parameters, plan.layout
         first = next(iter(parameters.values()))
         self.name, self.unit, self.layout, self.sharding = plan.name, plan.unit, layout, plan.sharding
-        self.channel = channel
-        self._grad_dtype, self._reduce_dtype, self._predivide = plan.grad_dtype, plan.reduce_dtype, predivide
+        self.channel, self._predivide, self._separate_master = channel, predivide, separate_master
         device = device or first.device
         self._on_device = MemoryHome(device)
         self.optimizer_home: Home = optimizer_home or self._on_device
-        self.shard_range = slice(*layout.shard_range(channel.rank))
-        self.owned_range = self.shard_range if plan.sharding.optimizer else slice(0, layout.numel)
-        self.owned_numel = plan.owned_numel
-        self.is_linear_tile = plan.is_linear_tile
+        self.owned_range, self.owned_numel = plan.owned_range(channel.rank), plan.owned_numel
         self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
@@ -94,17 +90,13 @@ class Bucket:
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
             view_of(whole, segment).copy_(parameters[segment.name].detach())
-        flat, is_sharded = whole.to(plan.dtype), plan.sharding.parameters
-        self.weights = Weights(
-            plan.name, parameters, flat, layout, channel, self.owned_range, is_sharded=is_sharded, home=param_home
-        )
+        self.weights = Weights(plan, whole.to(plan.dtype), channel, param_home)
         for parameter in parameters.values():
             set_bucket(parameter, self)
             parameter.grad = None  # left from an earlier backward, not part of the first step
         # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
         self.driver: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
-        self._separate_master = separate_master
         self.is_pending = False  # an update of it is running in the background
         self.states: dict[str, Vector] = {}
         self._gradient: Gradient | None = None
@@ -130,19 +122,7 @@ class Bucket:
         self.states[MASTER] = master
         if weights.shard is not None and not self._separate_master and _is_one_memory(weights.shard, master):
             weights.shard = master
-        self._gradient = Gradient(
-            self.name,
-            self.layout,
-            self.channel,
-            self.owned_range,
-            self.sharding.gradients,
-            dtype=self._grad_dtype,
-            reduce_dtype=self._reduce_dtype,
-            early_bytes=self.plan.early_bytes,
-            predivide=self._predivide,
-            device=weights.flat.device,
-            home=home,
-        )
+        self._gradient = Gradient(self.plan, self.channel, weights.flat.device, home, self._predivide)
 
     @property
     def is_trainable(self) -> bool:
@@ -375,7 +355,7 @@ class Bucket:
         if not self.sharding.optimizer:
             return owned.detach().clone()
         out = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.weights.flat.device)
-        out[self.shard_range].copy_(owned.detach())
+        out[self.owned_range].copy_(owned.detach())
         self.channel.all_gather_(out, self.name).wait()
         return out
 

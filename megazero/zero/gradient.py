@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megazero.comm import Channel, Work
 from megazero.zero.home import Home, MemoryVector, Vector
-from megazero.zero.layout import ALIGNMENT, BucketLayout, Segment, Span
+from megazero.zero.layout import ALIGNMENT, Segment, Span
 from megazero.zero.storage import is_same_memory, view_of
+from megazero.zero.units import BucketPlan
 
 
 class Gradient:
@@ -28,41 +29,29 @@ class Gradient:
     backward, and those of the embedding that shares its bucket at the end; memory for all of them would stand empty in between.
 
     Args:
+        device: where `whole` lies.
+        home: where the owned part of sharded gradients rests.
+        predivide: gradients are divided by this before they are summed over the group, to avoid overflow in 16 bits.
+
+    Attributes:
         name: the bucket's name, which ranks compare before they exchange anything.
         owned_range: the range that this rank's optimizer updates: its shard, or the whole bucket if O is whole.
-        is_sharded: whether only the owned range is kept between reductions.
+        is_sharded: only the owned range is kept between reductions.
         dtype: the dtype in which gradients accumulate.
         reduce_dtype: the dtype of gradients on the wire.
-        early_bytes: most bytes of first gradients that wait as they are.
-        predivide: gradients are divided by this before they are summed over the group, to avoid overflow in 16 bits.
-        home: where the owned part of sharded gradients rests.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: BucketLayout,
-        channel: Channel,
-        owned_range: slice,
-        is_sharded: bool,
-        *,
-        dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        early_bytes: int,
-        predivide: float,
-        device: torch.device,
-        home: Home,
-    ) -> None:
-        self.name = name
-        self.layout, self.channel, self.owned_range, self.is_sharded = layout, channel, owned_range, is_sharded
-        self.dtype, self.reduce_dtype, self.predivide, self.device = dtype, reduce_dtype, predivide, device
-        self.home, self._early_bytes = home, early_bytes
+    def __init__(self, plan: BucketPlan, channel: Channel, device: torch.device, home: Home, predivide: float) -> None:
+        self.name, self.layout, self.is_sharded = plan.name, plan.layout, plan.sharding.gradients
+        self.dtype, self.reduce_dtype, self._early_bytes = plan.grad_dtype, plan.reduce_dtype, plan.early_bytes
+        self.owned_range, self._owns_all = plan.owned_range(channel.rank), not plan.sharding.optimizer
+        self.channel, self.device, self.home, self.predivide = channel, device, home, predivide
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
         self._owned: Vector | None = None
         self._squares: list[tuple[Span, Tensor]] | None = None  # sums taken before the owned part left memory
         self.is_reduced = False
         self._filled: set[str] = set()  # segments that have received a gradient since the last reduction
-        self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`
+        self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`, at most `_early_bytes`
         self._work: Work | None = None
         self._wire: Tensor | None = None  # the tensor that is being reduced
         self._reduced_before: Tensor | None = None  # the sum reduced before a late gradient arrived
@@ -153,8 +142,7 @@ class Gradient:
         self._wire = whole.to(self.reduce_dtype)  # G itself if the dtypes are equal
         if self.is_sharded:
             self.whole = None  # a later gradient of this step starts a new one
-        owns_all = self.owned_range.stop - self.owned_range.start == self.layout.numel
-        reduce = self.channel.all_reduce_ if owns_all else self.channel.reduce_scatter_
+        reduce = self.channel.all_reduce_ if self._owns_all else self.channel.reduce_scatter_
         self._work = reduce(self._wire, self.name)
 
     def wait(self) -> None:

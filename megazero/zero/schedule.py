@@ -84,7 +84,7 @@ class Schedule:
         self._inputs_left: dict[int, int] = {}
         # The unit that was first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
-        self._linear_tiles = {bucket.unit for bucket in buckets if bucket.is_linear_tile}  # units
+        self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         # Units that have run with an input that no node of the graph made, or with no input that gets a gradient.
         self._has_leaf_inputs: set[int] = set()
         self._handles: list[Any] = []

@@ -144,6 +144,10 @@ class BucketPlan:
         """Elements that one rank updates."""
         return self.layout.shard_numel if self.sharding.optimizer else self.layout.numel
 
+    def owned_range(self, rank: int) -> slice:
+        """The part of the bucket that one rank updates: its shard if O is sharded, else the whole bucket."""
+        return slice(*self.layout.shard_range(rank)) if self.sharding.optimizer else slice(0, self.layout.numel)
+
 
 class _Kind(NamedTuple):
     """The properties that all parameters of one bucket share."""

@@ -17,23 +17,21 @@ from torch.autograd.graph import increment_version
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
-from megazero.zero.layout import BucketLayout
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
 from megazero.zero.storage import is_same_memory, view_of
+from megazero.zero.units import BucketPlan
 
 
 class Weights:
     """P of one bucket.
 
     Args:
-        name: the bucket's name, which ranks compare before they exchange anything.
-        parameters: the parameters by name; their values lie in `flat` already.
-        flat: [layout.numel], in the dtype to compute in.
-        owned_range: the range that this rank's optimizer updates.
-        is_sharded: whether only this rank's shard is kept between uses.
+        flat: [layout.numel], in the dtype to compute in; holds the parameters' values already.
         home: where the shard rests; the device by default.
 
     Attributes:
+        name: the bucket's name, which ranks compare before they exchange anything.
+        is_sharded: only this rank's shard is kept between uses.
         shard: this rank's shard if P is sharded, else None. If its dtype is wider than P's, it is the master weights, and is cast
             as it is gathered.
         is_gathered: P is whole on this rank.
@@ -41,25 +39,15 @@ class Weights:
         is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
 
-    def __init__(
-        self,
-        name: str,
-        parameters: dict[str, nn.Parameter],
-        flat: Tensor,
-        layout: BucketLayout,
-        channel: Channel,
-        owned_range: slice,
-        *,
-        is_sharded: bool,
-        home: Home | None = None,
-    ) -> None:
-        self.name, self.parameters, self.flat, self.is_sharded = name, parameters, flat, is_sharded
-        self._channel, self._owned_range = channel, owned_range
-        self._views = {segment.name: view_of(flat, segment) for segment in layout.segments}
+    def __init__(self, plan: BucketPlan, flat: Tensor, channel: Channel, home: Home | None = None) -> None:
+        self.name, self.parameters, self.flat = plan.name, plan.parameters, flat
+        self.is_sharded = plan.sharding.parameters
+        self._channel, self._owned_range = channel, plan.owned_range(channel.rank)
+        self._views = {segment.name: view_of(flat, segment) for segment in plan.layout.segments}
         self._empty = flat.new_empty(0)
-        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}  # classes that release replaces
+        self._kinds = {name: type(p) for name, p in self.parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
-        if is_sharded:
+        if self.is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
         self.is_gathered, self.is_held, self.is_kept = True, False, False
         self._gather_work: Work | None = None
