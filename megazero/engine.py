@@ -265,7 +265,7 @@ class Engine:
         if self.placement is not None:
             self.placement.follow()
         self._checkpointed.global_steps += 1
-        self.schedule.step = self.global_steps
+        self.schedule.steps_done = self.global_steps
         if self._optimizer.overflow:
             self._checkpointed.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -618,7 +618,7 @@ class Engine:
         self._optimizer.is_torn = False
         if not load_module_only:
             self.micro_steps, self._boundary = 0, None
-            self.schedule.step = self.global_steps
+            self.schedule.steps_done = self.global_steps
         return path, client
 
     # ---- memory, and the end

@@ -185,7 +185,7 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
         ):
             wanted = "fp16" if parameter.dtype == torch.float16 else "bf16"
             bucket = bucket_of(parameter)
-            is_left = bucket is not None and bucket.driver is None and bucket.is_trainable  # unlike zero.Init's
+            is_left = bucket is not None and bucket.schedule is None and bucket.is_trainable  # unlike zero.Init's
             remedy = (
                 "build the model anew: the last initialize, which failed, has cast it"
                 if is_left

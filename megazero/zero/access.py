@@ -223,7 +223,7 @@ def _to_set(
     """
     found, bucket = _find(parameter), bucket_of(parameter)
     if found is None:
-        segment = None if bucket is None or bucket.driver is None else bucket.segment_of(parameter)
+        segment = None if bucket is None or bucket.schedule is None else bucket.segment_of(parameter)
         if segment is not None and segment.group != NO_GROUP and parameter.requires_grad:
             raise ValueError(
                 f"{segment.name} has been unfrozen, and has fp32 weights, gradient and optimizer state from the next forward "

@@ -95,7 +95,7 @@ class Bucket:
             set_bucket(parameter, self)
             parameter.grad = None  # left from an earlier backward, not part of the first step
         # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
-        self.driver: Schedule | None = None
+        self.schedule: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
         self.is_pending = False  # an update of it is running in the background
         self.states: dict[str, Vector] = {}

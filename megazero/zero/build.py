@@ -81,7 +81,7 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
         source = bucket_of(parameter)
         if source is None or source in sources:
             continue
-        if source.driver is not None:
+        if source.schedule is not None:
             raise ValueError(
                 f"The parameters of unit {source.name!r} belong to another engine already, and two would write to them. Call "
                 "destroy() of that engine first."

@@ -25,8 +25,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if not any(p is parameter for p in known):
         known.append(parameter)
         bucket = bucket_of(parameter)
-        if bucket is not None and bucket.driver is not None:
-            bucket.driver.add_external(module, parameter)
+        if bucket is not None and bucket.schedule is not None:
+            bucket.schedule.add_external(module, parameter)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -130,12 +130,12 @@ class GatheredParameters:
 
 def _is_in_use(bucket: Bucket) -> bool:
     """Whether a forward or a backward is under way; an exception in one may be a checkpoint's that has recomputed enough."""
-    return bucket.driver is not None and bucket.driver.is_under_way
+    return bucket.schedule is not None and bucket.schedule.is_under_way
 
 
 def _reader_of(bucket: Bucket) -> nn.Module | None:
     """The module whose forward is under way: it reads parameters that it does not own, and its backward will need them again."""
-    return None if bucket.driver is None or bucket.weights.is_gathered else bucket.driver.forward_under_way
+    return None if bucket.schedule is None or bucket.weights.is_gathered else bucket.schedule.forward_under_way
 
 
 def _changed(bucket: Bucket) -> list[str]:

@@ -237,20 +237,20 @@ def _writes(func: Callable, first: Any, target: nn.Parameter) -> bool:
     return is_written_through or _is_in_place(func, first, target) or func.__name__ in ("__set__", "__setitem__")
 
 
-def _driver_of(parameter: nn.Parameter) -> Schedule | None:
+def _schedule_of(parameter: nn.Parameter) -> Schedule | None:
     bucket = bucket_of(parameter)
-    return None if bucket is None else bucket.driver
+    return None if bucket is None else bucket.schedule
 
 
 def _is_in_forward(parameter: nn.Parameter) -> bool:
-    driver = _driver_of(parameter)
-    return driver is not None and driver.forward_under_way is not None
+    schedule = _schedule_of(parameter)
+    return schedule is not None and schedule.forward_under_way is not None
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
     """Gathers the parameter if a forward that may read it is under way; returns whether one is."""
-    driver = _driver_of(parameter)
-    return driver is not None and driver.gather_external(parameter)
+    schedule = _schedule_of(parameter)
+    return schedule is not None and schedule.gather_external(parameter)
 
 
 def _stays(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> bool:

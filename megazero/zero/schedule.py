@@ -72,7 +72,7 @@ class Schedule:
         self.is_last_micro_batch = True
         self.is_open = False  # the engine's own backward runs; gradients at other times are somebody else's
         self._has_told_of_others = False
-        self.step = 0  # optimizer steps done, for messages
+        self.steps_done = 0  # of the optimizer, for messages
         # By the bucket's first unit; of units that share a bucket, the others have none here. Only whole parameters share one.
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
@@ -92,7 +92,7 @@ class Schedule:
         self._forwards = Forwards()
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
         for bucket in buckets:
-            bucket.driver = self
+            bucket.schedule = self
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
@@ -151,7 +151,7 @@ class Schedule:
             handle.remove()
         self._handles.clear()
         for bucket in self.buckets:
-            bucket.driver = None
+            bucket.schedule = None
 
     # ---- the two halves of a micro-batch around loss.backward()
 
@@ -206,7 +206,7 @@ class Schedule:
 
         def on_grad(_: Tensor) -> None:
             bucket = reference()
-            if bucket is None or (schedule := bucket.driver) is None:
+            if bucket is None or (schedule := bucket.schedule) is None:
                 return
             if schedule.is_open:
                 bucket.accumulate(segment)
@@ -242,8 +242,8 @@ class Schedule:
 
         def before_grad(_: Tensor) -> None:
             bucket = reference()
-            if bucket is not None and bucket.driver is not None and not bucket.weights.is_gathered:
-                bucket.driver._gather([bucket])
+            if bucket is not None and bucket.schedule is not None and not bucket.weights.is_gathered:
+                bucket.schedule._gather([bucket])
 
         return before_grad
 
@@ -273,7 +273,7 @@ class Schedule:
     def add_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Makes the parameter whole around the forward and backward of `module`, which reads it without owning it."""
         bucket = bucket_of(parameter)
-        if self._sharded and bucket is not None and bucket.driver is self:
+        if self._sharded and bucket is not None and bucket.schedule is self:
             self._external.add(bucket)
             self._gather_around(module, [bucket])
 
@@ -509,10 +509,10 @@ class Schedule:
             raise  # its message says enough
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {torch.distributed.get_rank()}, step {self.step + 1}, unit {bucket.name!r}: waiting for {what} failed. If "
-                "the other ranks did not come, they run another part of the model, have failed, or have left the loop; every "
-                "data-parallel rank must run the same units and the same number of steps. (A module that chooses what runs by "
-                f"its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
+                f"rank {torch.distributed.get_rank()}, step {self.steps_done + 1}, unit {bucket.name!r}: waiting for {what} "
+                "failed. If the other ranks did not come, they run another part of the model, have failed, or have left the "
+                "loop; every data-parallel rank must run the same units and the same number of steps. (A module that chooses "
+                f"what runs by its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
             ) from error
 
 
