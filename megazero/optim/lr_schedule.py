@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.optim.schedule_base import Schedule
+from megazero.optim.schedule_base import LRSchedule
 from megazero.option import check_options, option
 
 
@@ -68,7 +68,7 @@ class LRScheduleConfig:
             )
 
 
-class AnnealingLR(Schedule):
+class AnnealingLR(LRSchedule):
     """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay, or WSD.
 
     With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):

@@ -1,4 +1,4 @@
-"""What learning-rate schedules have in common: counting, setting the rates, and checking parameters that come from a file."""
+"""What learning-rate schedules share: counting, setting the rates, and checking parameters that come from a file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 
-class Schedule:
-    """What the schedules have in common: counting, and setting the rates of the optimizer's parameter groups.
+class LRSchedule:
+    """Counts optimizer steps, and sets the learning rates of the optimizer's parameter groups; `get_lr` says which.
 
     Args:
         optimizer: anything with `param_groups`, a list of dicts that hold "lr".

@@ -16,7 +16,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from megazero.logging import ALIKE, get_logger
-from megazero.optim.schedule_base import Schedule, count, flag, number, per_group
+from megazero.optim.schedule_base import LRSchedule, count, flag, number, per_group
 from megazero.option import check_known
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ WARMUP_TYPES = ("log", "linear")
 SECOND_BETA = 0.99  # what OneCycle sets beside the momentum that it cycles
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """The learning rate rises from `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's own) and stays.
 
     lr(i) = min + (max - min) * g with g = log(i + 1) / log(warmup_num_steps) or, linear, i / warmup_num_steps; 1 afterwards.
@@ -83,7 +83,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """The optimizer's own learning rate times a ratio: up from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`.
 
     After the warm-up, with x = (i - warmup_num_steps + 1) / (total_num_steps - warmup_num_steps), at most 1:
@@ -123,7 +123,7 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """The learning rate rises from `min_lr`, to find the largest one that trains (Smith, arXiv:1803.09820).
 
     lr(i) = min_lr * (1 + step_rate * (i + 1) / step_size), the fraction rounded down if `staircase`.
@@ -151,7 +151,7 @@ class LRRangeTest(Schedule):
         return [lr * increase for lr in self.min_lr]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """The learning rate goes up and down once, the momentum down and up; then both decay (Smith, arXiv:1803.09820).
 
     With n = i + 1 steps: n / first_step_size of the way from minimum to maximum while n is in the first half, then back over
@@ -243,7 +243,7 @@ class OneCycle(Schedule):
             group["betas"] = betas
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LRSchedule]] = {
     c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 # torch's that numbers and words describe: not those that take a function, or other schedules.
