@@ -4,7 +4,7 @@
     a unit is about to run forward            gather it, and start to gather the next ones     _gather_around
     it has run                                release it                                       _gather_around
     the gradient of its output comes          gather it, and start to gather those before it   _gather_around
-    the gradient of a parameter has come      add it to the bucket's G                         _on_grad
+    the gradient of a parameter has come      add it to the bucket's G                         _take_gradient
     it was the last one of the bucket         reduce G                                         _reduce_ready
     ... and of the unit                       release the unit                                 _release_if_done
     the gradients of its inputs have come     count unused parameters as done                  _watch_inputs
@@ -140,10 +140,10 @@ class Schedule:
             parameter = bucket.parameters[segment.name]
             if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
                 self._watched.add(segment.name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_grad(bucket, segment)))
-                # If a gradient comes after the release, its parameter must be whole again.
+                take = partial(Schedule._take_gradient, segment=segment)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(bucket, take)))
                 if bucket.sharding.parameters:
-                    self._handles.append(parameter.register_hook(self._before_grad(bucket)))
+                    self._handles.append(parameter.register_hook(_weak_hook(bucket, Schedule._gather_for_gradient)))
 
     def close(self) -> None:
         """Removes every hook."""
@@ -199,26 +199,16 @@ class Schedule:
 
     # ---- gradients
 
-    def _on_grad(self, bucket: Bucket, segment: Segment) -> Callable[[Tensor], None]:
-        # A parameter's hooks must not hold its engine, in a cycle that the garbage collector does not see. A bucket holds its
-        # schedule, so the hooks refer to the bucket weakly.
-        reference = ref(bucket)
-
-        def on_grad(_: Tensor) -> None:
-            bucket = reference()
-            if bucket is None or (schedule := bucket.schedule) is None:
-                return
-            if schedule.is_open:
-                bucket.accumulate(segment)
-            else:
-                schedule._drop(bucket, segment)
-            waiting = schedule._waiting[bucket]
-            waiting.discard(segment.name)
-            if not waiting:
-                schedule._reduce_ready()
-                schedule._release_if_done(bucket.unit)
-
-        return on_grad
+    def _take_gradient(self, bucket: Bucket, segment: Segment) -> None:
+        if self.is_open:
+            bucket.accumulate(segment)
+        else:
+            self._drop(bucket, segment)
+        waiting = self._waiting[bucket]
+        waiting.discard(segment.name)
+        if not waiting:
+            self._reduce_ready()
+            self._release_if_done(bucket.unit)
 
     def _drop(self, bucket: Bucket, segment: Segment) -> None:
         """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
@@ -237,15 +227,10 @@ class Schedule:
             extra=ALIKE,
         )
 
-    def _before_grad(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        reference = ref(bucket)
-
-        def before_grad(_: Tensor) -> None:
-            bucket = reference()
-            if bucket is not None and bucket.schedule is not None and not bucket.weights.is_gathered:
-                bucket.schedule._gather([bucket])
-
-        return before_grad
+    def _gather_for_gradient(self, bucket: Bucket) -> None:
+        """Makes parameters whole again, one of which is about to get a gradient after their release."""
+        if not bucket.weights.is_gathered:
+            self._gather([bucket])
 
     def _reduce_ready(self) -> None:
         while self.is_open and self._next < len(self._order) and not self._waiting[self._order[self._next]]:
@@ -311,9 +296,6 @@ class Schedule:
             index: the unit that the module is, if the buckets are its own; None if it reads parameters that others own.
         """
 
-        def before_backward(_: Tensor) -> None:
-            self._gather_for_backward(buckets, index)
-
         inputs: list[tuple[Tensor, Any]] = []  # with their grad_fn before the module ran
         was_wanted = False  # before the module ran
 
@@ -332,7 +314,7 @@ class Schedule:
                     if bucket.unit != ROOT and not self._forwards.read(bucket):
                         bucket.weights.release()
             for tensor in _made_of(output, inputs):
-                tensor.register_hook(before_backward)
+                tensor.register_hook(partial(self._gather_for_backward, buckets, index))
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
@@ -342,7 +324,7 @@ class Schedule:
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
         self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
 
-    def _gather_for_backward(self, buckets: list[Bucket], index: int | None = None) -> None:
+    def _gather_for_backward(self, buckets: list[Bucket], index: int | None, _: Tensor) -> None:
         self._gather(buckets, index, in_forward=False)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
@@ -354,10 +336,7 @@ class Schedule:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._before_root_backward)
-
-    def _before_root_backward(self, _: Tensor) -> None:
-        self._gather_for_backward(self._of_unit[ROOT])
+                    tensor.register_hook(partial(self._gather_for_backward, self._of_unit[ROOT], None))
 
     def _is_over(self, index: int | None, was_wanted: bool) -> bool:
         """Whether a module that has run forward does not need its buckets until its backward asks for them.
@@ -514,6 +493,22 @@ class Schedule:
                 "loop; every data-parallel rank must run the same units and the same number of steps. (A module that chooses "
                 f"what runs by its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
             ) from error
+
+
+def _weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:
+    """A hook for one of the bucket's parameters, which calls `act` while a schedule drives the bucket.
+
+    A parameter's hooks must not hold its engine, in a cycle that the garbage collector does not see. A bucket holds its schedule,
+    so the hook refers to the bucket weakly.
+    """
+    reference = ref(bucket)
+
+    def hook(_: Tensor) -> None:
+        bucket = reference()
+        if bucket is not None and bucket.schedule is not None:
+            act(bucket.schedule, bucket)
+
+    return hook
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
