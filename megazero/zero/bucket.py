@@ -52,7 +52,7 @@ class Bucket:
         param_home: where the shard of P rests; the device by default.
         optimizer_home: where O and the reduced shard of G rest; the device by default.
         separate_master: keeps the master weights separate from P, because the model reads P while they are updated.
-        tile_numel: most elements of O that the optimizer brings to hand at a time; all by default.
+        tile_numel: most elements of O that the optimizer brings to hand at a time while O is offloaded; all by default.
         device: the device that the model computes on; the parameters' own by default.
 
     Attributes:
@@ -77,12 +77,12 @@ class Bucket:
         self.plan, parameters, layout = plan, plan.parameters, plan.layout
         first = next(iter(parameters.values()))
         self.name, self.unit, self.layout, self.sharding = plan.name, plan.unit, layout, plan.sharding
-        self.channel, self._predivide, self._separate_master = channel, predivide, separate_master
+        self.channel, self._predivide = channel, predivide
+        self._separate_master, self._tile_numel = separate_master, tile_numel
         device = device or first.device
         self._on_device = MemoryHome(device)
         self.optimizer_home: Home = optimizer_home or self._on_device
         self.owned_range, self.owned_numel = plan.owned_range(channel.rank), plan.owned_numel
-        self.tile_numel = tile_numel or max(1, self.owned_numel)
 
         dtypes = {parameter.dtype for parameter in parameters.values()}
         # If the dtypes differ, the master weights keep the values of the wider one.
@@ -203,10 +203,16 @@ class Bucket:
             )
 
     @property
+    def tile_numel(self) -> int:
+        """Most elements of O that the optimizer brings to hand at a time: all on the device, where they are at hand anyway."""
+        return (self._tile_numel if self.is_offloaded else None) or max(1, self.owned_numel)
+
+    @property
     def tiles(self) -> list[Tile]:
         """The owned range, cut into the pieces that the optimizer brings to hand one at a time."""
-        starts = range(0, self.owned_numel, self.tile_numel)
-        return [Tile(self, start, min(start + self.tile_numel, self.owned_numel)) for start in starts]
+        size = self.tile_numel
+        starts = range(0, self.owned_numel, size)
+        return [Tile(self, start, min(start + size, self.owned_numel)) for start in starts]
 
     @property
     def master_is_p(self) -> bool:
@@ -304,7 +310,6 @@ class Bucket:
         for key, vector in self.states.items():
             self.states[key] = moved(vector, home or self._on_device)
         self.optimizer_home = self.gradient.home = home or self._on_device
-        self.tile_numel = max(1, self.owned_numel)
 
     # ---- G
 

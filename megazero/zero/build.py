@@ -44,7 +44,7 @@ def _fill(
             predivide=channel.num_ranks if config.prescale_gradients else config.gradient_predivide_factor,
             param_home=homes.param,
             optimizer_home=None if index in homes.kept else homes.optimizer,
-            tile_numel=None if index in homes.kept else homes.tile_numel,
+            tile_numel=homes.tile_numel,
             separate_master=config.delays_update,
         )
         for source in sources:

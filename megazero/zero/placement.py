@@ -64,7 +64,6 @@ class Placement:
         self._sharded = {
             unit: [b for b in schedule.buckets_of(unit) if b.weights.shard is not None] for unit in (*units, ROOT)
         }
-        self._tiles = {bucket: bucket.tile_numel for of_unit in self._trained.values() for bucket in of_unit}
         self._shards_here: set[Bucket] = set()
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
@@ -81,7 +80,7 @@ class Placement:
 
     def model_bytes(self) -> int:
         """Bytes on the device that a plan decides on: gathered units, and states that rest there."""
-        placed = [bucket for bucket in self._tiles if not bucket.is_offloaded]
+        placed = [b for of_unit in self._trained.values() for b in of_unit if not b.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, self._shards_here))
@@ -111,8 +110,6 @@ class Placement:
         for bucket in self._trained[unit]:
             if bucket.is_offloaded == is_coming:
                 bucket.move_states(None if is_coming else self._host)
-                if not is_coming:
-                    bucket.tile_numel = self._tiles[bucket]
 
     def _move_shards(self, unit: int, is_coming: bool) -> None:
         home = self._device if is_coming else self._host
