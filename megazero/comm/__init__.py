@@ -1,11 +1,11 @@
 """Collectives of the library: the one package that calls torch.distributed's communication functions.
 
-Ours return what has been reduced or gathered in NEW tensors (`all_reduced`), because autograd may share their input with
-another branch; those with a trailing underscore work in place on buffers that the caller owns. All of a `Channel` do so, and
-return at once, like `start_all_reduce`: what they give back has to be waited for.
+A function that is named for its result (`all_reduced`) returns it in a NEW tensor, because autograd may share the input with
+another branch. A function with a trailing underscore works in place, on a buffer that the caller owns. A `Channel`'s collectives
+and `start_all_reduce` work in place too, and return at once: call `wait` on what they return before you use the buffer.
 
-Names of torch.distributed (`all_reduce`, `all_gather`, ...) do here what they do there, for scripts that were written for
-`deepspeed.comm`: see `ported`.
+For scripts written for `deepspeed.comm`, names of torch.distributed (`all_reduce`, `all_gather`, ...) mean the same here as
+there: see `ported`.
 """
 
 from megazero.comm import ported

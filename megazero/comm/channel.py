@@ -20,13 +20,13 @@ from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
 
-# Of each group: those that its channels have in common, by their shard size and time limit. A group lasts as long as the world.
+# For each group, the further groups that its channels share, by shard size and timeout. They last as long as the world.
 _levels: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], list[ProcessGroup]]] = WeakKeyDictionary()
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent by one kind of collective: how many, and the elements of their buffers that left the rank."""
+    """How many collectives of one kind this rank has issued, and how many elements of their buffers it has sent."""
 
     collectives: int = 0
     elements: int = 0
@@ -35,35 +35,35 @@ class Traffic:
 class Channel:
     """Asynchronous in-place collectives on flat buffers over one data-parallel group.
 
-    Every rank issues the reductions (`all_reduce_`, `reduce_scatter_`) in one order, and the gathers in one order. On gloo the
-    two may interleave differently from rank to rank, because each has a lane of its own, and a collective that has another
-    name, kind, numel or dtype on another rank raises on both. On NCCL all share one lane: the order must be one, and is checked
-    where `compare_first` is called, once. A buffer belongs to the channel from the call until `wait` returns.
+    All ranks must issue the reductions (`all_reduce_`, `reduce_scatter_`) in one order, and the gathers in one order. On gloo,
+    reductions and gathers have a lane each, so the two may interleave differently on different ranks; ranks that meet with
+    collectives of different name, kind, numel or dtype get an error. On NCCL, everything shares one lane, so there must be one
+    order of all collectives, which `compare_first` checks once. A buffer belongs to the channel from the call until `wait`
+    returns.
 
     On gloo, sums are taken in ascending rank order, in fp32 for 16-bit buffers, so that an all-reduce equals a reduce-scatter and
-    an all-gather bit for bit; data moves through shared memory where all ranks run on one host, else point to point. On NCCL
-    they are NCCL's own collectives, on a communicator that all channels of the group have in common, and nobody else: each takes
-    some 500 MB of a GPU (NVIDIA/nccl#964), and NCCL asks for one order of collectives anyway.
+    an all-gather bit for bit. Data moves through shared memory if all ranks run on one host, else point to point. On NCCL, the
+    collectives are NCCL's own. All channels of a group share one communicator, which nothing else uses: each communicator takes
+    some 500 MB of a GPU (NVIDIA/nccl#964), and NCCL wants one order of collectives anyway.
 
-    With `shard_size` the group falls into sets of so many neighbours, as those of a node (MiCS, arXiv:2205.00119, sec. 3).
-    Buffers are cut over a set, and gathered within it; sums are over the whole group, first within each set, then between
-    the ranks that have the same part, so that every set gets the same bits.
+    With `shard_size`, the group is divided into sets of that many neighboring ranks, such as those of a node (MiCS,
+    arXiv:2205.00119, sec. 3). Buffers are cut and gathered within a set. Sums are over the whole group: first within each set,
+    then between the ranks that have the same part, so that every set gets the same bits.
 
     Attributes:
-        group, num_ranks: the whole group.
-        rank, size: of this rank's set.
-        set_rank, num_sets: which of the sets that is, of how many.
+        group, num_ranks: the whole group, and its number of ranks.
+        rank, size: this rank's place in its set, and the number of ranks in a set.
+        set_rank, num_sets: which set this is, and the number of sets.
     """
 
     def __init__(self, group: ProcessGroup, *, shard_size: int | None = None, timeout_s: float | None = None) -> None:
-        """Collective over `group` on gloo: the other ranks of the world need not come.
-
-        On NCCL collective over the world: all its ranks come at the same time, each with its own group (see `new_group_like`).
+        """On gloo, collective over `group`. On NCCL, collective over the world: all of its ranks make a channel at the same time,
+        each for its own group (see `new_group_like`).
 
         Args:
-            group: the ranks that take part, this one among them.
-            shard_size: ranks that a buffer is cut over, a divisor of the group's size and more than one; None all of them.
-            timeout_s: seconds without progress after which a collective or `meet` fails; None takes the group's.
+            group: the ranks that take part, including this one.
+            shard_size: number of ranks that a buffer is cut over: a divisor of the group's size, not 1. None: all ranks.
+            timeout_s: seconds without progress after which a collective or `meet` fails; None: the group's timeout.
 
         Raises:
             ValueError: `shard_size` does not divide the group's size, or is 1.
@@ -93,7 +93,7 @@ class Channel:
 
         Args:
             buffer: [numel], contiguous, numel a multiple of `size`; dtype and numel equal on every rank.
-            name: what errors call it; on gloo ranks with another name are told so, instead of taking each other's data.
+            name: what errors call it. On gloo, ranks that give different names get an error instead of each other's data.
         """
         return self._issue("all_reduce", buffer, name)
 
@@ -116,10 +116,12 @@ class Channel:
         return self._issue("all_gather", buffer, name)
 
     def portion(self, numel: int, multiple: int) -> tuple[int, int]:
-        """[start, stop) of a buffer [numel] that this rank counts and saves: of its part, which ranks of other sets have too.
+        """[start, stop) of the elements of a buffer [numel] that this rank alone counts (in a norm) and saves.
+
+        They are a portion of its part of the buffer, which one rank of every other set has as well.
 
         Args:
-            multiple: of which a part is one, and the borders are.
+            multiple: a part's size is a multiple of this, and so are start and stop.
         """
         part = numel // self.size
         start, stop = (
@@ -137,12 +139,12 @@ class Channel:
             self._meeting.hold(what)
 
     def compare_first(self) -> None:
-        """Raises where ranks have issued other collectives so far, or in another order; on gloo each collective says so itself.
+        """Raises if ranks have issued different collectives so far, or in different orders; on gloo each collective checks this.
 
-        The first call compares, and later ones do nothing. By the store: so ranks are told whose devices wait for each other.
+        Only the first call compares. It goes through the store, and so works even while the ranks' devices wait for each other.
 
         Raises:
-            RuntimeError: on every rank, naming the first difference; or some did not come within the timeout.
+            RuntimeError: on every rank, naming the first difference; or some ranks did not come within the timeout.
         """
         noted = self._reductions.take_noted() if self.num_ranks > 1 else None
         if noted is None:
@@ -154,7 +156,7 @@ class Channel:
         self.traffic.update({kind: Traffic() for kind in ("all_reduce", "reduce_scatter", "all_gather")})
 
     def close(self) -> None:
-        """Ends the channel after what has been issued, or after some seconds if that does not end."""
+        """Ends the channel once everything issued is done, or after a few seconds."""
         if self.num_ranks > 1:
             self._reductions.close()
             self._gathers.close()
@@ -194,7 +196,10 @@ def _open_lanes(
 
 
 def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int], timeout_s: float) -> list[ProcessGroup]:
-    """Groups of this rank's set and of those that have its part, where that is several ranks. Collective where they are new."""
+    """The group of this rank's set, and that of the ranks with the same part; those of a single rank are left out.
+
+    Collective if they do not exist yet.
+    """
     known, key = _levels.setdefault(group, {}), (len(mine), timeout_s)
     if key not in known:
         even_out_groups(group)
@@ -203,7 +208,7 @@ def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int], t
 
 
 def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: float) -> tuple[str, list[Transport]]:
-    """Shared memory where all ranks of `group` are on one host, else point to point; `count` that do not mix. Collective."""
+    """`count` independent transports: shared memory if all ranks of `group` are on one host, else point to point. Collective."""
     opened: list[Links] = []
     while len(opened) < count and (links := link(group, area_bytes(group.size()), timeout_s)):
         opened.append(links)
@@ -211,11 +216,11 @@ def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: floa
         return "shared memory", [SharedMemoryTransport(links, group.rank()) for links in opened]
     for links in opened:
         links.close()
-    tag = int(name[:7], 16) * 2  # one that no other messages of the group have
+    tag = int(name[:7], 16) * 2  # that no other messages of the group carry
     return "point to point", [PointToPointTransport(group, tag + lane, timeout_s) for lane in range(count)]
 
 
 def timeout_of(group: ProcessGroup) -> float:
-    """Seconds after which a collective of `group` fails, by torch's default where a backend (torch's fake one) has no options."""
-    options = group._get_backend(group._device_types[0]).options  # torch tells it in no public way
+    """Seconds after which a collective of `group` fails; torch's default for a backend without options, such as its fake one."""
+    options = group._get_backend(group._device_types[0]).options  # torch has no public function for that
     return (default_pg_timeout if options is None else options._timeout).total_seconds()

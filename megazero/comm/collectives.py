@@ -26,11 +26,11 @@ def start_all_reduce(buffer: Tensor, group: ProcessGroup) -> Work | None:
 
 
 def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """`x` of every rank of `group`, in rank order, where `x` lies. The shape must be the same on every rank."""
+    """`x` of every rank of `group`, in rank order, on the device of `x`. The shape must be the same on every rank."""
     if group.size() == 1:
         return [x]
     own = x.contiguous()
-    # NCCL takes nothing of host memory. The backend is asked for last: under torch.compile, torch 2.8 cannot tell it.
+    # NCCL takes no tensors in host memory. The backend is asked last, because under torch.compile torch 2.8 cannot tell it.
     if x.device.type != local_device().type and backend_of(group) == "nccl":
         own = own.to(local_device())
     out = [torch.empty_like(own) for _ in range(group.size())]
@@ -39,20 +39,20 @@ def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 
 def broadcast_(buffer: Tensor, group: ProcessGroup, source: int = 0) -> None:
-    """Fills `buffer` in place with that of rank `source` of the group."""
+    """Overwrites `buffer` with the buffer of rank `source` of the group."""
     if group.size() > 1:
         dist.broadcast(buffer, group=group, group_src=source)
 
 
 class Readout:
-    """A copy of `x` in host memory that is on its way: made where the device has `x`, and read when the host has to know it."""
+    """A copy of `x` on its way to host memory: it starts as soon as the device has computed `x`, and the host reads it later."""
 
     def __init__(self, x: Tensor) -> None:
         self._on_host = x.to("cpu", non_blocking=True)  # in pinned memory, of torch's own accord
         self._copied = torch.cuda.current_stream(x.device).record_event() if has_streams(x.device) else None
 
     def read(self) -> Tensor:
-        """The copy. Waits for it, and for nothing that the device was given since."""
+        """The copy. Waits for it, but not for anything that the device was given later."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host

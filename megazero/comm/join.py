@@ -30,16 +30,16 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the world that the environment describes, unless this process is in one; a world of one process without such.
+    """Joins the world that the environment describes, or makes a world of one process, unless this process is in one already.
 
     The arguments are those of DeepSpeed; `verbose` and `config` have no effect.
 
     Args:
-        dist_backend: "nccl" or "gloo"; by default nccl where CUDA is available.
-        auto_mpi_discovery: take Open MPI's variables, and `distributed_port`, where torchrun's are not there.
-        timeout: after which a collective that some rank never entered raises (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
-        init_method, rank, world_size: where and as what to join, instead of the environment.
-        dist_init_required: False says that the caller has joined already.
+        dist_backend: "nccl" or "gloo"; by default nccl if CUDA is available.
+        auto_mpi_discovery: without torchrun's variables, use Open MPI's and `distributed_port`.
+        timeout: a collective that some rank never enters raises after it (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
+        init_method, rank, world_size: where to join, and as which rank, instead of what the environment says.
+        dist_init_required: False if the caller has joined already.
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
@@ -71,10 +71,10 @@ def init_distributed(
 
 
 def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
-    """This process's rank and the size of the world, as the launcher's variables say; (0, 1) where there are none.
+    """This process's rank and the size of the world, according to the launcher's variables; (0, 1) without any.
 
     Args:
-        open_mpi_port: MASTER_PORT where Open MPI's variables are taken, as torchrun's are not there; None: they never are.
+        open_mpi_port: MASTER_PORT to use with Open MPI's variables, if torchrun's are not set; None ignores Open MPI's.
 
     Raises:
         ValueError: a variable is missing, is no number, or contradicts another one.
@@ -112,13 +112,13 @@ def _told_local_rank() -> str | None:
 
 
 def _take_device() -> None:
-    """Makes the CUDA device of this rank, where a launcher has numbered it, the current one."""
+    """Makes this rank's CUDA device the current one, if a launcher has numbered the ranks of the node."""
     if torch.cuda.is_available() and _told_local_rank() is not None:
         torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
 
 
 def _take_device_of_joined() -> None:
-    """The same in a world that the script made, unless it has chosen: bound a device to its group, or made another current."""
+    """As `_take_device`, in a world that the script made; a device that the script has bound to it or made current stays."""
     if not torch.cuda.is_available():
         return
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
@@ -157,7 +157,7 @@ def _default_timeout() -> timedelta:
 
 
 def _adopt_open_mpi(port: int) -> None:
-    """Says in torchrun's variables what Open MPI's say, where torchrun has said nothing."""
+    """Copies Open MPI's variables to torchrun's names, if torchrun has not set them."""
     theirs = "OMPI_COMM_WORLD_"
     if "RANK" in os.environ or f"{theirs}RANK" not in os.environ:
         return

@@ -1,6 +1,6 @@
-"""Lanes: collectives that run one after the other, in the order in which they were issued, beside the thread that issues them.
+"""Lanes: queues of collectives, which run one after another in the order of issue, concurrently with the thread that issues them.
 
-`ThreadLane` carries them out in a thread of its own, by a `Transport`; `NativeLane` hands them to the backend, NCCL.
+A `ThreadLane` has its own thread, which runs them through a `Transport`. A `NativeLane` hands them to the backend, NCCL.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from megazero.comm.transport import Transport, describe
 from megazero.comm.world import ProcessGroup, has_streams
 
-_PATIENCE_S = 2.0  # for what is under way when a lane is closed
-_NOTED = 1024  # collectives that a `NativeLane` notes at most until they are compared
+_PATIENCE_S = 2.0  # how long closing a lane waits for what is under way
+_NOTED = 1024  # most collectives that a `NativeLane` notes before they are compared
 
 # torch 2.13 renamed these, and warns at the old names.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ class Work(Protocol):
     """A collective that is under way."""
 
     def wait(self) -> object:
-        """Returns when the result may be used (on CUDA: by what the current stream does next). Returns nothing of meaning.
+        """Returns when the result may be used (on CUDA: by what the current stream does next). Ignore what it returns.
 
         Raises:
             RuntimeError: the collective failed or timed out; the message says which one, where and why.
@@ -47,7 +47,7 @@ class Finished:
 class ThreadLane:
     """A thread that carries out the collectives of a transport.
 
-    It ends with `close`, with this object, or with the program; a daemon, so that no stuck collective keeps the program alive.
+    It ends with `close`, with this object, or with the program: it is a daemon, so no stuck collective keeps the program alive.
     """
 
     def __init__(self, transport: Transport, where: str) -> None:
@@ -73,11 +73,11 @@ class ThreadLane:
         return job
 
     def take_noted(self) -> list[str] | None:
-        """None: the transport compares each collective with those of the other ranks."""
+        """None: there is nothing to compare, because the transport compares every collective as it runs."""
         return None
 
     def close(self) -> None:
-        """Ends the thread after what has been issued. Waits for it, but not for long if other ranks keep it waiting."""
+        """Ends the thread once everything issued is done; waits for that, but only for a short time."""
         self._end()
 
 
@@ -129,7 +129,7 @@ class _Job:
             raise RuntimeError(self._failure) from self._error
 
     def run(self, transport: Transport) -> str | None:
-        """Carries the collective out; what went wrong if it failed, None otherwise."""
+        """Carries the collective out. Returns None, or a message if it failed."""
         assert self._buffer is not None
         start = time.monotonic()
         try:
@@ -148,7 +148,7 @@ class _Job:
         return self.finish(None)
 
     def finish(self, problem: str | None) -> str | None:
-        """Lets `wait` return, or raise if there is a problem; the full message."""
+        """Lets `wait` return, or raise if there is a problem. Returns the full message of the problem."""
         self._buffer = None
         self._failure = problem and f"{self._description} {problem}"
         self._is_done.set()
@@ -162,27 +162,27 @@ class _Job:
 
 
 class NativeLane:
-    """The backend's own collectives on process groups of its own: in NCCL's terms a communicator and its stream, or two.
+    """The backend's own collectives, on one or two process groups that only lanes use (in NCCL's terms: communicators).
 
-    Reductions and gathers share a communicator. With two, a gather could overlap a reduction, but kernels of two
-    communicators that run in another order on another rank can wait for each other for ever, and NCCL asks for one order over
-    all communicators. In one queue there is one order to keep: that in which the collectives are issued, which is equal on
-    all ranks as long as all of them run the same graph. Nothing compares the names of collectives here: ranks that issue them
-    in another order get a hang or each other's data. So the first ones are noted, for the channel to compare once.
+    Reductions and gathers share a communicator. With two, a gather could overlap a reduction; but if kernels of two communicators
+    run in different orders on different ranks, they can wait for each other forever, so NCCL wants one order over all
+    communicators. One queue has one order, the order of issue, which is the same on all ranks as long as they run the same graph.
+    Nothing compares the names of collectives here: if ranks issue them in different orders, they hang or take each other's data.
+    So the first ones are noted, and the channel compares them once.
 
-    Sums between sets of ranks cannot do without a second communicator, whose kernels may run beside a gather's. They are issued
-    in that one order too, as FSDP2's are on a mesh of two dimensions.
+    Sums between sets of ranks need a second communicator, whose kernels may overlap a gather. They are issued in the same one
+    order, as FSDP2's are on a two-dimensional mesh.
     """
 
     def __init__(self, group: ProcessGroup, across: ProcessGroup | None = None) -> None:
-        """Communicates nothing; nobody but lanes uses the groups.
+        """Does not communicate.
 
         Args:
             group: the ranks that a buffer is cut over.
-            across: the ranks that have the same part in other such groups, whose sums are added up; None where there are none.
+            across: this rank and those that have the same part in other sets; their sums are added up. None if there is one set.
         """
         self._group, self._across = group, across
-        self._beside: torch.cuda.Stream | None = None  # on which a step waits for the one before it
+        self._beside: torch.cuda.Stream | None = None  # on it, each step of a two-level sum waits for the step before
         self._noted: list[str] | None = []
 
     def issue(self, action: str, buffer: Tensor, name: str) -> Work:
@@ -203,7 +203,7 @@ class NativeLane:
         return work
 
     def take_noted(self) -> list[str] | None:
-        """What has been issued so far, in words and in order, up to a limit; None, and nothing is noted, from then on."""
+        """Descriptions of the collectives issued so far, in order, up to a limit. Ends the noting: later calls return None."""
         noted, self._noted = self._noted, None
         return noted
 
@@ -218,4 +218,4 @@ class NativeLane:
         return buffer.view(self._group.size(), -1)[self._group.rank()]
 
     def close(self) -> None:
-        """Leaves the groups to `destroy_process_group`: torch names groups after how many exist, so none may go before."""
+        """Does nothing: `destroy_process_group` ends the groups. None may end earlier, because torch names new ones by count."""

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 
 class Meeting:
-    """Meetings of `ranks`, one after the other, over the store at which they first found each other.
+    """Successive meetings of `ranks`, through the store at which they first found each other.
 
-    A store, because unlike a barrier it knows who is missing, on every rank and whatever the backend. Each rank asks it a few
-    questions, however many ranks there are: one process answers all of them.
+    Unlike a barrier, a store can tell every rank who is missing, whatever the backend. A rank makes only a few requests,
+    however many ranks there are, because a single process answers those of all ranks.
     """
 
     def __init__(self, store: dist.Store, ranks: list[int], rank: int, timeout_s: float) -> None:
-        """`ranks` are those of the world, `rank` is this one's place among them; nobody else uses the keys of `store`.
+        """`ranks` are ranks of the world, `rank` is this one's index among them; nothing else may use keys of `store`.
 
-        The store counts the meetings too: whoever makes a `Meeting` of the same ranks and store goes on with the next one.
+        The store also counts the meetings, so another `Meeting` object with the same ranks and store continues the count.
         """
         self._store, self._ranks, self._rank, self._timeout_s = store, ranks, rank, timeout_s
 
@@ -47,13 +47,15 @@ class Meeting:
             self._forget(count - 1)
 
     def compare(self, what: str, lines: list[str]) -> None:
-        """Returns when every rank has come with the same lines, each a collective before this, without a line break.
+        """Returns when every rank has come with the same `lines`.
 
         Args:
-            what: as of `hold`, and nothing else that is held or compared here is called so.
+            what: as for `hold`; used only once.
+            lines: one for each collective that this rank has issued so far.
 
         Raises:
-            RuntimeError: on every rank: some ranks did not come; or one has another line than the first rank, which is named.
+            RuntimeError: on every rank: some ranks did not come; or a rank's lines differ from those of the first rank. The
+                message names the first difference.
         """
         if self._rank == 0:
             self._store.set(f"{what}/lines", "\n".join(lines))

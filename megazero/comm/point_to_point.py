@@ -19,7 +19,7 @@ from torch import Tensor
 from megazero.comm.transport import MESSAGE_BYTES, check, describe, message, pieces, scratch_bytes, sum_
 from megazero.comm.world import ProcessGroup
 
-INBOX_BYTES = 8 << 20  # of a rank in one lane: what has arrived and is not summed yet
+INBOX_BYTES = 8 << 20  # memory of a rank, in one lane, for what has arrived and is not summed yet
 
 
 class PointToPointTransport:

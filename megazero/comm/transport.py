@@ -40,10 +40,10 @@ def message(what: str) -> bytes:
 
 
 def check(theirs: bytes, what: str, rank: int) -> None:
-    """Returns if `rank`, which sent the message `theirs`, is in the same collective as this one, in `what`.
+    """Compares the collective that this rank is in, `what`, with the message `theirs` about the one that `rank` is in.
 
     Raises:
-        RuntimeError: it is in another one; names both.
+        RuntimeError: they differ; the message names both.
     """
     if theirs != message(what):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Sums over sets of ranks that hold the same: first within a set, whose ranks are close, then between the sets."""
+"""Sums over several sets of ranks: first within each set, whose ranks are close to each other, then between the sets."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megazero.comm.transport import Transport
 
 
 class TwoLevelTransport:
-    """The transport of a set of ranks, and of the ranks that hold the same part in other sets.
+    """Combines the transport `within` a set of ranks with that `across`, between the ranks of all sets that hold the same part.
 
-    Only a part of a buffer travels between the sets, and nothing that is gathered does.
+    Between sets, reductions send only this part of a buffer, and gathers send nothing.
     """
 
     def __init__(self, within: Transport, across: Transport, *, rank: int, size: int, num_sets: int) -> None:

@@ -20,7 +20,7 @@ _WITH_STREAMS = ("cuda",)  # types of devices
 
 
 class OtherRankError(RuntimeError):
-    """What went wrong on another rank, so that this one cannot go on either."""
+    """Another rank has failed, so this one cannot continue either."""
 
 
 def world() -> ProcessGroup:
@@ -41,15 +41,15 @@ def local_device() -> torch.device:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works off queues, `torch.cuda`'s streams, beside the host: what it was given to do need not be done."""
+    """Whether a device works asynchronously, in `torch.cuda`'s streams: what the host has given it may not be done yet."""
     return device.type in _WITH_STREAMS
 
 
 def backend_of(group: ProcessGroup) -> str:
-    """What carries tensors of `local_device` in `group`: "nccl" or "gloo". A group may have one backend for each kind of device.
+    """The backend, "nccl" or "gloo", of tensors on `local_device` in `group`; a group may have one for each type of device.
 
     Raises:
-        ValueError: nothing carries them.
+        ValueError: the group has no backend for this device.
     """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     kind = local_device().type
@@ -76,10 +76,11 @@ def broadcast_object(value: Any) -> Any:
 
 
 def even_out_groups(group: ProcessGroup) -> None:
-    """Makes new groups of ranks of `group` possible: brings all to as many groups as the one has that counts most. Collective.
+    """Makes the ranks of `group` able to make further groups among themselves. Collective.
 
-    torch names a group that its own ranks make after how many each of them is in; from 2.14 on, has made or heard of. A script
-    may have made some for a part of the ranks, and then these would wait for each other under different names.
+    If only its own ranks make a group, torch names it by the number of groups that each of them is in (from 2.14 on: has made or
+    heard of). If a script has made groups of some ranks only, these numbers differ, and ranks would wait for each other under
+    different names. So every rank makes groups of its own until it has as many as the rank with the most.
     """
     known = dist.distributed_c10d._world
     count = known.group_count if torch.__version__ >= "2.14" else len(known.pg_names)
@@ -88,12 +89,12 @@ def even_out_groups(group: ProcessGroup) -> None:
 
 
 def new_group_like(group: ProcessGroup, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
-    """A group of these ranks of the world, with the backend that `group` has. Collective over `ranks`.
+    """A group of these ranks of the world, with the backend of `group`. Collective over `ranks`.
 
-    They must be in equally many groups (see `even_out_groups`).
+    The ranks must be in equally many groups (see `even_out_groups`).
 
-    Collective over the world where that is bound to devices, as `init_distributed` binds several ranks over NCCL: there torch
-    splits the world's communicator, which all of its ranks must enter at the same time, each for its own group.
+    It is collective over the whole world if the world is bound to devices, as `init_distributed` does for several ranks over
+    NCCL. Then torch splits the world's communicator, which all ranks must do at the same time, each for its own group.
     """
     return dist.new_group(
         ranks, timeout=timedelta(seconds=timeout_s), backend=backend_of(group), use_local_synchronization=True
@@ -101,7 +102,7 @@ def new_group_like(group: ProcessGroup, ranks: Sequence[int], timeout_s: float) 
 
 
 def new_object_group() -> ProcessGroup:
-    """A group of all ranks over gloo, beside the world: for small data that another thread exchanges. Collective."""
+    """A second group of all ranks, over gloo, for small data that another thread exchanges. Collective."""
     given = os.environ.get(_LAZY_GLOO)
     if given is None and dist.get_world_size() > MOST_IN_MESH:
         os.environ[_LAZY_GLOO] = "1"

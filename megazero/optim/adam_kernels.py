@@ -1,8 +1,8 @@
 """Adam's arithmetic on flat tensors: torch's fused kernel, and an update of 16-bit weights through fp32 ones in one pass.
 
-Where gradients or weights have 16 bits, `mixed` reads gradient, fp32 weight and moments once and writes each once. numba compiles
-that; without numba torch does the same, bit for bit, through fp32 copies of one tile at a time, which stay in the cache. Both
-release the GIL while they run. `benchmarks/cpu_adam.py` measures them.
+For 16-bit gradients or weights, `mixed` reads gradient, fp32 weight and moments once, and writes each once. numba compiles that
+loop. Without numba, torch computes the same bits through fp32 copies of one tile at a time, which stay in the cache. Both release
+the GIL while they run. `benchmarks/cpu_adam.py` measures them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
 # Elements that torch casts at a time, per thread: a quarter or four times as many take 1.4 times as long.
 CACHED_NUMEL = 1 << 18
-NUMBA_NUMEL = 1 << 16  # fewer elements are not worth to load the compiled kernel, whose bits are the same
+NUMBA_NUMEL = 1 << 16  # for fewer elements, loading the compiled kernel does not pay; its bits are the same
 THREAD_NUMEL = 1 << 18  # fewer elements are not worth a thread
 
 
@@ -44,7 +44,7 @@ class AdamSettings:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings | None:
-        """Those of a group of CPUAdam, or of torch's Adam or AdamW with its fused kernel; None where this is not their sum."""
+        """The settings of a group of CPUAdam, or of torch's fused Adam or AdamW; None for any other optimizer or variant."""
         kind, is_other = type(optimizer), group.get("amsgrad") or group.get("maximize")
         if "adamw_mode" in group:  # CPUAdam's
             is_decoupled, corrects_bias = bool(group["adamw_mode"]), bool(group["bias_correction"])
@@ -69,9 +69,9 @@ def fused(
     """One update by torch's fused kernel, in place.
 
     Args:
-        weights: contiguous, of one device and dtype; those of the other lists are like them.
-        steps: the number of each update, counted from 1: 0-d, fp32, on the weights' device.
-        scale: a factor of the gradients; unless it is 1, the scaled ones take their place.
+        weights: contiguous tensors of one device and dtype; the tensors of the other lists have the same shapes.
+        steps: for each of them, the number of this update, counted from 1: 0-d, fp32, on the weights' device.
+        scale: multiplies the gradients; unless it is 1, `grads` hold the scaled gradients afterwards.
     """
     device = weights[0].device
     if not settings.corrects_bias:  # 1 - beta ** inf is 1
@@ -114,14 +114,14 @@ MixedKernel = Callable[[AdamSettings, Operands, float, float], None]
 
 
 def mixed(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
-    """One update, by the fastest kernel there is.
+    """One update, by the fastest kernel available.
 
     Args:
         step: the number of this update, counted from 1.
-        scale: a factor of the gradients, which stay as they are.
+        scale: multiplies the gradients; `operands.grads` stays unscaled.
     """
     dtypes = {tensor.dtype for tensor in (operands.grads, operands.out) if tensor is not None}
-    # Where the compiled kernel works already, it does the small ones too: OpenMP's threads would spin beside its own after each.
+    # Once the compiled kernel is loaded, it does small updates too: after torch's, OpenMP's threads would spin beside its own.
     is_small = operands.weights.numel() < NUMBA_NUMEL and "megazero.optim.adam_numba" not in sys.modules
     kernel = tiled if is_small or operands.weights.device.type != "cpu" else mixed_kernel(torch.float16 in dtypes)
     kernel(settings, operands, step, scale)
@@ -129,7 +129,7 @@ def mixed(settings: AdamSettings, operands: Operands, step: float, scale: float 
 
 @cache
 def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
-    """The kernel for mixed precision on the CPU: `one_pass` if numba is there, else `tiled`. Chosen once, and logged."""
+    """The kernel for mixed precision on the CPU: `one_pass` if numba is installed, else `tiled`. Chosen and logged once."""
     try:
         from megazero.optim import adam_numba
     except ImportError as error:
@@ -143,7 +143,7 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
 
 
 def tiled(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
-    """`mixed` by torch's fused kernel, with an fp32 copy of one tile of the gradients at a time."""
+    """Like `mixed`, by torch's fused kernel: copies one tile of the gradients at a time to fp32."""
     numel, device = operands.weights.numel(), operands.weights.device
     tile_numel = CACHED_NUMEL * torch.get_num_threads()
     grads = torch.empty(min(numel, tile_numel), dtype=torch.float32, device=device)
@@ -157,13 +157,13 @@ def tiled(settings: AdamSettings, operands: Operands, step: float, scale: float 
 
 
 def unmixed(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
-    """`mixed` of fp32 alone, by torch's fused kernel, which is as fast then. Gradients are scaled in place."""
+    """Like `mixed`, for fp32 gradients and no `out`, where torch's fused kernel is as fast. Scales the gradients in place."""
     steps = [torch.full((), step, dtype=torch.float32, device=operands.weights.device)]
     fused(settings, [operands.weights], [operands.grads], [operands.exp_avg], [operands.exp_avg_sq], steps, scale)
 
 
 def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
-    """`mixed` by numba, on as many threads as torch would use."""
+    """Like `mixed`, by numba, on as many threads as torch would use."""
     from megazero.optim.adam_numba import BLOCK_NUMEL, adam_pass
 
     # The rest is torch's, whose kernel rounds the numbers after the last whole vector in another way.
@@ -174,13 +174,13 @@ def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: flo
     ranges = iter(split(whole, parts, BLOCK_NUMEL))
 
     def run() -> None:
-        for start, stop in ranges:  # whichever come next: a thread whose core is wanted elsewhere takes fewer
+        for start, stop in ranges:  # the threads share this iterator, so one whose core is busy takes fewer
             adam_pass(*(None if array is None else array[start:stop] for array in arrays), *coefficients)
 
     futures = [_threads(os.getpid(), torch.get_num_threads()).submit(run) for _ in range(threads - 1)]
     try:
         run()
-    finally:  # also where it is interrupted: the caller may use the memory for something else
+    finally:  # even after an interrupt, because the caller may use the memory for something else
         wait(futures)
     for future in futures:
         future.result()
@@ -190,7 +190,7 @@ def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: flo
 
 @cache
 def _threads(process: int, number: int) -> ThreadPoolExecutor:
-    """Threads that stay for the next update; of one process, because a fork takes none along. OpenMP would wait for its own."""
+    """Threads that stay for the next update. `process` is a key of the cache, because a forked process has no threads."""
     return ThreadPoolExecutor(number, "cpu-adam")
 
 

@@ -16,10 +16,10 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class CPUAdam(torch.optim.Optimizer):
-    """AdamW (arXiv:1711.05101), or Adam, as fast as the host's memory allows; DeepSpeed's `DeepSpeedCPUAdam` by its signature.
+    """AdamW (arXiv:1711.05101), or Adam, as fast as the host's memory allows; with the signature of `DeepSpeedCPUAdam`.
 
-    Parameters may have any floating dtype. fp32 ones get what torch.optim.AdamW(fused=True) gives, bit for bit; the update of
-    16-bit ones is computed in fp32 and rounded once, to the nearest even.
+    Parameters may have any floating dtype. An update of fp32 parameters equals that of torch.optim.AdamW(fused=True) bit for bit.
+    An update of 16-bit parameters is computed in fp32 and rounded once, to nearest even.
 
     Args:
         model_params: parameters, or dicts of parameter groups.
@@ -95,14 +95,14 @@ class CPUAdam(torch.optim.Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Groups that another optimizer has saved get the defaults of what they do not know."""
+        """Gives groups that another optimizer has saved the defaults of the settings that they lack."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state as it was saved: torch's own casts fp32 moments to the dtype of a 16-bit parameter."""
+        """Restores moments in the dtype that they were saved in; torch's own would cast fp32 moments to a 16-bit parameter's."""
         super().load_state_dict(state_dict)
         parameters = (p for group in self.param_groups for p in group["params"])
         saved = (index for group in state_dict["param_groups"] for index in group["params"])
@@ -129,7 +129,7 @@ class CPUAdam(torch.optim.Optimizer):
             raise ValueError(f"{type(self).__name__} takes floating parameters, got one of {parameter.dtype}.")
 
     def _is_mixed(self, parameter: nn.Parameter) -> bool:
-        """Whether it has 16 bits, and its moments are of fp32, or will be."""
+        """Whether the parameter has 16 bits and its moments, present or future, are fp32."""
         moments = self.state[parameter].get("exp_avg") if parameter in self.state else None
         is_fp32 = self.defaults["fp32_optimizer_states"] if moments is None else moments.dtype == torch.float32
         return parameter.dtype in SIXTEEN_BITS and is_fp32

@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # of parameters, by their names here
 MAX_OVERFLOWS_IN_A_ROW = 20  # with a fixed loss scale; one bad batch is skipped, a broken run ends
 
-_CONTINUED = ("scale", "hysteresis_left", "clean_steps")  # by a run that goes on
+_CONTINUED = ("scale", "hysteresis_left", "clean_steps")  # what a resumed run continues with
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class LossScaler:
             where: which gradient is not finite, for messages.
 
         Raises:
-            FloatingPointError: an overflow that no smaller scale can cure: at the smallest scale, or again and again where the
-                scale does not move.
+            FloatingPointError: a smaller scale cannot help: the scale is at its minimum, or is fixed and MAX_OVERFLOWS_IN_A_ROW
+                steps in a row have overflowed.
         """
         self.cur_iter += 1
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
@@ -163,7 +163,7 @@ class LossScaler:
         return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in _CONTINUED}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`, if both adapt: the 1.0 of an fp32 run is no scale for fp16, and a static one stays as set."""
+        """Continues from `state` if both scales are dynamic; else this one stays: the 1.0 of an fp32 run does not suit fp16."""
         if self.dynamic and state.get("dynamic", True):
             for name in _CONTINUED:
                 setattr(self, name, state[name])

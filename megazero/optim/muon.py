@@ -37,10 +37,10 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
 
 
 def rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate is multiplied for a matrix.
+    """The factor on the learning rate for a matrix of this shape.
 
-    "original", or None: sqrt(max(1, rows / columns)); "match_rms_adamw": 0.2 sqrt(max(rows, columns)), with which elements move
-    by as much as AdamW's, so that its learning rate and weight decay stay (arXiv:2502.16982, sec. 2.2).
+    "original", or None: sqrt(max(1, rows / columns)). "match_rms_adamw": 0.2 sqrt(max(rows, columns)); elements then move as
+    far as under AdamW, so AdamW's learning rate and weight decay can be kept (arXiv:2502.16982, sec. 2.2).
     """
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -50,17 +50,17 @@ def rate_factor(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
 class Muon(torch.optim.AdamW):
     """Muon (K. Jordan et al. 2024) for parameter groups with `use_muon`, AdamW for the others.
 
-    The numbers are those of torch.optim.Muon and torch.optim.AdamW. A step works element by element but for one part, which makes
-    matrices orthogonal. An engine gives it flat ranges of parameters instead of matrices, and that part too: `orthogonalize`.
+    The numbers are those of torch.optim.Muon and torch.optim.AdamW. A step is elementwise except for the part that makes matrices
+    orthogonal. An engine, whose parameters are flat ranges instead of matrices, replaces that part: it sets `orthogonalize`.
 
     Args:
         params: groups; those with `use_muon: True` hold the matrices of hidden layers, and no embeddings, biases or norms.
-        momentum, nesterov, ns_steps, adjust_lr_fn: of these, as in torch.optim.Muon.
-        betas, eps: of the others.
+        momentum, nesterov, ns_steps, adjust_lr_fn: for groups with `use_muon`, as in torch.optim.Muon.
+        betas, eps: for the other groups.
 
     Attributes:
-        orthogonalize: takes the parameters whose `grad` is the direction to make orthogonal, and writes to it what they are to
-            move by, at a learning rate of 1; None where parameters are whole matrices.
+        orthogonalize: replaces each given parameter's `grad`, the direction to make orthogonal, with the step to take at a
+            learning rate of 1; None if parameters are whole matrices.
 
     Raises:
         ValueError: a setting is out of range.
@@ -94,12 +94,12 @@ class Muon(torch.optim.AdamW):
                 group.setdefault(key, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """AdamW's own looks for a step count in every state, which a matrix has none of."""
+        """Bypasses AdamW's own, which expects a step count in every state; a matrix's state has none."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient, which is used up: it holds something else afterwards."""
+        """One step of every parameter that has a gradient. Overwrites the gradients of matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +128,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _orthogonalize_whole(self, parameters: Sequence[Tensor]) -> None:
-        """Without an engine parameters are matrices."""
+        """What takes the place of `orthogonalize` without an engine: parameters are whole matrices."""
         group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         for parameter in parameters:
             direction, group = parameter.grad, group_of[parameter]

@@ -14,7 +14,7 @@ from megazero.option import check_known, check_options, did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
-# Names of DeepSpeed's, and of torch's, that cannot be what they say here; lower case.
+# Optimizers of DeepSpeed and torch that cannot work here, in lower case, and why.
 _WHOLE_PARAMETERS = "it needs whole parameters, while the engine steps flat ranges that cut across them"
 _COMPRESSED = "its compressed all-reduce is not built; the gradients of every optimizer travel as reduce_dtype says"
 _MUP = "it belongs to the mup package: make it there and pass it to initialize(optimizer=...)"
@@ -32,7 +32,7 @@ REFUSED = {
     "musgd": _MUP,
 }
 
-# DeepSpeed's, where torch's are others; and the learning rates of matrices and of the rest, which parameter groups have.
+# DeepSpeed's defaults: those that differ from torch's, and the learning rates of matrices and of the rest.
 MUON_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
@@ -103,7 +103,7 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     for name, value in settings.items():
         if isinstance(value, str) and name != "adjust_lr_fn":
             raise ValueError(f"{type}: {name} must be a number, got {value!r}, a string.")
-    rates = {key: settings.pop(key) for key in MUON_RATES if key in settings}  # which parameter groups have
+    rates = {key: settings.pop(key) for key in MUON_RATES if key in settings}  # for `muon_groups`
     try:  # on one number, so that bad values show before anything is built
         for each in (settings, *({**settings, "lr": rate} for rate in rates.values())):
             optimizer_class([torch.zeros(1, device="cpu", requires_grad=True)], **each)
@@ -115,10 +115,11 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
 def muon_groups(
     groups: Iterable[dict[str, Any]], matrices: Collection[Any], params: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Each parameter group as two, for Muon: what of it is in `matrices`, and the rest, which AdamW trains; none of them empty.
+    """Splits each parameter group into its `matrices`, for Muon, and the rest, for AdamW; empty groups are left out.
 
     Args:
-        params: of the configuration, as DeepSpeed has them: `muon_lr` and `adam_lr` are the rates of the two, by default `lr`.
+        params: the optimizer's parameters in DeepSpeed's configuration: `muon_lr` and `adam_lr` are the two learning rates, by
+            default `lr`.
     """
     found = []
     for group in groups:

@@ -1,7 +1,7 @@
-"""Learning-rate schedules by name: under DeepSpeed's names, parameters and arithmetic, and torch's.
+"""Learning-rate schedules by name: DeepSpeed's, with its parameters and arithmetic, and torch's.
 
-DeepSpeed's all count optimizer steps in `last_batch_iteration`: -1 before the first `step()`, then 0, 1, 2, ... A schedule sets
-the learning rate when it is made, and again at every step; so the rate of iteration 0 holds for the second optimizer step.
+DeepSpeed's schedules count optimizer steps in `last_batch_iteration`: -1 before the first `step()`, then 0, 1, 2, ... A schedule
+sets the learning rate when it is made, and again at every step. So the rate of iteration 0 is that of the second optimizer step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megazero.option import check_known
 logger = get_logger(__name__)
 
 WARMUP_TYPES = ("log", "linear")
-SECOND_BETA = 0.99  # what OneCycle sets beside the momentum that it cycles
+SECOND_BETA = 0.99  # OneCycle sets it together with the first beta, the momentum
 
 
 class WarmupLR(LRSchedule):
@@ -154,8 +154,8 @@ class LRRangeTest(LRSchedule):
 class OneCycle(LRSchedule):
     """The learning rate goes up and down once, the momentum down and up; then both decay (Smith, arXiv:1803.09820).
 
-    With n = i + 1 steps: n / first_step_size of the way from minimum to maximum while n is in the first half, then back over
-    `second_step_size` steps; in `stair_count` stairs where that is not 0. After the cycle, k steps later:
+    With n = i + 1: n / first_step_size of the way from minimum to maximum, then the way back over `second_step_size` steps; if a
+    half's `stair_count` is not 0, in that many stairs. k steps after the cycle:
     lr = min_lr / (1 + decay_lr_rate * k / decay_step_size), momentum = max_mom * (1 + decay_mom_rate * k / decay_step_size).
     The momentum is Adam's first beta; its second becomes 0.99. Optimizers without "betas" keep their momentum.
     """
@@ -246,7 +246,7 @@ class OneCycle(LRSchedule):
 SCHEDULES: dict[str, type[LRSchedule]] = {
     c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-# torch's that numbers and words describe: not those that take a function, or other schedules.
+# torch's schedules whose parameters JSON can hold: not those that take a function, or other schedules.
 TORCH_SCHEDULES: dict[str, type] = {
     name: found
     for name, found in vars(lr_scheduler).items()
@@ -273,14 +273,14 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
             raise ValueError(f"{type} needs the parameter {name!r}.")
         if type in TORCH_SCHEDULES and isinstance(params.get(name), str) and not isinstance(parameter.default, str):
             raise ValueError(f"{type}: {name} must be a number, got {params[name]!r}, a string.")
-    # Made once for nothing, so that bad values show before anything is built; as many groups as a list of rates has.
+    # A trial, so that bad values show before anything is built; it has as many groups as a list of rates in `params` has items.
     groups = next(
         (len(params[key]) for key in params if key != "milestones" and isinstance(params[key], (list, tuple))), 1
     )
     trial = [{"params": [torch.zeros(1, device="cpu", requires_grad=True)]} for _ in range(groups)]
     try:
         schedule(torch.optim.Adam(trial, lr=1.0), **params)
-    except (TypeError, AttributeError) as error:  # of torch's: ours say themselves which value is wrong
+    except (TypeError, AttributeError) as error:  # from torch's; our own raise ValueError and name the value
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     if type in SCHEDULES:
         return lambda optimizer: schedule(optimizer, **params)
@@ -305,7 +305,7 @@ def _total(total_num_steps: Any, warmup_num_steps: Any) -> int:
     return total
 
 
-@functools.cache  # once, though a schedule is also made on trial
+@functools.cache  # to warn once, although a schedule is also made on trial
 def _warn_of_no_decay(total_num_steps: int, warmup_num_steps: int) -> None:
     logger.warning(
         "total_num_steps %s is less than warmup_num_steps %s", total_num_steps, warmup_num_steps, extra=ALIKE
