@@ -73,16 +73,16 @@ class GatheredParameters:
                 )
         if self.buckets:
             self.buckets[0].channel.meet("GatheredParameters")
-        self._was_gathered = [bucket.weights.is_gathered for bucket in self.buckets]  # in its unit's own forward
+        # The others are gathered already, such as in their unit's own forward, and stay so.
+        self._to_release = {bucket for bucket in self.buckets if not bucket.weights.is_gathered}
         try:
             for bucket in self.buckets:
                 bucket.weights.gather()
             for bucket in self.buckets:
                 bucket.weights.wait_gathered()
         except BaseException:  # not enough memory for all: those gathered so far would be in the way of another try
-            for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
-                if not was_gathered:
-                    bucket.weights.release()
+            for bucket in self._to_release:
+                bucket.weights.release()
             raise
         for bucket in self.buckets:
             bucket.weights.is_held = True
@@ -104,9 +104,9 @@ class GatheredParameters:
             bucket.weights.mark_unwritten()
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
-        for bucket, was_gathered in zip(self.buckets, self._was_gathered, strict=True):
+        for bucket in self.buckets:
             # If anything was written, all ranks undo it, or they would gather different buckets next.
-            if not was_gathered or changed or (kind is not None and not _is_in_use(bucket)):
+            if bucket in self._to_release or changed or (kind is not None and not _is_in_use(bucket)):
                 bucket.weights.release()
         if changed:
             raise RuntimeError(

@@ -280,7 +280,7 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
         return func(*mapped(args, taken), **mapped(kwargs, taken))
 
     def kept(item: Any, position: int | None) -> Any:
-        if not isinstance(item, Tensor) or item is parameter or not _is_view(item, parameter):
+        if not isinstance(item, Tensor) or item is parameter or storage_id(item) != storage_id(parameter):
             return item
         same = next((view for view in views if _is_same_view(view.taken(), item)), None)
         if same is not None:
@@ -301,10 +301,6 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
     return is_same_memory(a, b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-
-
-def _is_view(item: Tensor, of: Tensor) -> bool:
-    return storage_id(item) == storage_id(of)
 
 
 def _message(func: Callable, parameter: nn.Parameter | None) -> str:
