@@ -228,17 +228,17 @@ class SlicedOptimizer:
             return torch.device("cpu")
         return piece.bucket.optimizer_home.device
 
-    def adopt_state(self, piece: Slice, tile: Mapping[str, Tensor] | None = None) -> None:
+    def adopt_state(self, piece: Slice, states: Mapping[str, Tensor] | None = None, start: int = 0) -> None:
         """Moves state that the torch optimizer has allocated for a slice into the bucket's O.
 
         Args:
-            tile: the states at hand of the slice's tile, which are written home without this method.
+            states: O of the slice's tile if it is at hand, and so is written home without this method.
+            start: where that tile starts in the owned range.
         """
         bucket, state = piece.bucket, self.state.get(piece.master, {})
-        first = piece.start // bucket.tile_numel * bucket.tile_numel
         for key, value in [(key, value) for key, value in state.items() if _is_flat(value)]:
-            if tile is not None and key in tile:
-                part = tile[key][piece.start - first : piece.stop - first]
+            if states and key in states:
+                part = states[key][piece.start - start : piece.stop - start]
                 if not is_same_memory(part, value):
                     part.copy_(value)
             else:

@@ -205,7 +205,7 @@ class Update:
         for piece, _ in self._slices(tile, only_trained=False):
             piece.master.grad = None
             if piece.is_trained:
-                self._optimizer.adopt_state(piece, states)
+                self._optimizer.adopt_state(piece, states, tile.start)
             if piece.bucket.states[MASTER].resident is None:
                 piece.master.data = piece.master.data.new_empty(0)
 
