@@ -20,6 +20,8 @@ from megazero.model.mlp import ParallelMLP
 from megazero.model.norm import build_layernorm, normalise_slice
 from megazero.mpu.random import own_stream
 
+MAX_GRAPHS = 64  # compilations of one function, of all models in the process
+
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: float, training: bool) -> Tensor:
     """residual + dropout(x + bias). Pure, so that torch.compile makes one kernel of it.
@@ -112,8 +114,16 @@ def compiled(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     One function for all blocks: weights are inputs of the graph, so equal blocks share one compilation, and hooks on the block
     (ZeRO's gather and release) run outside of it.
+
+    It never falls back to running without a graph, as torch's default is after 8 compilations. Sizes of models and batches,
+    training, evaluation and recomputation each take one, and compiled dropout draws other masks than plain dropout does: if a
+    block's first run were compiled and its recomputation were not, its gradients would be wrong.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: there are more than MAX_GRAPHS.
     """
-    return torch.compile(body)
+    limits = torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, fail_on_recompile_limit_hit=True)
+    return limits(torch.compile(body))
 
 
 class Transformer(nn.Module):

@@ -1,12 +1,14 @@
 """GPT2Model against a plain single-process GPT-2: losses, gradients, initial values, at several model-parallel sizes."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from megazero import mpu
+from megazero.model import block as block_module
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -273,6 +275,34 @@ def test_compiled_blocks_and_loss_equal_eager_ones_without_graph_breaks(world_si
 def test_compiled_blocks_and_loss_equal_eager_ones_where_heads_draw_from_the_model_parallel_stream():
     breaks = run_ranks(2, compiled_case, 0.3, 0.3, False)  # generators cannot be swapped inside of a graph
     assert min(breaks) > 0
+
+
+def graphs_case(hidden_sizes, most):
+    """How many graphs are compiled for several models in one process, of `most` for each function."""
+    graphs, compile_ = [], torch.compile
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile = partial(compile_, backend=count)
+    block_module.MAX_GRAPHS = most
+    mpu.initialize_model_parallel(1)
+    tokens = random_tokens(2, 9, VOCAB)
+    for hidden_size in hidden_sizes:
+        model = GPT2Model(small_config(hidden_size=hidden_size, compile=True, checkpoint_activations=True))
+        model(tokens, targets=tokens).mean().backward()
+    return len(graphs)
+
+
+def test_compiled_blocks_never_fall_back_to_running_without_a_graph():
+    """Dropout draws other masks there: if only one of a block's two runs were compiled, its gradients would be wrong."""
+    sizes = [8 * i for i in range(1, 8)]
+    assert run_ranks(1, graphs_case, sizes, block_module.MAX_GRAPHS)[0] >= 2 * len(sizes), (
+        "each first run and each second"
+    )
+    with pytest.raises(AssertionError, match="FailOnRecompileLimitHit"):
+        run_ranks(1, graphs_case, sizes, 3)
 
 
 def test_a_copy_of_the_model_is_independent_and_equal(one_rank):
