@@ -273,10 +273,20 @@ class Schedule:
         return self._forwards.innermost is not None or _in_backward()
 
     def gather_external(self, parameter: nn.Parameter) -> bool:
-        """Makes a released parameter whole for the forward under way, now and whenever it runs again; False outside a forward."""
+        """Makes a released parameter whole for the forward under way, now and whenever it runs again.
+
+        In a backward, until that is over: a unit that ran twice and recomputes only a part of itself gets the gradients of that
+        part once for each run, and so may be released before the second.
+
+        Returns:
+            Whether it did; False outside of a forward and a backward.
+        """
         module, bucket = self._forwards.innermost, bucket_of(parameter)
-        if module is None or bucket is None:
+        if bucket is None or (module is None and not _in_backward()):
             return False
+        if module is None:
+            self._gather([bucket])
+            return True
         if not any(parameter is known for known in external_parameters(module)):
             logger.info(
                 "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",

@@ -7,7 +7,9 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megazero import mpu, utils
 from megazero.engine import EngineStateError
@@ -203,6 +205,37 @@ def part_case() -> None:
 
 def test_parts_of_a_model_and_two_forwards_before_a_backward():
     run_ranks(2, part_case)
+
+
+class PartlyRecomputed(Block):
+    """The first half is recomputed in a backward of its own, whose gradients come once for each run of the block."""
+
+    def forward(self, x):
+        return x + self.down(checkpoint(self.first, x, use_reentrant=True))
+
+    def first(self, x):
+        return F.gelu(self.up(self.norm(x)))
+
+
+def partly_recomputed_case(shared: bool) -> None:
+    mpu.initialize_model_parallel(1)
+    results = []
+    for stage in STAGES:
+        engine = fresh(stage, toy={"block": PartlyRecomputed, "shared": shared})
+        for step in range(2):
+            loss = engine(my_batch(step))
+            engine.backward(loss if shared else loss + engine(my_batch(step + 1)))
+            grad = engine.full_grad("blocks.1.up.weight")
+            engine.step()
+        results.append((grad, engine.state_dict()))
+    for grad, state in results[1:]:
+        torch.testing.assert_close(grad, results[0][0])
+        torch.testing.assert_close(state, results[0][1])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_part_of_a_block_is_recomputed_for_each_of_two_runs(shared):
+    run_ranks(2, partly_recomputed_case, shared)
 
 
 def part_frozen_case(dtype: torch.dtype) -> None:
