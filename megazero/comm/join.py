@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megazero.comm.reach import refuse_unreachable
 from megazero.comm.world import OtherRankError, local_device
 
 # In the whole job's store, without any prefix: a rank asks all others to write down their last collectives and to end. NCCL's
@@ -43,7 +44,8 @@ def init_distributed(
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
-            the launcher's variables are not as `told_world` wants them.
+            the launcher's variables are not as `told_world` wants them; or the ranks are on several hosts, and the name of one
+            is a loopback address there.
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
@@ -189,11 +191,16 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
                     f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
                     "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
                 )
-            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
             store.delete_key(_DUMP_KEY)
-            how |= {"store": dist.PrefixStore(f"megazero/attempt/{attempt}", store)}
-            how |= {"rank": rank, "world_size": world_size}
+            how["store"] = dist.PrefixStore(f"megazero/attempt/{attempt}", store)
+        elif 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < int(os.environ["WORLD_SIZE"]):
+            store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            apart = dist.PrefixStore("megazero/reach/", store)
+            refuse_unreachable(apart, how["rank"], how["world_size"], timeout.total_seconds())
+            how["store"] = dist.PrefixStore("default_pg", store)  # as torch names it
         dist.init_process_group(backend, **how)
     except (RuntimeError, dist.DistNetworkError) as error:
         if "Duplicate GPU" in str(error):  # as NCCL says it

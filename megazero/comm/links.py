@@ -138,7 +138,7 @@ def link(group: ProcessGroup, area_bytes: int, timeout_s: float) -> Links | None
 class _Address(NamedTuple):
     """Where and how to dial a rank."""
 
-    host: str  # running kernel and network namespace: equal where abstract sockets reach each other
+    host: str  # of `host_identity`
     name: bytes
     secret: bytes  # any local user could dial
 
@@ -155,7 +155,7 @@ class _End:
             self.listener = undo.enter_context(_seqpacket())
             self.listener.bind(b"\0megazero-" + secrets.token_hex(12).encode())
             self.listener.listen(4096)
-            self.address = _Address(_host(), self.listener.getsockname(), secrets.token_bytes(16))
+            self.address = _Address(host_identity(), self.listener.getsockname(), secrets.token_bytes(16))
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -201,7 +201,8 @@ def _map(memory: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
 
 
-def _host() -> str:
+def host_identity() -> str:
+    """The running kernel and network namespace: equal on ranks that abstract sockets, and loopback addresses, connect."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 

@@ -1,0 +1,74 @@
+"""Hosts that cannot reach each other over gloo are told so before they wait for each other."""
+
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from megazero import comm
+from megazero.comm import reach
+from tests.ranks import run_ranks
+
+
+def play_host(host, addresses):
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.pop("NCCL_SOCKET_IFNAME", None)
+    reach.host_identity = lambda: host
+    socket.gethostname = lambda: f"node-{host}"
+    socket.getaddrinfo = lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (x, 0)) for x in addresses]
+    socket.if_nameindex = lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")]
+
+
+def join_case(hosts, port, again, ranks_per_host, named):
+    """What joining the world by the environment, as torchrun describes it, raises on this rank; None if nothing."""
+    rank = dist.get_rank()
+    dist.barrier()  # a rank that ends the first world early breaks it for one that is still joining
+    dist.destroy_process_group()
+    play_host(*hosts[rank])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(ranks_per_host))
+    if named:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        comm.init_distributed("gloo")
+    except ValueError as error:
+        where = {"init_method": f"file://{again}", "rank": rank, "world_size": len(hosts)}
+        comm.init_distributed("gloo", **where)  # for the harness
+        return str(error)
+    return None
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# Addresses of a host by its own name. 203.0.113.9 is one of no host here, as behind a NAT.
+LOOPBACK, ELSEWHERE, UNKNOWN = ["127.0.1.1"], ["203.0.113.9", "127.0.0.2"], []
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        (LOOPBACK, "its name node-b is 127.0.1.1"),
+        (ELSEWHERE, "its name node-b is 127.0.0.2"),
+        (UNKNOWN, "no address of it is known under its name node-b"),
+    ],
+)
+def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, addresses, said):
+    hosts = (("a", ["0.0.0.0"]), ("b", addresses))  # every host has the address 0.0.0.0, and it is no loopback address
+    told = run_ranks(2, join_case, hosts, free_port(), f"{tmp_path}/again", 1, False)
+    assert told[0] == told[1] and f"over gloo: on the host of rank 1, {said}; its interfaces are eth0, ib0." in told[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks_per_host", "named"),
+    [
+        ((("a", LOOPBACK), ("a", LOOPBACK)), 1, False),  # two torchruns on one host, to try things
+        ((("a", LOOPBACK), ("b", LOOPBACK)), 1, True),  # the user has named an interface
+        ((("a", LOOPBACK), ("b", LOOPBACK)), 2, False),  # torchrun says that all ranks are on one node
+    ],
+)
+def test_hosts_that_reach_each_other_join(tmp_path, hosts, ranks_per_host, named):
+    assert run_ranks(2, join_case, hosts, free_port(), "", ranks_per_host, named) == [None, None]
