@@ -198,10 +198,15 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
 
 
 def save(job: Job) -> None:
-    """Saves a checkpoint from which the job can continue exactly."""
+    """Saves a checkpoint from which the job can continue exactly; not in the background if the save before it failed there."""
     flags = job.config.checkpoint
     assert flags.save is not None
-    start = time.perf_counter()
+    start, in_background = time.perf_counter(), flags.async_save
+    try:
+        job.engine.wait_for_checkpoint()
+    except (OSError, RuntimeError):  # which the log has told; what is newer must not be lost for a reason that may be over
+        logger.warning("the save before has failed: training waits for this one", extra=ALIKE)
+        in_background = False
     client = {
         "iteration": job.iteration,
         "consumed_samples": job.consumed_samples,
@@ -220,7 +225,7 @@ def save(job: Job) -> None:
         save_optimizer=not flags.no_save_optim,
         save_rng=not flags.no_save_rng,
         keep_last=flags.keep_last,
-        in_background=flags.async_save,
+        in_background=in_background,
     )
-    done = "is being written; training waited" if flags.async_save else "saved in"
+    done = "is being written; training waited" if in_background else "saved in"
     logger.info("%s %s %.1f s", path, done, time.perf_counter() - start)

@@ -15,6 +15,7 @@ from megazero import mpu
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.inference import load_model
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, make_corpus, run_job
 
 FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
@@ -51,6 +52,35 @@ def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus
     assert (tmp_path / "latest").read_text() == "global_step12"
     for tag in ("global_step4", "global_step8", "global_step12"):
         assert files(tmp_path, tag) == files(whole, tag)
+
+
+FULL_DISK = """
+import runpy, sys
+from megazero.checkpoint import saver
+
+write, failures, most = saver.write_rank_file, [], int(sys.argv.pop(1))
+
+def write_if_there_is_room(aside, rank, snapshot):
+    if rank == 1 and ".global_step4." not in str(aside) and len(failures) < most:
+        failures.append(aside)
+        raise OSError(28, "No space left on device")
+    return write(aside, rank, snapshot)
+
+saver.write_rank_file = write_if_there_is_room
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+def test_a_save_after_one_that_failed_in_the_background_is_made_and_training_waits_for_it(corpus, whole, tmp_path):
+    (tmp_path / "job.py").write_text(FULL_DISK)
+    flags = [*FLAGS, *corpus, "--zero-stage", "2", "--async-save"]
+    for failures, status, latest in ((1, 0, 12), (2, 1, 4)):
+        save = tmp_path / f"save{failures}"
+        done = run_script(2, str(tmp_path / "job.py"), [str(failures), *flags, "--save", str(save), "--load", str(save)])
+        assert done.returncode == status and "global_step8 was not saved: " in done.stdout, done.stdout
+        assert "training waits for this one" in done.stdout and "Traceback" not in done.stdout, done.stdout
+        assert (save / "latest").read_text() == f"global_step{latest}"
+    assert files(tmp_path / "save1") == files(whole)
 
 
 @pytest.mark.parametrize("load", [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"]])
