@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from megazero.mpu.groups import ParallelGroups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
 from megazero.optim.schedules import scheduler_by_name
+from megazero.option import own_flag
 from megazero.stop_signal import StopSignal
 from megazero.throughput import peak_tflops
 from megazero.timers import Timers
@@ -78,11 +79,44 @@ class Job:
         return self.config.accumulation_steps(self.groups.data_parallel_size, consumed_samples)
 
 
+# What hosts may have in other places, or in other numbers: of these, ranks need only agree whether they are given.
+OWN = """local_rank num_workers peak_tflops tensorboard_dir profile_dir save load nvme_path checkpoint_nvme_path deepspeed_config
+train_data valid_data test_data data_cache_path vocab_file merge_file tokenizer_path""".split()
+
+
 def setup_distributed(config: Config) -> ParallelGroups:
-    """Joins the world and divides it into groups."""
+    """Joins the world and divides it into groups.
+
+    Raises:
+        ValueError: ranks have different settings, or as `comm.init_distributed`.
+    """
     flags = config.parallel
     comm.init_distributed(flags.distributed_backend, timeout=timedelta(seconds=flags.distributed_timeout_s))
+    settings = {}
+    for part in fields(config):
+        component = getattr(config, part.name)
+        for each in fields(component):
+            value = getattr(component, each.name)
+            name = own_flag(each) if "flag" in each.metadata else each.name
+            settings[name] = value is not None if each.name in OWN else value
+    refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
     return mpu.initialize_model_parallel(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
+
+
+def refuse_differences(mine: dict[str, Any], advice: str) -> None:
+    """Returns if all ranks bring the same values by the same names. Collective over the world.
+
+    Raises:
+        ValueError: on every rank. They do not; the message names the first rank that differs from rank 0, how, and the advice.
+    """
+    first = comm.broadcast_object(mine)
+    other = [(name, value) for name, value in mine.items() if value != first[name]]
+    found = [f"{name} is {value!r}, and on rank 0 {first[name]!r}" for name, value in other]
+    told = f"on rank {torch.distributed.get_rank()}, {'; '.join(found)}" if found else None
+    different = [text for text in comm.all_gathered_objects(told) if text]
+    if different:
+        more = f" ({len(different) - 1} more ranks differ from it)" if len(different) > 1 else ""
+        raise ValueError(f"ranks differ and would train different models: {different[0]}{more}. {advice}")
 
 
 def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:

@@ -17,17 +17,21 @@ from torch.utils.data import DataLoader
 from megazero import comm
 from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
-from megazero.job import Job
+from megazero.job import Job, refuse_differences
 
 # Seconds that ranks wait for the first one to tokenize and index the data, which takes hours for a large corpus.
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
 
 
 def datasets(job: Job) -> tuple[Any, Any, Any]:
-    """Training, validation and test data, with as many samples as the job may read; None for a kind that is missing."""
+    """Training, validation and test data, with as many samples as the job may read; None for a kind that is missing.
+
+    Raises:
+        ValueError: ranks have other documents under the names of the data, or as `build_datasets`.
+    """
     flags, groups = job.config.training, job.groups
     eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
-    return build_datasets(
+    built = build_datasets(
         job.config.data,
         job.tokenizer,
         (job.train_samples, eval_samples, eval_samples),
@@ -35,6 +39,9 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         rank=torch.distributed.get_rank(),
         barrier=partial(comm.meet_world, "build_datasets", timeout_s=MOST_TO_BUILD_S),
     )
+    prints = ", ".join(each[:12] for data in built if data for each in data.corpora)
+    refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
+    return built
 
 
 def batches(

@@ -204,7 +204,8 @@ def save(job: Job) -> None:
     start, in_background = time.perf_counter(), flags.async_save
     try:
         job.engine.wait_for_checkpoint()
-    except (OSError, RuntimeError):  # which the log has told; what is newer must not be lost for a reason that may be over
+    except (OSError, RuntimeError):  # the log has told it
+        # What is newer must not be lost for a reason that may be over.
         logger.warning("the save before has failed: training waits for this one", extra=ALIKE)
         in_background = False
     client = {

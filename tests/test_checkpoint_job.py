@@ -76,7 +76,9 @@ def test_a_save_after_one_that_failed_in_the_background_is_made_and_training_wai
     flags = [*FLAGS, *corpus, "--zero-stage", "2", "--async-save"]
     for failures, status, latest in ((1, 0, 12), (2, 1, 4)):
         save = tmp_path / f"save{failures}"
-        done = run_script(2, str(tmp_path / "job.py"), [str(failures), *flags, "--save", str(save), "--load", str(save)])
+        done = run_script(
+            2, str(tmp_path / "job.py"), [str(failures), *flags, "--save", str(save), "--load", str(save)]
+        )
         assert done.returncode == status and "global_step8 was not saved: " in done.stdout, done.stdout
         assert "training waits for this one" in done.stdout and "Traceback" not in done.stdout, done.stdout
         assert (save / "latest").read_text() == f"global_step{latest}"

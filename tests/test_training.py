@@ -812,3 +812,38 @@ def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, capl
     (tmp_path / "loss.png").mkdir()
     assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
     assert "no loss plot: " in caplog.text
+
+
+OTHER_RANK = """
+import os, runpy, sys
+
+own = sys.argv.pop(1).split()
+sys.argv += own if os.environ["RANK"] == "1" else []
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (
+            "--lr 5e-3 --batch-size 4",
+            "on rank 1, --batch-size is 4, and on rank 0 2; --lr is 0.005, and on rank 0 0.001.",
+        ),
+        ("--model-parallel-size 2", "on rank 1, --model-parallel-size is 2, and on rank 0 1."),
+        ("--train-data {tmp_path}/more/tiny_text_document", "on rank 1, the fingerprint of the data is '"),
+        ("--num-workers 1 --data-cache-path {tmp_path}/1", None),
+    ],
+)
+def test_ranks_with_other_flags_or_data_are_refused_before_they_train(corpus, tmp_path, own, said):
+    (tmp_path / "job.py").write_text(OTHER_RANK)
+    (tmp_path / "more").mkdir()
+    with IndexedDatasetWriter(f"{tmp_path}/more/tiny_text_document", dtype="uint16") as writer:  # other documents
+        for length in range(40, 80):
+            writer.add_document([7] * length)
+    flags = [*TINY_MODEL, *corpus, "--train-iters", "2", "--data-cache-path", str(tmp_path / "0")]
+    done = run_script(2, str(tmp_path / "job.py"), [own.format(tmp_path=tmp_path), *flags])
+    assert (done.returncode != 0) == (said is not None), done.stdout
+    if said is not None:
+        assert f"error: ranks differ and would train different models: {said}" in done.stdout, done.stdout
+        assert "iteration" not in done.stdout.partition("error: ")[2] and "Traceback" not in done.stdout
