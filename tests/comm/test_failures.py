@@ -307,7 +307,7 @@ def unmappable_case(step):
 
 
 def several_hosts_case():
-    links._host = lambda: f"host of rank {dist.get_rank() // 2}"
+    links.host_identity = lambda: f"host of rank {dist.get_rank() // 2}"
     channel = comm.Channel(dist.group.WORLD)
     x = torch.ones(8)
     channel.all_reduce_(x).wait()
