@@ -280,7 +280,7 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
 def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
     for name, body in (
         ("scontrol", '[ "$1" = requeue ] && echo "again $2" || echo n1'),
-        ("srun", 'echo "run ${MAX_RESTARTS:-none}"; exit 3'),
+        ("srun", 'echo "run ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit 3'),
     ):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -291,7 +291,7 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}, "again 7\n"),
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "2"}, ""),
     ):
-        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none\n{said}"
+        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none 110\n{said}"
 
 
 def test_slurm_script_refuses_restarts_that_are_no_number_before_it_runs_anything(tmp_path):
