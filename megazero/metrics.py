@@ -142,13 +142,13 @@ def _as_json(line: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, with nan for null; a half-written last one is left out."""
+    """The lines of a metrics file, with nan for null, up to one that is half-written or damaged."""
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
             lines.append({name: math.nan if value is None else value for name, value in line.items()})
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, AttributeError):  # AttributeError: no object
             break
     return lines
 

@@ -814,6 +814,15 @@ def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, capl
     assert "no loss plot: " in caplog.text
 
 
+@pytest.mark.parametrize("end", [b"\x00\x88\xff", b'{"iteration": 3, "sec', b"[3]\n"])
+def test_a_metrics_file_with_a_damaged_end_does_not_keep_a_run_from_going_on(tmp_path, end):
+    for iteration in (1, 2):
+        MetricsWriter(str(tmp_path), None, iteration - 1).write(iteration, {"loss": 8.0}, "train")
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(end)
+    assert [line["iteration"] for line in MetricsWriter(str(tmp_path), None, 3).lines] == [1, 2]
+
+
 OTHER_RANK = """
 import os, runpy, sys
 
