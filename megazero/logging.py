@@ -7,10 +7,12 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, so the first is enough
+SLOW_S = 10.0  # after which `told_if_slow` says what takes so long
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -26,6 +28,18 @@ def _is_first_of_alike(record: logging.LogRecord) -> bool:
     import torch.distributed as dist  # slow to import, and already imported wherever ranks say things ALIKE
 
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+
+
+@contextmanager
+def told_if_slow(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Logs `what` once if the block still runs after `SLOW_S` seconds, so that a long silence is not taken for a hang."""
+    timer = threading.Timer(SLOW_S, logger.info, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def prepare_output() -> None:

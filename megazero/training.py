@@ -21,6 +21,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets, take_counted, token_weights
 from megazero.job_checkpoints import load, save, warn_of_other_corpora
+from megazero.logging import told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.plan import refuse_what_cannot_fit
@@ -72,14 +73,16 @@ def pretrain(
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
-    with tells_out_of_memory(config):
+    size = f"{config.model.num_parameters():,} parameters"
+    building = f"building the model takes a while: every rank draws the initial values of all {size}"
+    with tells_out_of_memory(config), told_if_slow(logger, building):
         job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens)
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
         minutes = flags.exit_duration_in_mins
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
-    with tells_out_of_memory(config, job):
+    with tells_out_of_memory(config, job), told_if_slow(logger, "loading the checkpoint takes a while"):
         load(job)
     train, valid, test = datasets(job)
     metrics = metrics_writer(job)

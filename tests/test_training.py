@@ -470,6 +470,29 @@ def test_a_job_without_standard_output_and_error_trains(corpus, tmp_path):
     assert (tmp_path / "latest").read_text() == "global_step2"
 
 
+IMPATIENT = """
+import runpy, sys, time
+from megazero import logging, training
+logging.SLOW_S = float(sys.argv[1])
+load = training.load
+training.load = lambda job: (time.sleep(2.0), load(job))
+build = training.build_job
+training.build_job = lambda *args: (time.sleep(2.0), build(*args))[1]
+sys.argv[:2] = []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_start_that_takes_long_says_what_it_does(corpus, tmp_path):
+    script = [str(ROOT / "pretrain_gpt2.py"), *flags(corpus, tmp_path, 1)]
+    for patience, is_told in (("0.1", True), ("600", False)):
+        done = run_command([sys.executable, "-c", IMPATIENT, patience, *script])
+        assert done.returncode == 0, done.stdout
+        building = "building the model takes a while: every rank draws the initial values of all "
+        for told in (building, "loading the checkpoint takes a while"):
+            assert (told in done.stdout) == is_told, done.stdout
+
+
 def test_fp16_trains_with_a_dynamic_loss_scale(corpus, tmp_path):
     done = run_job(flags(corpus, tmp_path, 30, "--fp16", "--lr", "1e-2", "--loss-scale-window", "10"), 1)
     losses = metrics(tmp_path)
