@@ -34,7 +34,7 @@ class Fp16Section:
     loss_scale: float = key(0.0, OBEYED, "0: dynamic", at_least=0)
     initial_scale_power: int = key(16, OBEYED, "the dynamic scale starts at 2 to this power", at_least=0)
     loss_scale_window: int = key(1000, OBEYED, "clean steps after which the scale doubles")
-    hysteresis: int = key(2, OBEYED, "overflows that are forgiven before the scale halves")
+    hysteresis: int = key(2, OBEYED, "the overflow that halves the scale: those before it are forgiven")
     consecutive_hysteresis: bool = key(False, OBEYED, "every clean step refills the hysteresis")
     min_loss_scale: float = key(1.0, OBEYED, "the scale never goes below")
     fp16_master_weights_and_grads: bool = key(False, REFUSED, "master weights are always fp32")

@@ -33,7 +33,9 @@ class PrecisionConfig:
     min_scale: float = option(
         1.0, "the dynamic loss scale never goes below this", above=0, aliases=("--min-loss-scale",)
     )
-    hysteresis: int = option(2, "overflows that are forgiven before the dynamic loss scale halves", above=0)
+    hysteresis: int = option(
+        2, "the overflow that halves the dynamic loss scale: those before it are forgiven", above=0
+    )
     consecutive_hysteresis: bool = option(
         False, "refill --hysteresis at every clean step, not only at one that doubles the scale"
     )
