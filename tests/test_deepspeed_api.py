@@ -337,6 +337,7 @@ def test_configuration_sources(one_rank, tmp_path):
         assert engine.train_micro_batch_size_per_gpu() == 2
     for wrong, words in (
         ({"args": args, "config": CONFIG}, "given twice"),
+        ({"config": CONFIG, "config_params": {**CONFIG, "gradient_clipping": 0.25}}, "given twice, and differs"),
         ({}, "requires --deepspeed_config"),
         ({"config": CONFIG, "model": None}, "needs a model"),
         ({"config": CONFIG, "training_data": DataLoader([1])}, "training_data must be a dataset.*got DataLoader"),
@@ -376,11 +377,13 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
 
 def test_progress_lines(one_rank, caplog):
     caplog.set_level(logging.INFO)
-    config = {**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True}
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    config = {**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True, "scheduler": schedule}
     engine, *_ = deepspeed.initialize(model=make_model(), config=config)
     train(engine)
     lines = [r.getMessage() for r in caplog.records]
     assert sum("train_batch_size" in line for line in lines) == 1, "the effective configuration is printed once"
+    assert lines.count("the schedule counts optimizer steps, of 1 micro-batch each; a skipped one does not count") == 1
     assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 2"]
     assert sum(line.startswith("time (ms) | ") for line in lines) == 3
     assert engine.get_mom() == [(0.9, 0.999)] and engine.device.type == "cpu"

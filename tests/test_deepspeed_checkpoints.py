@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import random
 from pathlib import Path
@@ -134,6 +135,23 @@ def test_bad_arguments_are_refused(one_rank, tmp_path):
     with pytest.raises(TypeError, match=r"client_state\['args'\].*argparse.Namespace.*vars"):
         engine.save_checkpoint(str(tmp_path), client_state=client)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_nested_state_dict_that_a_script_puts_in_place_during_a_save_changes_nothing(one_rank, tmp_path, stage):
+    """As Megatron-LM's `save_ds_checkpoint` does, with `state_dict_for_save_checkpoint`."""
+    model = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    other = make_engine(stage, copy.deepcopy(model))
+    engine = make_engine(stage, model)
+    train(engine, 2)
+    original = engine.module.state_dict
+    engine.module.state_dict = lambda destination=None, prefix="", keep_vars=False: {
+        "language_model": {"transformer": original(prefix=prefix, keep_vars=keep_vars)}
+    }
+    engine.save_checkpoint(str(tmp_path))
+    engine.module.state_dict = original
+    other.load_checkpoint(str(tmp_path))
+    assert train(other, 2) == train(engine, 2)
 
 
 def test_a_checkpoint_of_deepspeeds_names_the_command_that_imports_it(one_rank, tmp_path):

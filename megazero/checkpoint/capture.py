@@ -108,7 +108,7 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: 
             found[place.name] = TensorEntry(kind, place.shape, place.cut, states)
     for name, value in state.buffers().items():
         found[name] = TensorEntry("buffer", tuple(value.shape), None, {CONSTANT: value.dtype})
-    order = dict.fromkeys(places[n].name if n in places else n for n in state.module.state_dict(keep_vars=True))
+    order = dict.fromkeys(places[n].name if n in places else n for n in state.state_dict())
     return {name: found[name] for name in [*(n for n in order if n in found), *found]}
 
 

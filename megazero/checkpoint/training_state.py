@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +53,17 @@ class TrainingState:
     skipped_steps: int = 0
     counters: dict[str, int] = field(default_factory=dict)  # the engine's others, by name
 
+    def state_dict(self) -> dict[str, Any]:
+        """The module's `state_dict` with the parameters themselves, as it is at this moment.
+
+        Around a save, scripts replace it by one that nests what it has (Megatron-LM's `state_dict_for_save_checkpoint`). A
+        checkpoint names everything by module, so that of the class is taken then.
+        """
+        values = self.module.state_dict(keep_vars=True)
+        if "state_dict" in vars(self.module) and any(isinstance(value, Mapping) for value in values.values()):
+            return type(self.module).state_dict(self.module, keep_vars=True)
+        return values
+
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers, each once.
 
@@ -59,7 +71,7 @@ class TrainingState:
             TypeError: a module has an extra state.
         """
         found: dict[int, tuple[str, Tensor]] = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.state_dict().items():
             if not isinstance(value, Tensor):
                 remedy = "Hand it to save_checkpoint in client_state"
                 raise TypeError(f"{name}: what a module's get_extra_state() returns is not saved. {remedy}.")
@@ -75,7 +87,7 @@ class TrainingState:
         """Further names of tied parameters and buffers -> the name under which they are saved."""
         saved = {name for bucket in self.buckets for name in bucket.parameters}
         names: dict[int, list[str]] = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.state_dict().items():
             names.setdefault(id(value), []).append(name)
         first = {id_: next((n for n in same if n in saved), same[0]) for id_, same in names.items()}
         return {name: first[id_] for id_, same in names.items() for name in same if name != first[id_]}

@@ -64,7 +64,7 @@ def load_state_dict_from_zero_checkpoint(
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
-    output: str | Path,
+    output_dir: str | Path,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | int | None = None,
@@ -73,8 +73,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Writes the fp32 weights of a checkpoint, one parameter in memory at a time.
 
     Args:
-        output: a file ending in .bin, .pt, .pth or .safetensors, or a directory. A directory gets `pytorch_model.bin`, or with
-            `safe_serialization` `model.safetensors`; where they pass `max_shard_size`, several and their `.index.json`.
+        output_dir: a file ending in .bin, .pt, .pth or .safetensors, or a directory. A directory gets `pytorch_model.bin`, or
+            with `safe_serialization` `model.safetensors`; where they pass `max_shard_size`, several and their `.index.json`.
         max_shard_size: bytes, as a number or like "5GB"; None for one file.
 
     Raises:
@@ -82,7 +82,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         ValueError: safetensors are there, which readers would take instead of a new .bin.
         OSError: a file could not be written; files appear under their names when they are whole.
     """
-    reader, output = _open(checkpoint_dir, tag), Path(output)
+    reader, output = _open(checkpoint_dir, tag), Path(output_dir)
     tensors, aliases = _tensors(reader, exclude_frozen_parameters), reader.index.get("aliases", {})
     _announce(reader, output, tensors)
     if output.suffix in _FILE_SUFFIXES and not output.is_dir():
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="the directory that holds `latest`, e.g. .")
-    parser.add_argument("output", help="a file (.bin, .pt, .safetensors) or a directory")
+    parser.add_argument("output_dir", metavar="output", help="a file (.bin, .pt, .safetensors) or a directory")
     parser.add_argument("--max_shard_size", default="5GB", help="of the files in a directory (default: 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="a directory gets safetensors files")
     parser.add_argument("-t", "--tag", help="which checkpoint (default: the latest)")

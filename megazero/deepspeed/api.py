@@ -87,7 +87,7 @@ def initialize(
                 "chosen in the configuration."
             )
     _check_training_data(training_data)
-    source = _config_source(args, config if config is not None else config_params)
+    source = _config_source(args, config, config_params)
     groups = _join(args, mpu, distributed_port, dist_init_required)
     told = load_json_config(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
@@ -139,7 +139,12 @@ def _join(args: Any, mpu: Any, distributed_port: int, dist_init_required: bool |
     return parallel_groups(mpu)
 
 
-def _config_source(args: Any, config: Any) -> Any:
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    if config is not None and config_params is not None and config != config_params:
+        raise DeepSpeedConfigError(
+            "The configuration is given twice, and differs: config= and config_params=, its old name. Use one of them."
+        )
+    config = config_params if config is None else config
     from_args = getattr(args, "deepspeed_config", None)
     if from_args is None and getattr(args, "deepscale_config", None) is not None:
         logger.warning("--deepscale_config is an old spelling of --deepspeed_config", extra=ALIKE)

@@ -18,6 +18,7 @@ from megazero.deepspeed.checkpoints import CheckpointingEngine
 from megazero.deepspeed.mpu import check_gradients
 from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
+from megazero.logging import counted
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
 from megazero.timers import Timers
@@ -55,6 +56,9 @@ class DeepSpeedEngine(CheckpointingEngine):
             zero_units=zero_units,
             allow_untested_optimizer=config.zero_allow_untested_optimizer,
         )
+        if self.lr_scheduler is not None and torch.distributed.get_rank() == 0:
+            micro = counted(config.gradient_accumulation_steps, "micro-batch")
+            logger.info("the schedule counts optimizer steps, of %s each; a skipped one does not count", micro)
         self.config = config
         self.collate_fn = collate_fn
         self.training_dataloader: DataLoader | None = None

@@ -61,6 +61,7 @@ from megazero.mpu.sequence_mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megazero.mpu.utils import divide, split_tensor_along_last_dim
 
 if TYPE_CHECKING:
     from megazero.activation_checkpointing import checkpoint, partition_activations_in_checkpoint
@@ -107,6 +108,7 @@ __all__ = [
     "copy_to_model_parallel_region",
     "copy_to_tensor_model_parallel_region",
     "destroy_model_parallel",
+    "divide",
     "gather_from_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
@@ -136,6 +138,7 @@ __all__ = [
     "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
 ]
 

@@ -120,7 +120,8 @@ def test_the_script_writes_safetensors_in_one_file_and_in_shards(saved, tmp_path
 
 def test_a_directory_gets_one_bin_file(saved, tmp_path):
     folder, weights = saved
-    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", max_shard_size=None)
+    # by the names that DeepSpeed gives its arguments
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir=folder, output_dir=tmp_path / "out", max_shard_size=None)
     check(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), weights)
     convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "many", max_shard_size="1KiB")
     index = json.loads((tmp_path / "many" / "pytorch_model.bin.index.json").read_text())
