@@ -45,10 +45,50 @@ def decompressed(file: BinaryIO, path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
     if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(file, "rb"))
+        return cast(BinaryIO, io.BufferedReader(_XzReader(file), _PIECE_BYTES))
     if path.suffix == ".zst":
         return cast(BinaryIO, io.BufferedReader(_ZstdReader(file, path), _PIECE_BYTES))
     return file
+
+
+class _XzReader(io.RawIOBase):
+    """All streams of an .xz file, one after another, with zero bytes between and after them, which the format allows as padding.
+
+    lzma.LZMAFile takes whatever follows the first stream for padding if it does not begin a stream: where the header of the
+    second one is damaged, the rest of the file would be lost without a word.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._pending = file, b""  # what is read and not decompressed yet
+        self._stream: lzma.LZMADecompressor | None = None  # the one being read
+        self._is_first = True
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
+        """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
+        while True:
+            if not self._pending and (self._stream is None or self._stream.needs_input):
+                self._pending = self._file.read(_PIECE_BYTES)
+                if not self._pending and (self._is_first or self._stream is not None):
+                    raise EOFError("the file ends before its compressed stream does")
+                if not self._pending:
+                    return 0
+            if self._stream is None:
+                if not self._is_first:
+                    self._pending = self._pending.lstrip(b"\0")
+                if not self._pending:
+                    continue
+                self._stream, self._is_first = lzma.LZMADecompressor(), False
+            text = self._stream.decompress(self._pending, len(buffer))
+            self._pending = b""  # the stream keeps what it has not used, until its end
+            if self._stream.eof:
+                self._pending, self._stream = self._stream.unused_data, None
+            if text:
+                buffer[: len(text)] = text
+                return len(text)
 
 
 class _ZstdReader(io.RawIOBase):

@@ -6,6 +6,7 @@ import gzip
 import lzma
 import os
 import sys
+import tracemalloc
 
 import pytest
 
@@ -41,3 +42,34 @@ def test_zst_of_many_frames_is_read_whole_and_a_cut_one_is_an_error(tmp_path):
     (tmp_path / "a.zst").write_bytes(data[: len(data) // 2] + b"noise")
     with open_bytes(tmp_path / "a.zst") as file, pytest.raises(DAMAGE):
         file.read()
+
+
+def test_xz_of_many_streams_is_read_whole_and_damage_behind_the_first_is_an_error(tmp_path):
+    parts = [bytes(range(256)) * 900, b"", b"two\n", os.urandom(70_000)]
+    streams = [lzma.compress(part) for part in parts]
+    path = tmp_path / "a.xz"
+    for padding in (b"", bytes(4), bytes(200_000)):
+        path.write_bytes(padding.join([*streams, b""]))
+        with open_bytes(path) as file:
+            assert file.read() == b"".join(parts)
+    second = bytearray(streams[3])
+    second[3] ^= 1  # of the header, without which it is no stream
+    for rest in (bytes(second), streams[3][:-1], streams[3][:5], b"noise", bytes(4) + b"noise"):
+        path.write_bytes(streams[0] + rest)
+        with open_bytes(path) as file, pytest.raises(DAMAGE):
+            file.read()
+    path.write_bytes(b"")
+    with open_bytes(path) as file, pytest.raises(DAMAGE, match="the file ends before"):
+        file.read()
+
+
+def test_xz_that_decompresses_to_far_more_is_read_in_pieces(tmp_path):
+    path = tmp_path / "a.xz"
+    path.write_bytes(lzma.compress(bytes(1 << 26)))
+    tracemalloc.start()
+    try:
+        with open_bytes(path) as file:
+            assert sum(map(len, iter(lambda: file.read(1 << 16), b""))) == 1 << 26
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
