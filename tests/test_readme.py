@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import get_type_hints
 
@@ -12,6 +13,7 @@ from megazero import mpu
 from megazero.arguments import config_of, make_parser, parse
 from megazero.config import Config
 from megazero.plan import Setup, plan_job
+from megazero.plan.__main__ import main as plan
 from tests.ranks import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
@@ -90,6 +92,21 @@ def test_the_plan_on_the_page_about_memory_gives_the_table_below_it():
     finally:
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def test_the_example_on_the_page_about_planning_is_what_the_command_prints(capsys, monkeypatch):
+    """Both of its runs, the second with --zero-stage 2 in place of the file, of which the page shows the last table."""
+    monkeypatch.chdir(README.parent)
+    _, page = (DOCS / "planning.md").read_text().split("    $ python -m megazero.plan ")
+    command, shown = re.split(r"(?<!\\)\n", page.split("## What the numbers are")[0], maxsplit=1)
+    shown, of_stage_2 = re.sub(r"^    ", "", shown, flags=re.M).split("With `--zero-stage 2`")
+    words = shlex.split(command.replace("\\\n", " "))
+    plan(words)
+    assert capsys.readouterr().out.strip() == shown.strip()
+    file = words.index("--deepspeed_config")
+    plan([*words[:file], "--zero-stage", "2", *words[file + 2 :]])
+    printed = capsys.readouterr().out
+    assert printed[printed.index("\nfit\n") :].strip() == of_stage_2[of_stage_2.index("\nfit\n") :].strip()
 
 
 def test_the_table_of_stages_names_the_first_that_fits_by_the_plan():
