@@ -74,13 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser)
     rules = parser.add_argument_group("rules")
-    rules.add_argument("--language", default="en", help="the language to keep, or 'any'")
-    rules.add_argument("--min-score", type=float, default=0.65, help="certainty that it is that language")
-    rules.add_argument("--min-tokens", type=int, default=128, help="GPT-2 tokens of a document; 0 keeps all")
-    rules.add_argument("--no-fix", action="store_true", help="leave the text as it is, but for white space at its ends")
+    rules.add_argument("--language", default="en", help="code of the language to keep, or 'any'")
+    rules.add_argument(
+        "--min-score", type=float, default=0.65, help="least certainty (0 to 1) that it is that language"
+    )
+    rules.add_argument(
+        "--min-tokens", type=int, default=128, help="least number of GPT-2 tokens in a document; 0 keeps all"
+    )
+    rules.add_argument(
+        "--no-fix", action="store_true", help="do not repair the text; only strip white space at its ends"
+    )
     rules.add_argument("--vocab-file", help="GPT-2's encoder.json (default: found in data/gpt2_bpe or data/tokenizer)")
     rules.add_argument("--merge-file", help="GPT-2's vocab.bpe")
-    rules.add_argument("--tokenizer-path", help="the folder that holds both")
+    rules.add_argument("--tokenizer-path", help="folder that holds both files")
     add_run_options(parser)
 
 

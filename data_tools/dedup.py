@@ -50,10 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --similarity, --bands, --rows and --work-folder."""
     group = parser.add_argument_group("what counts as a copy")
-    group.add_argument("--similarity", type=float, default=0.7, help="estimated Jaccard similarity at least")
-    group.add_argument("--bands", type=int, default=14, help="of the signature; more find less similar pairs")
-    group.add_argument("--rows", type=int, default=8, help="of each band; more compare fewer pairs")
-    group.add_argument("--work-folder", help="where signatures and temporary files lie (default: OUTPUT.dedup)")
+    group.add_argument("--similarity", type=float, default=0.7, help="least estimated Jaccard similarity of copies")
+    group.add_argument(
+        "--bands", type=int, default=14, help="bands of the signature; more bands find less similar pairs"
+    )
+    group.add_argument(
+        "--rows", type=int, default=8, help="rows in each band; with more rows, fewer pairs are compared"
+    )
+    group.add_argument("--work-folder", help="folder for signatures and temporary files (default: OUTPUT.dedup)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

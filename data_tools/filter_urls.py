@@ -1,4 +1,4 @@
-"""Filters a list of URLs, one on a line: what no page of English prose can come from, and what comes twice, is left out.
+"""Filters a list of URLs, one per line: leaves out repeats, and URLs that cannot lead to a page of English prose.
 
 Left out are, with these reasons in the sidecar: `short` (8 characters or fewer), `malformed`, `extension` (files of pictures,
 sound, archives, ..., judged with the query cut off), `domain` (registered domains of pictures, video, social networks, shops,

@@ -92,10 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument(
         "--documents", type=int, nargs="+", default=[], help="numbers of documents to show; -1 is the last"
     )
-    show.add_argument("--sample", type=int, default=0, help="documents to show that are picked at random")
-    show.add_argument("--seed", type=int, default=1234, help="of that choice")
-    show.add_argument("--max-tokens", type=int, default=200, help="to show of each document")
-    parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="draw the lengths of the documents")
+    show.add_argument("--sample", type=int, default=0, help="number of further documents to show, picked at random")
+    show.add_argument("--seed", type=int, default=1234, help="seed for --sample")
+    show.add_argument("--max-tokens", type=int, default=200, help="tokens to show of each document, at most")
+    parser.add_argument("--histogram", type=Path, metavar="FILE.png", help="draw a histogram of document lengths")
     add_tokenizer_arguments(parser)
 
 

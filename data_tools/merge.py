@@ -55,7 +55,9 @@ def copy_block(lines: SeenLines, item: Item) -> BlockResult:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser, "a file; or a folder, to check and convert one file per input")
-    parser.add_argument("--id-key", default="id", help="entry that must differ; '' for none")
+    parser.add_argument(
+        "--id-key", default="id", help="key of the id, which must differ between documents; '' compares none"
+    )
     add_run_options(parser)
 
 

@@ -78,19 +78,24 @@ def add_input_output(
     group = parser.add_argument_group("data")
     group.add_argument("--input", nargs="+", required=True, help=input)
     group.add_argument("--output", required=True, help=output)
-    group.add_argument("--format", choices=formats, help="of the files in a folder (default: as the input)")
+    group.add_argument(
+        "--format", choices=formats, help="kind of the files, if --output is a folder (default: as the input)"
+    )
     if formats == OUTPUT_FORMATS:
-        group.add_argument("--json-key", default="text", help="which entry of a document is its text")
+        group.add_argument("--json-key", default="text", help="key of the text in each document")
 
 
 def add_run_options(parser: argparse.ArgumentParser, *names: str) -> argparse._ArgumentGroup:
     """Adds those of --workers, --memory, --strict, --block-kb and --max-line-mb that are named, or all."""
     flags: dict[str, dict[str, Any]] = {
-        "--workers": {"type": int, "default": available_cores(), "help": "processes at most"},
-        "--memory": {"type": size, "default": "2G", "help": "of all processes together: 512M, 2G"},
-        "--strict": {"action": "store_true", "help": "stop at the first line that holds no document"},
-        "--block-kb": {"type": float, "default": 1024, "help": "text that a worker takes at a time"},
-        "--max-line-mb": {"type": float, "default": 16, "help": "longer lines are reported, not read"},
+        "--workers": {"type": int, "default": available_cores(), "help": "maximum number of processes"},
+        "--memory": {"type": size, "default": "2G", "help": "memory limit for all processes together, such as 512M"},
+        "--strict": {
+            "action": "store_true",
+            "help": "stop at the first line that holds no document, instead of leaving it out",
+        },
+        "--block-kb": {"type": float, "default": 1024, "help": "KiB of text that a worker takes at a time"},
+        "--max-line-mb": {"type": float, "default": 16, "help": "MiB; longer lines are reported and left out"},
     }
     group = parser.add_argument_group("work")
     for name in names or flags:

@@ -1,4 +1,4 @@
-"""Turns documents into tokens: .bin/.idx files for --train-data. Killed, it goes on where it stopped when started again.
+"""Turns documents into tokens: .bin/.idx files for --train-data. If killed, it resumes where it stopped.
 
     python -m data_tools tokenize --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --vocab-file encoder.json --merge-file vocab.bpe

@@ -1,4 +1,4 @@
-"""Drops documents by the quality rules of Gopher and FineWeb; which rules is for --rules to say, none is on by itself.
+"""Drops documents that break quality rules of Gopher or FineWeb; --rules chooses the rules, and none is on by default.
 
 - gopher_quality: Rae et al. 2021, "Scaling Language Models" (arXiv:2112.11446), section A.1.1, "Quality Filtering".
 - gopher_repetition: the same, "Repetition Removal" and table A1.
@@ -56,11 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser)
     group = parser.add_argument_group("rules")
+    group.add_argument("--rules", nargs="+", choices=tuple(RULES), required=True, help="rules to apply, in this order")
     group.add_argument(
-        "--rules", nargs="+", choices=tuple(RULES), required=True, help="in the order in which they are tried"
-    )
-    group.add_argument(
-        "--threshold", nargs="+", default=[], metavar="NAME=VALUE", help="other numbers than the papers'"
+        "--threshold", nargs="+", default=[], metavar="NAME=VALUE", help="replace numbers from the papers"
     )
     add_run_options(parser)
 

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=SHARE",
         help="shares add up to 1",
     )
-    group.add_argument("--seed", type=int, default=1234, help="another seed, another split")
+    group.add_argument("--seed", type=int, default=1234, help="seed of the split")
     add_run_options(parser)
 
 
