@@ -167,6 +167,7 @@ class Engine:
         self._syncs = True
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
+        self._is_applied = False
         self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
@@ -243,6 +244,7 @@ class Engine:
                 ranks have run different units, or the same ones in different orders.
         """
         self._refuse_without_optimizer("engine.step()")
+        self._is_applied = False
         if not self._syncs:
             raise EngineStateError(
                 "engine.step() was called inside of no_sync(), where gradients are not reduced. Leave it first."
@@ -268,7 +270,9 @@ class Engine:
         self.schedule.steps_done = self.global_steps
         if self._optimizer.overflow:
             self._checkpointed.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+            return
+        self._is_applied = True
+        if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
     def _update(self) -> float:
@@ -403,8 +407,8 @@ class Engine:
         return self._checkpointed.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last update changed the weights."""
-        return self.global_steps > 0 and not self._optimizer.overflow
+        """Whether the last `step()` changed the weights: it did not between boundaries, nor if a gradient overflowed."""
+        return self._is_applied
 
     def get_global_grad_norm(self) -> float:
         """The global gradient norm of the last update, before clipping; inf or NaN for a skipped one."""

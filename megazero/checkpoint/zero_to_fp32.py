@@ -36,7 +36,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All trained and frozen parameters in fp32, and the buffers, under every name that they have; on the CPU.
+    """All trained and frozen parameters in fp32, and the buffers, 16-bit ones too, under every name that they have; on the CPU.
 
     Args:
         checkpoint_dir: the directory that holds `latest`.
@@ -107,10 +107,11 @@ def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, LazyTensor]:
 
 
 def _fp32(reader: Reader, name: str) -> LazyTensor:
-    """Parameters in fp32, buffers in their own dtype."""
+    """Parameters and 16-bit buffers in fp32, other buffers in their own dtype."""
     entry = reader.tensors[name]
     own = entry.states[entry.weight_state]
-    dtype = torch.float32 if own.is_floating_point and entry.kind != "buffer" else own
+    is_cast = own.is_floating_point and (entry.kind != "buffer" or own.itemsize == 2)  # `initialize` has cast buffers
+    dtype = torch.float32 if is_cast else own
     return LazyTensor(dtype, entry.shape, lambda: reader.read_weight(name).to(dtype))
 
 

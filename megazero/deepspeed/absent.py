@@ -8,6 +8,8 @@ _INFERENCE = (
 _PIPELINE = "pipeline parallelism is not built. Split layers by an mpu, or shard them by ZeRO stage 3"
 _MOE = "mixtures of experts are not built. initialize(zero_units=[...]) trains one of the model's own, as a unit"
 _OFFLOAD = "what rests in host memory is chosen in the configuration, by offload_optimizer and offload_param"
+_PROFILING = "torch.profiler measures time, and torch.utils.flop_counter.FlopCounterMode counts operations"
+_METRICS = "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script"
 _RUNTIME = (
     "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, and "
     "activation_checkpointing.checkpointing is megazero.checkpointing"
@@ -23,16 +25,20 @@ OF_MODULE = {
     "init_inference": _INFERENCE,
     "log_dist": 'use logging.getLogger("megazero")',
     "moe": _MOE,
+    "monitor": _METRICS,
     "pipe": _PIPELINE,
+    "profiling": _PROFILING,
     "runtime": _RUNTIME,
     "tp_model_init": "a model is split by its layers (megazero.mpu), or by an mpu that is given to initialize",
 }
 OF_ENGINE = {
     "eval_batch": _PIPELINE,
-    "monitor": "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script",
+    "monitor": _METRICS,
     "offload_states": _OFFLOAD,
     "reload_states": _OFFLOAD,
     "scale": "gradients come by engine.backward(loss), which scales the loss",
+    "set_train_micro_batch_size": "the configuration sets it. Forwards may have any number of samples",
     "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
     "train_batch": _PIPELINE,
+    "zero_gather_16bit_weights_on_model_save": "module_state_dict() is whole at every stage, whatever the configuration says",
 }

@@ -1,6 +1,7 @@
 """DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, and the logger."""
 
 import logging
+from typing import Any
 
 from megazero.zero.access import (
     safe_get_full_fp32_param,
@@ -19,6 +20,17 @@ from megazero.zero.access import (
 
 logger = logging.getLogger("megazero")
 
+_UNITS = "initialize(zero_units=[...]) chooses what is gathered together"
+_ABSENT = {  # what DeepSpeed has and this has not: what to do instead
+    "RepeatingLoader": "call iter(loader) again where it ends",
+    "get_z3_leaf_modules": _UNITS,
+    "groups": "the groups are in megazero.mpu, under Megatron-LM's names",
+    "log_dist": 'use logging.getLogger("megazero")',
+    "set_z3_leaf_module": _UNITS,
+    "set_z3_leaf_modules": _UNITS,
+    "unset_z3_leaf_modules": _UNITS,
+}
+
 __all__ = [
     "logger",
     "safe_get_full_fp32_param",
@@ -34,3 +46,8 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    advice = _ABSENT.get(name)
+    raise AttributeError(f"module 'megazero.utils' has no attribute {name!r}" + (f": {advice}." if advice else ""))

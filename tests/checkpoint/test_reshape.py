@@ -136,6 +136,7 @@ def foreign() -> ForeignCheckpoint:
         aliases={"head": "words"},
         global_steps=1000,
         skipped_steps=2,
+        global_samples=4000,
         optimizer_type="AdamW",
         optimizer_counters={"step": 998.0},
         optimizer_groups=[{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1], "hook": print}],
@@ -155,6 +156,7 @@ def test_a_foreign_checkpoint_becomes_one_of_ours(tmp_path):
         )
     index = reader.index
     assert (index["global_steps"], index["skipped_steps"], index["aliases"]) == (1000, 2, {"head": "words"})
+    assert index["counters"] == {"global_samples": 4000}
     assert index["optimizer"] == {
         "type": "AdamW",
         "counters": {"step": 998.0},

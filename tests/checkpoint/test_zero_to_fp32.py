@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from megazero import mpu
 from megazero.checkpoint.zero_to_fp32 import main
+from megazero.engine import Engine, weight_decay_groups
 from megazero.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -161,3 +163,13 @@ def test_errors_name_what_is_missing(saved, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: No checkpoint at")
     assert main([str(folder), str(tmp_path / "out"), "--max_shard_size", "many"]) == 2
     assert "many" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
+def test_a_16_bit_buffer_is_given_in_fp32_and_others_as_they_are(one_rank, tmp_path, dtype):
+    model = nn.Linear(2, 2)
+    model.register_buffer("mean", torch.tensor([1.0, 2.0]).to(dtype))
+    engine = Engine(model, mpu.get_groups(), torch.optim.AdamW, *weight_decay_groups(model, 0.1), dtype=torch.bfloat16)
+    engine.save_checkpoint(str(tmp_path))
+    mean = get_fp32_state_dict_from_zero_checkpoint(tmp_path)["mean"]
+    assert mean.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype) and mean.tolist() == [1, 2]

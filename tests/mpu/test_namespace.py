@@ -45,6 +45,7 @@ def test_the_regions_have_the_names_of_megatrons_v2_too(name):
     [
         ("is_pipeline_first_stage", "pipeline parallelism is not built"),
         ("get_pipeline_model_parallel_rank", "pipeline parallelism is not built"),
+        ("set_tensor_model_parallel_attributes", "parameter.tensor_model_parallel, parameter.partition_dim"),
         ("set_model_parallel_world_size", "a checkpoint loads at any model-parallel size"),
         ("init_checkpointed_activations_memory_buffer", "contiguous_checkpointing=True"),
     ],

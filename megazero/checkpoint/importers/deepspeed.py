@@ -71,6 +71,7 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
         aliases={alias: name for alias, name in first.aliases.items() if name in tensors},
         global_steps=int(model.get("global_steps") or 0),
         skipped_steps=int(model.get("skipped_steps") or 0),
+        global_samples=int(model.get("global_samples") or 0),
         optimizer_type=_optimizer_type(model.get("ds_config")),
         optimizer_counters=first.counters,
         optimizer_groups=plain_data(first.groups, "optimizer_groups"),

@@ -53,6 +53,7 @@ class ForeignCheckpoint:
     aliases: dict[str, str] = field(default_factory=dict)
     global_steps: int = 0
     skipped_steps: int = 0
+    global_samples: int = 0
     optimizer_type: str | None = None  # class name, "AdamW"
     optimizer_counters: dict[str, float] | None = None
     optimizer_groups: list[dict[str, Any]] | None = None  # of which the settings are taken: lr, betas, ...
@@ -84,7 +85,7 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
         **{"model_parallel_size": 1, "data_parallel_size": 1, "zero_stage": 0, "device": "cpu"},
         "global_steps": foreign.global_steps,
         "skipped_steps": foreign.skipped_steps,
-        "counters": {},
+        "counters": {"global_samples": foreign.global_samples},
         "optimizer": _optimizer(foreign),
         "loss_scaler": foreign.loss_scaler,
         "lr_scheduler": schedule,

@@ -36,7 +36,7 @@ def test_every_cut_gives_what_was_saved(tmp_path, stage, world):
     write_checkpoint(tmp_path, saved, stage, world)
     checkpoint = read_deepspeed(tmp_path)
     assert_holds(checkpoint, saved)
-    assert (checkpoint.global_steps, checkpoint.skipped_steps) == (4, 1)
+    assert (checkpoint.global_steps, checkpoint.skipped_steps, checkpoint.global_samples) == (4, 1, 8)
     assert checkpoint.optimizer_type == "AdamW" and checkpoint.lr_scheduler == {"last_batch_iteration": 3}
     assert [group["betas"] for group in checkpoint.optimizer_groups] == [(0.9, 0.95)] * 2
 
