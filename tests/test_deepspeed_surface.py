@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from collections import namedtuple
 from datetime import timedelta
 
@@ -425,6 +427,11 @@ def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
         accelerator.create_op_builder("x")
 
 
+def test_profiling_is_an_error_that_says_what_to_do_until_the_job_has_imported_its_own():
+    done = subprocess.run([sys.executable, "-c", "import megazero; megazero.profiling"], capture_output=True, text=True)
+    assert done.returncode and "has no attribute 'profiling': torch.profiler measures time" in done.stderr
+
+
 def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
     engine = initialize()
     for owner, name, words in (
@@ -432,7 +439,6 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (deepspeed, "PipelineModule", "pipeline parallelism is not built"),
         (deepspeed, "moe", r"initialize\(zero_units=\[...\]\)"),
         (deepspeed, "monitor", "the engine writes no metrics"),
-        (deepspeed, "profiling", "torch.profiler"),
         (deepspeed.utils, "set_z3_leaf_modules", r"initialize\(zero_units=\[...\]\)"),
         (deepspeed.utils, "groups", "in megazero.mpu"),
         (deepspeed.utils, "no_such", "has no attribute 'no_such'$"),
