@@ -183,24 +183,23 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
     is_bound = backend == "nccl" and int(os.environ["WORLD_SIZE"]) > 1
     how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if is_bound else None}
     try:
-        if attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its
-            # own restarts, so that they would look for each other under different keys until the timeout.
-            if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-                raise OtherRankError(
-                    f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
-                    "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
-                )
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its own
+        # restarts, so that they would look for each other under different keys until the timeout.
+        if attempt and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+            raise OtherRankError(
+                f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
+                "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
+            )
+        if attempt or 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < int(os.environ["WORLD_SIZE"]):
             store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            store.delete_key(_DUMP_KEY)
+            if attempt:
+                store.delete_key(_DUMP_KEY)
+            else:
+                apart = dist.PrefixStore("megazero/reach/", store)
+                refuse_unreachable(apart, how["rank"], how["world_size"], timeout.total_seconds())
             how["store"] = dist.PrefixStore(f"megazero/attempt/{attempt}", store)
-        elif 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < int(os.environ["WORLD_SIZE"]):
-            store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            apart = dist.PrefixStore("megazero/reach/", store)
-            refuse_unreachable(apart, how["rank"], how["world_size"], timeout.total_seconds())
-            how["store"] = dist.PrefixStore("default_pg", store)  # as torch names it
         dist.init_process_group(backend, **how)
     except (RuntimeError, dist.DistNetworkError) as error:
         if "Duplicate GPU" in str(error):  # as NCCL says it
