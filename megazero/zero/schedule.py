@@ -282,20 +282,18 @@ class Schedule:
             Whether it did; False outside of a forward and a backward.
         """
         module, bucket = self._forwards.innermost, bucket_of(parameter)
-        if bucket is None or (module is None and not _in_backward()):
+        if bucket is None or not self.is_under_way:
             return False
-        if module is None:
-            self._gather([bucket])
-            return True
-        if not any(parameter is known for known in external_parameters(module)):
-            logger.info(
-                "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
-                type(module).__name__,
-                bucket.segment_of(parameter).name,
-                bucket.name,
-                extra=ALIKE,
-            )
-        register_external_parameter(module, parameter)
+        if module is not None:
+            if not any(parameter is known for known in external_parameters(module)):
+                logger.info(
+                    "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
+                    type(module).__name__,
+                    bucket.segment_of(parameter).name,
+                    bucket.name,
+                    extra=ALIKE,
+                )
+            register_external_parameter(module, parameter)
         self._gather([bucket])
         return True
 
