@@ -18,6 +18,7 @@ from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from megazero.model.init import NoDraws
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.option import option
 
@@ -120,7 +121,8 @@ def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, Para
     comm.init_distributed(config.distributed_backend)
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)
-    model = GPT2Model(architecture, group=groups.model, device=comm.local_device(), dtype=config.dtype)
+    with NoDraws():
+        model = GPT2Model(architecture, group=groups.model, device=comm.local_device(), dtype=config.dtype)
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():

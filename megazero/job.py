@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from megazero.engine import Engine
 from megazero.model.block import Transformer
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
+from megazero.model.init import NoDraws
 from megazero.model.recompute import decide_recompute
 from megazero.mpu.groups import ParallelGroups
 from megazero.optim.loss_scaler import LossScaler
@@ -140,8 +142,12 @@ def build_job(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     count_tokens: CountTokens | None = None,
+    draws: bool = True,
 ) -> Job:
     """The job with its model, its engine and everything else that the loop needs, before anything is loaded.
+
+    Args:
+        draws: draw the model's initial values; False if a checkpoint is loaded next.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`.
@@ -157,7 +163,7 @@ def build_job(
     timers = Timers(device)
     activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, equal on all ranks
-    with _init_context(config, groups):
+    with nullcontext() if draws else NoDraws(), _init_context(config, groups):
         model = model_provider(config.model, groups, device, dtype)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
     engine = Engine(

@@ -45,11 +45,20 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
         )
 
 
-def load(job: Job) -> None:
+def has_something_to_load(flags: CheckpointConfig) -> bool:
+    """Whether any rank sees checkpoints in --load. Collective over the world."""
+    return any(comm.all_gathered_objects(comm.together(lambda: bool(flags.load and list_tags(flags.load)))))
+
+
+def load(job: Job, is_expected: bool = False) -> None:
     """Continues from the checkpoint in --load, if there is one.
+
+    Args:
+        is_expected: there must be one, because the model has no initial values.
 
     Raises:
         ValueError: it is damaged, belongs to a model of another shape, or was trained with another vocabulary.
+        FileNotFoundError: it is expected, and has disappeared.
     """
     flags = job.config.checkpoint
     if not flags.load:
@@ -57,6 +66,8 @@ def load(job: Job) -> None:
     tag = _agreed_tag(flags.load, flags.load_fallback)
     if tag is None:
         _start_from_scratch(flags, Path(flags.load))
+        if is_expected:
+            raise FileNotFoundError(f"--load {flags.load}: the checkpoints have disappeared since this job started.")
         return
     path, client = job.engine.load_checkpoint(
         flags.load,

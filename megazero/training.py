@@ -20,7 +20,7 @@ from megazero.config import Config
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets, take_counted, token_weights
-from megazero.job_checkpoints import load, save, warn_of_other_corpora
+from megazero.job_checkpoints import has_something_to_load, load, save, warn_of_other_corpora
 from megazero.logging import told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.out_of_memory import tells_out_of_memory
@@ -73,17 +73,17 @@ def pretrain(
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
-    size = f"{config.model.num_parameters():,} parameters"
-    building = f"building the model takes a while: every rank draws the initial values of all {size}"
+    loads = has_something_to_load(config.checkpoint)
+    building = f"building the model takes a while: {config.model.num_parameters():,} parameters"
     with tells_out_of_memory(config), told_if_slow(logger, building):
-        job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens)
+        job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens, draws=not loads)
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
         minutes = flags.exit_duration_in_mins
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
         _claim(job, config.checkpoint.save)
     with tells_out_of_memory(config, job), told_if_slow(logger, "loading the checkpoint takes a while"):
-        load(job)
+        load(job, is_expected=loads)
     train, valid, test = datasets(job)
     metrics = metrics_writer(job)
     logger.info("%s", config.describe())

@@ -15,7 +15,7 @@ from megazero.arguments import load_config
 from megazero.data.build import build_datasets, build_tokenizer_from
 from megazero.job import Job, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches
-from megazero.job_checkpoints import load, save
+from megazero.job_checkpoints import has_something_to_load, load, save
 from megazero.logging import table
 from megazero.plan import Setup, plan_job
 from megazero.reporting import describe_memory, describe_start
@@ -50,8 +50,11 @@ def start(flags: list[str], model: list[str] = TINY_MODEL) -> Job:
     tokenizer = build_tokenizer_from(config.data)
     groups = setup_distributed(config)
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
-    job = build_job(config, groups, tokenizer, provider, forward_step)
-    load(job)
+    loads = has_something_to_load(config.checkpoint)
+    job = build_job(config, groups, tokenizer, provider, forward_step, draws=not loads)
+    matrices = [value for value in job.engine.state_dict().values() if value.ndim > 1]
+    assert all(value.any() != loads for value in matrices), "values are drawn unless they are loaded next"
+    load(job, is_expected=loads)
     return job
 
 
@@ -187,6 +190,15 @@ def resume_case(flags: list[str]) -> None:
 
 def test_sharded_runs_resume_bit_for_bit_with_dropout(corpus, tmp_path):
     run_ranks(2, resume_case, [*corpus, "--data-cache-path", str(tmp_path)])
+
+
+def test_a_checkpoint_that_disappears_while_the_model_is_built_ends_the_job(corpus, tmp_path, one_rank):
+    """Training on would begin with zeros."""
+    mpu.destroy_model_parallel()
+    job = start([*corpus, "--load", str(tmp_path), "--save", str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="the checkpoints have disappeared"):
+        load(job, is_expected=True)
+    end(job)
 
 
 def whole_run_case(flags: list[str]) -> list[float]:
