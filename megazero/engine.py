@@ -217,13 +217,13 @@ class Engine:
         self._follow_requires_grad()  # again: the script may have called a part of the module without the engine
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
-        self.schedule.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
+        self.schedule.reductions.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
         self._has_gradients = False  # until this succeeds: a failed backward leaves gradients of a part of the model
         try:
             self.schedule.start_backward()
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         finally:
-            self.schedule.is_open = False
+            self.schedule.reductions.is_open = False
         with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
             self.schedule.finish_backward()
         self._has_gradients = True
@@ -255,7 +255,7 @@ class Engine:
             return
         lr_kwargs = lr_kwargs or {}
         self._refuse_unready(lr_kwargs)
-        if not self.schedule.is_reduced:  # no_sync was left, or the boundary set, after the last backward
+        if not self.schedule.reductions.is_done:  # no_sync was left, or the boundary set, after the last backward
             self.allreduce_gradients()
         self.channel.compare_first()  # before the first wait for the device, which might never return
         self._micro_steps += 1
@@ -267,7 +267,7 @@ class Engine:
         if self.placement is not None:
             self.placement.follow()
         self._checkpointed.global_steps += 1
-        self.schedule.steps_done = self.global_steps
+        self.schedule.waiting.steps_done = self.global_steps
         if self._optimizer.overflow:
             self._checkpointed.skipped_steps += 1
             return
@@ -381,7 +381,7 @@ class Engine:
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what `no_sync` has accumulated; `backward` and `step` do so by themselves. `bucket_size` has no effect."""
-        self.schedule.is_last_micro_batch = True
+        self.schedule.reductions.is_last_micro_batch = True
         self.schedule.finish_backward()
 
     # ---- what has been done
@@ -622,7 +622,7 @@ class Engine:
         self._optimizer.is_torn = False
         if not load_module_only:
             self.micro_steps, self._boundary = 0, None
-            self.schedule.steps_done = self.global_steps
+            self.schedule.waiting.steps_done = self.global_steps
         return path, client
 
     # ---- memory, and the end

@@ -14,8 +14,9 @@ from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
+from megazero.zero.reductions import MAX_REDUCTIONS
 from megazero.zero.residency import GatherLimits, Residency
-from megazero.zero.schedule import FETCHES_BEFORE_GATHER, MAX_REDUCTIONS
+from megazero.zero.schedule import FETCHES_BEFORE_GATHER
 from megazero.zero.units import ROOT, BucketPlan
 
 FIRST = 0  # first unit of the forward in a model that runs its units in order, and last unit of the backward

@@ -1,12 +1,18 @@
-"""The hooks that the engine puts on the modules of a user's model, and what a copy of a module gets instead of them."""
+"""The hooks that the engine puts on the modules and parameters of a user's model, which neither a copy nor a cycle may keep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megazero.zero.bucket import Bucket
+    from megazero.zero.schedule import Schedule
 
 
 class Hook:
@@ -26,3 +32,19 @@ class Hook:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+def weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:
+    """A hook for one of the bucket's parameters, which calls `act` while a schedule drives the bucket.
+
+    A parameter's hooks must not hold its engine, in a cycle that the garbage collector does not see. A bucket holds its schedule,
+    so the hook refers to the bucket weakly.
+    """
+    reference = ref(bucket)
+
+    def hook(_: Tensor) -> None:
+        bucket = reference()
+        if bucket is not None and bucket.schedule is not None:
+            act(bucket.schedule, bucket)
+
+    return hook

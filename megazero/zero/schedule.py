@@ -4,48 +4,43 @@
     a unit is about to run forward            gather it, and start to gather the next ones     _gather_around
     it has run                                release it                                       _gather_around
     the gradient of its output comes          gather it, and start to gather those before it   _gather_around
-    the gradient of a parameter has come      add it to the bucket's G                         _take_gradient
-    it was the last one of the bucket         reduce G                                         _reduce_ready
-    ... and of the unit                       release the unit                                 _release_if_done
+    the gradient of a parameter has come      add it to the bucket's G, and reduce that if     _take_gradient
+                                              it was the last one
+    ... of the unit                           release the unit                                 _release_if_done
     the gradients of its inputs have come     count unused parameters as done                  _watch_inputs
     the whole backward is over                reduce and release what is left                  finish_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
 micro-batch. If parameters are whole on every rank (stages 0 to 2), nothing is gathered and released, and a forward waits only for
-new values that the last update has left on their way. If gradients are whole (stages 0 and 1), only the last micro-batch reduces.
-
-Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival: that may
-differ between ranks, and would then pair one rank's bucket with another's. One reduction is on its way while the next unit's
-gradients are filled in.
+new values that the last update has left on their way. `Reductions` keeps count of the gradients.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from megazero.logging import ALIKE, get_logger
-from megazero.nested import mapped, tensors_in
+from megazero.nested import tensors_in
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.external import external_parameters, register_external_parameter
 from megazero.zero.forwards import Forwards
-from megazero.zero.hooks import Hook
+from megazero.zero.hooks import Hook, weak_hook
 from megazero.zero.layout import NO_GROUP, Segment
+from megazero.zero.outputs import made_of, without_views
+from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
-from megazero.zero.storage import storage_id
 from megazero.zero.units import ROOT
+from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
 
-MAX_REDUCTIONS = 1  # most reductions on their way at the same time
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, in addition to units gathered ahead
 
 
@@ -67,19 +62,14 @@ class Schedule:
     ) -> None:
         self.buckets = buckets
         self._overlaps_comm = zero.overlap_comm
-        # A single rank has nothing to wait for: its reduced gradients leave for their home before the next unit's are made.
-        self._overlaps_reductions = zero.overlap_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
-        self.is_last_micro_batch = True
-        self.is_open = False  # the engine's own backward runs; gradients at other times are somebody else's
-        self._has_told_of_others = False
-        self.steps_done = 0  # of the optimizer, for messages
+        self.waiting = Waiting()
+        self.reductions = Reductions(buckets, zero.overlap_comm, self.waiting)
         # By the bucket's first unit; of units that share a bucket, the others have none here. Only whole parameters share one.
         self._of_unit: dict[int, list[Bucket]] = {index: [] for index in (ROOT, *range(len(units)))}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
-        self._under_way: deque[Bucket] = deque()  # reductions, including those already waited for elsewhere
         # For each unit that has run forward since the last backward: number of inputs whose gradient has not come yet.
         self._inputs_left: dict[int, int] = {}
         # The unit that was first to run forward since the last backward: its own backward will be the last.
@@ -141,9 +131,9 @@ class Schedule:
             if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
                 self._watched.add(segment.name)
                 take = partial(Schedule._take_gradient, segment=segment)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_weak_hook(bucket, take)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(weak_hook(bucket, take)))
                 if bucket.sharding.parameters:
-                    self._handles.append(parameter.register_hook(_weak_hook(bucket, Schedule._gather_for_gradient)))
+                    self._handles.append(parameter.register_hook(weak_hook(bucket, Schedule._gather_for_gradient)))
 
     def close(self) -> None:
         """Removes every hook."""
@@ -158,27 +148,20 @@ class Schedule:
     def start_backward(self) -> None:
         """Prepares for a new backward, even after one that an exception cut short. The root is whole from here on."""
         self.restart()
-        self.is_open = True
+        self.reductions.is_open = True
         # Also waits for weights on their way that no forward has read.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
     def restart(self) -> None:
         """Forgets the unfinished state of an earlier backward."""
-        self._order = [bucket for bucket in self.buckets if bucket.is_trainable]  # of reductions
-        # Names of the parameters whose gradients have not come yet in this backward.
-        self._waiting = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
-        partly = [b for b in self.buckets if len(self._waiting.get(b, ())) < len(b.layout.segments)]
+        self.reductions.restart()
+        partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
         self._forwards.clear()
-        self._next = 0  # index of the first bucket in _order that has not been reduced
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
-        for index, bucket in enumerate(self._order):
-            if self._is_due(bucket) and (index >= self._next or bucket.gradient.has_unreduced):
-                self._reduce(bucket)
-        for bucket in self._order:
-            self._wait_reduced(bucket)
+        self.reductions.finish()
         self.restart()
         self._inputs_left = {}
         self._has_leaf_inputs.clear()
@@ -192,66 +175,18 @@ class Schedule:
         for bucket in self.buckets:
             bucket.weights.release()
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether every gradient of the step is the sum over the group."""
-        return all(bucket.gradient.is_reduced for bucket in self._order)
-
     # ---- gradients
 
     def _take_gradient(self, bucket: Bucket, segment: Segment) -> None:
-        if self.is_open:
-            bucket.accumulate(segment)
-        else:
-            self._drop(bucket, segment)
-        waiting = self._waiting[bucket]
-        waiting.discard(segment.name)
-        if not waiting:
-            self._reduce_ready()
+        self.reductions.take(bucket, segment)
+        if not self.reductions.missing(bucket):
+            self.reductions.reduce_ready()
             self._release_if_done(bucket.unit)
-
-    def _drop(self, bucket: Bucket, segment: Segment) -> None:
-        """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
-
-        Such a gradient has another scale, and in G no torch function that the script calls, such as `module.zero_grad()`, could
-        reach it.
-        """
-        bucket.parameters[segment.name].grad = None
-        if self._has_told_of_others:
-            return
-        self._has_told_of_others = True
-        logger.warning(
-            "a backward that is not this engine's (loss.backward(), or another engine's whose loss goes through this model) has "
-            "reached %s: its gradients of this model are not kept. To train with them, call engine.backward(loss)",
-            segment.name,
-            extra=ALIKE,
-        )
 
     def _gather_for_gradient(self, bucket: Bucket) -> None:
         """Makes parameters whole again, one of which is about to get a gradient after their release."""
         if not bucket.weights.is_gathered:
             self._gather([bucket])
-
-    def _reduce_ready(self) -> None:
-        while self.is_open and self._next < len(self._order) and not self._waiting[self._order[self._next]]:
-            bucket = self._order[self._next]
-            self._next += 1
-            if self._is_due(bucket):
-                self._reduce(bucket)
-
-    def _is_due(self, bucket: Bucket) -> bool:
-        return self.is_last_micro_batch or bucket.sharding.gradients
-
-    def _reduce(self, bucket: Bucket) -> None:
-        self._under_way.append(bucket)
-        while len(self._under_way) > MAX_REDUCTIONS:
-            self._wait_reduced(self._under_way.popleft())
-        bucket.gradient.reduce()
-        if not self._overlaps_reductions:
-            self._wait_reduced(bucket)
-
-    def _wait_reduced(self, bucket: Bucket) -> None:
-        self._wait(bucket.gradient.wait, bucket, "the sum of the gradients")
 
     # ---- parameters
 
@@ -316,12 +251,12 @@ class Schedule:
             self._gather(buckets, index)
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
-            output = _without_views(output, buckets)
+            output = without_views(output, buckets)
             if self._is_over(index, was_wanted):
                 for bucket in buckets:
                     if bucket.unit != ROOT and not self._forwards.read(bucket):
                         bucket.weights.release()
-            for tensor in _made_of(output, inputs):
+            for tensor in made_of(output, inputs):
                 tensor.register_hook(partial(self._gather_for_backward, buckets, index))
             return output
 
@@ -363,16 +298,15 @@ class Schedule:
         _refuse_transforms()
         for bucket in buckets:
             bucket.weights.gather()
-            # The module ran twice: its gradients come again.
-            if bucket.is_trainable and not self._waiting[bucket] and _in_backward():
-                self._waiting[bucket] = {s.name for s in bucket.trained_segments}
+            if _in_backward():
+                self.reductions.expect_again(bucket)
         if index is not None:
             self._prefetch(index, in_forward)
         self._await(buckets)
 
     def _await(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
-            self._wait(bucket.weights.wait_gathered, bucket, "its parameters")
+            self.waiting.until(bucket.weights.wait_gathered, bucket, "its parameters")
 
     def _prefetch(self, index: int, in_forward: bool) -> None:
         """Starts to gather the next units, and to fetch the shards of the units after them from their homes.
@@ -422,7 +356,7 @@ class Schedule:
         return trains and self.residency.stays(index, self._live)
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
-        output = _without_views(output, self.buckets)
+        output = without_views(output, self.buckets)
         if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
             self.release_all()
         return output
@@ -441,13 +375,13 @@ class Schedule:
         # (retain_graph, or two forwards and then two backwards) are not counted.
         if index in self._has_frozen and self._inputs_left.get(index) != 0:
             return
-        if all(not self._waiting[bucket] for bucket in buckets if bucket.is_trainable):
+        if not any(self.reductions.missing(bucket) for bucket in buckets):
             for bucket in buckets:
                 self._release(bucket)
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
-        if self.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
+        if self.reductions.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
             bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module, names_of: dict[Bucket, set[str]]) -> None:
@@ -466,15 +400,15 @@ class Schedule:
 
         def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
             # Skips a graph from before the last backward, and a backward that is not this engine's.
-            if inputs_left is not self._inputs_left or not self.is_open or not inputs_left[index]:
+            if inputs_left is not self._inputs_left or not self.reductions.is_open or not inputs_left[index]:
                 return
             inputs_left[index] -= 1
             if inputs_left[index] == 0:
                 if index not in self._has_leaf_inputs:
                     for bucket, names in names_of.items():
-                        if bucket.is_trainable and bucket not in self._external:
-                            self._waiting[bucket] -= names
-                    self._reduce_ready()
+                        if bucket not in self._external:
+                            self.reductions.skip(bucket, names)
+                    self.reductions.reduce_ready()
                 self._release_if_done(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -489,35 +423,6 @@ class Schedule:
 
         self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 
-    def _wait(self, wait: Callable[[], None], bucket: Bucket, what: str) -> None:
-        try:
-            wait()
-        except torch.OutOfMemoryError:
-            raise  # its message says enough
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {torch.distributed.get_rank()}, step {self.steps_done + 1}, unit {bucket.name!r}: waiting for {what} "
-                "failed. If the other ranks did not come, they run another part of the model, have failed, or have left the "
-                "loop; every data-parallel rank must run the same units and the same number of steps. (A module that chooses "
-                f"what runs by its data, as a mixture of experts, has to be one unit: zero_units=[...].) ({error})"
-            ) from error
-
-
-def _weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:
-    """A hook for one of the bucket's parameters, which calls `act` while a schedule drives the bucket.
-
-    A parameter's hooks must not hold its engine, in a cycle that the garbage collector does not see. A bucket holds its schedule,
-    so the hook refers to the bucket weakly.
-    """
-    reference = ref(bucket)
-
-    def hook(_: Tensor) -> None:
-        bucket = reference()
-        if bucket is not None and bucket.schedule is not None:
-            act(bucket.schedule, bucket)
-
-    return hook
-
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
     """For each unit, the names of its parameters in each bucket that holds some of them; the bucket may hold other units' too."""
@@ -529,44 +434,6 @@ def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> lis
             bucket, name = place_of[parameter]
             found[-1].setdefault(bucket, set()).add(name)
     return found
-
-
-def _without_views(output: Any, buckets: list[Bucket]) -> Any:
-    """A module's output, with copies in place of views of its weights.
-
-    Such a view would outlive the weights' memory, and reading it would crash the interpreter.
-
-    Raises:
-        RuntimeError: a view is inside an object other than a list, tuple or mapping.
-    """
-    storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
-
-    def bucket_behind(tensor: Tensor) -> Bucket | None:
-        return storages.get(storage_id(tensor)) if tensor.numel() else None
-
-    if not any(map(bucket_behind, tensors_in(output))):
-        return output
-    output = mapped(output, lambda tensor: tensor.clone() if bucket_behind(tensor) else tensor)
-    for tensor in tensors_in(output):
-        if (bucket := bucket_behind(tensor)) is not None:
-            raise RuntimeError(
-                f"Unit {bucket.name!r} returns a parameter, or a view of one (shape {tuple(tensor.shape)}), within an object. "
-                "Its memory is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
-            )
-    return output
-
-
-def _made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
-    """Tensors whose gradients begin a module's backward: its output, and inputs that it has changed in place.
-
-    Excludes tensors that it passes on unchanged, such as other units' tensors in a cache.
-
-    Args:
-        inputs: input tensors, each with its grad_fn before the module ran.
-    """
-    made_before = {id(tensor): maker for tensor, maker in inputs}
-    found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
-    return [t for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
 
 
 def _refuse_transforms() -> None:

@@ -182,7 +182,7 @@ class ShardedOptimizerV2(EngineOptimizer):
         Raises:
             RuntimeError: there are gradients already, and `reuse_fp16_shard` is on.
         """
-        if self.model.reuse_fp16_shard and self.engine.schedule.is_reduced:
+        if self.model.reuse_fp16_shard and self.engine.schedule.reductions.is_done:
             raise RuntimeError(
                 _NO_ACCUMULATION.format("this is a second backward without step() or zero_grad() between")
             )

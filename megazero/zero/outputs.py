@@ -1,0 +1,50 @@
+"""What a unit's output means for its weights: views of them that would outlive their memory, and where its backward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megazero.nested import mapped, tensors_in
+from megazero.zero.bucket import Bucket
+from megazero.zero.storage import storage_id
+
+
+def without_views(output: Any, buckets: list[Bucket]) -> Any:
+    """A module's output, with copies in place of views of its weights.
+
+    Such a view would outlive the weights' memory, and reading it would crash the interpreter.
+
+    Raises:
+        RuntimeError: a view is inside an object other than a list, tuple or mapping.
+    """
+    storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
+
+    def bucket_behind(tensor: Tensor) -> Bucket | None:
+        return storages.get(storage_id(tensor)) if tensor.numel() else None
+
+    if not any(map(bucket_behind, tensors_in(output))):
+        return output
+    output = mapped(output, lambda tensor: tensor.clone() if bucket_behind(tensor) else tensor)
+    for tensor in tensors_in(output):
+        if (bucket := bucket_behind(tensor)) is not None:
+            raise RuntimeError(
+                f"Unit {bucket.name!r} returns a parameter, or a view of one (shape {tuple(tensor.shape)}), within an object. "
+                "Its memory is freed when the unit has run, because parameters are sharded. Return a copy: .clone()."
+            )
+    return output
+
+
+def made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
+    """Tensors whose gradients begin a module's backward: its output, and inputs that it has changed in place.
+
+    Excludes tensors that it passes on unchanged, such as other units' tensors in a cache.
+
+    Args:
+        inputs: input tensors, each with its grad_fn before the module ran.
+    """
+    made_before = {id(tensor): maker for tensor, maker in inputs}
+    found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
+    return [t for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]

@@ -1,0 +1,125 @@
+"""Which gradients have come in a backward, and the order in which buckets are reduced.
+
+Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival: that may
+differ between ranks, and would then pair one rank's bucket with another's. One reduction is on its way while the next unit's
+gradients are filled in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megazero.logging import ALIKE, get_logger
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Segment
+from megazero.zero.waiting import Waiting
+
+logger = get_logger(__name__)
+
+MAX_REDUCTIONS = 1  # most reductions on their way at the same time
+
+
+class Reductions:
+    """Fills the buckets' G as gradients come, and reduces each bucket when it is complete and its turn has come.
+
+    If gradients are whole (stages 0 and 1), only the last micro-batch reduces.
+
+    Args:
+        buckets: in backward order.
+        overlaps_comm: reductions travel while the backward continues.
+
+    Attributes:
+        is_last_micro_batch: the next backward is the last one before an update.
+        is_open: the engine's own backward runs; gradients at other times are somebody else's.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], overlaps_comm: bool, waiting: Waiting) -> None:
+        self._buckets, self._waiting = buckets, waiting
+        # A single rank has nothing to wait for: its reduced gradients leave for their home before the next unit's are made.
+        self._overlaps = overlaps_comm and any(bucket.channel.num_ranks > 1 for bucket in buckets)
+        self.is_last_micro_batch = True
+        self.is_open = False
+        self._has_told_of_others = False
+        self._under_way: deque[Bucket] = deque()  # including those already waited for elsewhere
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets the unfinished state of an earlier backward, and follows which parameters are trained."""
+        self._order = [bucket for bucket in self._buckets if bucket.is_trainable]
+        self._missing = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
+        self._next = 0  # index of the first bucket in _order that has not been reduced
+
+    def take(self, bucket: Bucket, segment: Segment) -> None:
+        """Adds the gradient that a parameter has received to its bucket's G."""
+        if self.is_open:
+            bucket.accumulate(segment)
+        else:
+            self._drop(bucket, segment)
+        self._missing[bucket].discard(segment.name)
+
+    def _drop(self, bucket: Bucket, segment: Segment) -> None:
+        """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
+
+        Such a gradient has another scale, and in G no torch function that the script calls, such as `module.zero_grad()`, could
+        reach it.
+        """
+        bucket.parameters[segment.name].grad = None
+        if self._has_told_of_others:
+            return
+        self._has_told_of_others = True
+        logger.warning(
+            "a backward that is not this engine's (loss.backward(), or another engine's whose loss goes through this model) has "
+            "reached %s: its gradients of this model are not kept. To train with them, call engine.backward(loss)",
+            segment.name,
+            extra=ALIKE,
+        )
+
+    def skip(self, bucket: Bucket, names: set[str]) -> None:
+        """Counts parameters as done, whether or not a gradient has come for them."""
+        if bucket.is_trainable:
+            self._missing[bucket] -= names
+
+    def expect_again(self, bucket: Bucket) -> None:
+        """If all gradients of the bucket have come, expects them once more: its module ran twice."""
+        if bucket.is_trainable and not self._missing[bucket]:
+            self._missing[bucket] = {segment.name for segment in bucket.trained_segments}
+
+    def missing(self, bucket: Bucket) -> set[str]:
+        """Names of the bucket's parameters whose gradients have not come yet in this backward."""
+        return self._missing.get(bucket, set())  # a frozen bucket gets none
+
+    def reduce_ready(self) -> None:
+        """Starts the reductions whose turn has come: of complete buckets that follow each other in the order."""
+        while self.is_open and self._next < len(self._order) and not self.missing(self._order[self._next]):
+            bucket = self._order[self._next]
+            self._next += 1
+            if self._is_due(bucket):
+                self._reduce(bucket)
+
+    def finish(self) -> None:
+        """After a backward: reduces what is left (unused parameters, late gradients), and waits for every reduction."""
+        for index, bucket in enumerate(self._order):
+            if self._is_due(bucket) and (index >= self._next or bucket.gradient.has_unreduced):
+                self._reduce(bucket)
+        for bucket in self._order:
+            self._wait_for(bucket)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every gradient of the step is the sum over the group."""
+        return all(bucket.gradient.is_reduced for bucket in self._order)
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        return self.is_last_micro_batch or bucket.sharding.gradients
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._under_way.append(bucket)
+        while len(self._under_way) > MAX_REDUCTIONS:
+            self._wait_for(self._under_way.popleft())
+        bucket.gradient.reduce()
+        if not self._overlaps:
+            self._wait_for(bucket)
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        self._waiting.until(bucket.gradient.wait, bucket, "the sum of the gradients")
