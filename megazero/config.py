@@ -39,6 +39,7 @@ class ParallelConfig:
         "set by old launchers; the environment variable LOCAL_RANK is what counts",
         flag="--local_rank",
         aliases=("--local-rank",),
+        per_host=True,
     )
 
     def __post_init__(self) -> None:
@@ -55,6 +56,7 @@ class DeepSpeedFlags:
         "JSON file with DeepSpeed's keys (docs/configuration.md); flags on the command line override it",
         flag="--deepspeed_config",
         aliases=("--deepspeed-config", "--deepscale_config", "--deepscale-config"),
+        per_host=True,
     )
     scheduler: SchedulerSection | None = None  # the file's learning-rate schedule, which replaces the flags'
 
@@ -104,17 +106,20 @@ class TrainingConfig:
     reset_position_ids: bool = option(False, "restart positions after each end-of-text token")
     reset_attention_mask: bool = option(False, "keep tokens from attending across end-of-text tokens")
     tensorboard_dir: str | None = option(
-        None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)"
+        None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)", per_host=True
     )
     no_tensorboard: bool = option(False, "write no TensorBoard scalars")
     profile_steps: str | None = option(
         None, "A-B: trace these iterations of rank 0 with torch.profiler (in SAVE/profile, or --profile-dir)"
     )
-    profile_dir: str | None = option(None, "where --profile-steps writes its trace (default: SAVE/profile)")
+    profile_dir: str | None = option(
+        None, "where --profile-steps writes its trace (default: SAVE/profile)", per_host=True
+    )
     peak_tflops: float | None = option(
         None,
         "peak TFLOP/s of one device, for MFU (default: from its name, else measured with a matmul; on a CPU none, and no MFU)",
         above=0,
+        per_host=True,
     )
 
     def __post_init__(self) -> None:

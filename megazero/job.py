@@ -81,11 +81,6 @@ class Job:
         return self.config.accumulation_steps(self.groups.data_parallel_size, consumed_samples)
 
 
-# What hosts may have in other places, or in other numbers: of these, ranks need only agree whether they are given.
-OWN = """local_rank num_workers peak_tflops tensorboard_dir profile_dir save load nvme_path checkpoint_nvme_path deepspeed_config
-train_data valid_data test_data data_cache_path vocab_file merge_file tokenizer_path""".split()
-
-
 def setup_distributed(config: Config) -> ParallelGroups:
     """Joins the world and divides it into groups.
 
@@ -100,7 +95,7 @@ def setup_distributed(config: Config) -> ParallelGroups:
         for each in fields(component):
             value = getattr(component, each.name)
             name = own_flag(each) if "flag" in each.metadata else each.name
-            settings[name] = value is not None if each.name in OWN else value
+            settings[name] = value is not None if each.metadata.get("per_host") else value
     refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
     return mpu.initialize_model_parallel(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
 

@@ -20,6 +20,7 @@ def option(
     below: float | None = None,
     flag: str | None = None,
     aliases: Sequence[str] = (),
+    per_host: bool = False,
 ) -> Any:
     """A dataclass field with a default, one line of help, and what the command line needs to know about it.
 
@@ -28,8 +29,9 @@ def option(
         choices, at_least, at_most, above, below: the values that `check_options` accepts; None is always accepted as a default.
         flag: the flag's name, if it is not `--` + the field's name with dashes.
         aliases: further flag names that mean the same (old spellings).
+        per_host: hosts may have different values, such as paths; a job's ranks need only agree on whether it is given.
     """
-    names = {"flag": flag, "aliases": tuple(aliases)}
+    names = {"flag": flag, "aliases": tuple(aliases), "per_host": per_host}
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     return field(default=default, metadata={"help": help, "choices": choices, **bounds, **names})
 

@@ -37,7 +37,7 @@ class CheckpointSettings:
         False, "time checkpointed calls in forward and backward, for the log's time line", flag="--profile-backward"
     )
     checkpoint_nvme_path: str | None = option(  # ZeRO-Infinity, arXiv:2104.07857, sec. 5.1.2
-        None, "directory on an NVMe drive in which activation checkpoints rest until the backward"
+        None, "directory on an NVMe drive in which activation checkpoints rest until the backward", per_host=True
     )
 
     def __post_init__(self) -> None:

@@ -12,8 +12,10 @@ from megazero.option import check_options, option
 class CheckpointConfig:
     """Where and when the job saves, and what it continues from."""
 
-    save: str | None = option(None, "directory to save checkpoints in")
-    load: str | None = option(None, "directory to continue from; a missing or empty one starts from scratch")
+    save: str | None = option(None, "directory to save checkpoints in", per_host=True)
+    load: str | None = option(
+        None, "directory to continue from; a missing or empty one starts from scratch", per_host=True
+    )
     save_interval: int = option(5000, "iterations between checkpoints", at_least=1)
     keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all", at_least=0)
     async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")

@@ -36,23 +36,33 @@ class DataConfig:
         "prefixes of .bin/.idx files, JSON lines (.json, .jsonl, also .gz, .xz, .zst), or the names webtext and wikipedia "
         "(in data/); several are mixed in proportion to their sizes, or to weights before them: 0.3 data/a 0.7 data/b",
         aliases=("--data-path",),
+        per_host=True,
     )
-    valid_data: list[str] | None = option(None, "separate validation data, instead of a part of --train-data")
-    test_data: list[str] | None = option(None, "separate test data, instead of a part of --train-data")
+    valid_data: list[str] | None = option(
+        None, "separate validation data, instead of a part of --train-data", per_host=True
+    )
+    test_data: list[str] | None = option(None, "separate test data, instead of a part of --train-data", per_host=True)
     split: str = option("1000,1,1", "shares of --train-data for training, validation and test, in documents")
     seq_length: int = option(512, "tokens per sample", at_least=1)
     data_cache_path: str | None = option(
         None,
         "folder for index arrays and tokenized JSON (default: cache/ next to the data)",
         aliases=("--cache-dir",),
+        per_host=True,
     )
     tokenizer_type: str = option("GPT2BPETokenizer", "kind of vocabulary", choices=TOKENIZER_TYPES)
-    vocab_file: str | None = option(None, "GPT-2's encoder.json, also known as vocab.json")
-    merge_file: str | None = option(None, "GPT-2's vocab.bpe, also known as merges.txt")
-    tokenizer_path: str | None = option(None, "vocabulary file (*.model, tokenizer.json), or the folder that holds it")
+    vocab_file: str | None = option(None, "GPT-2's encoder.json, also known as vocab.json", per_host=True)
+    merge_file: str | None = option(None, "GPT-2's vocab.bpe, also known as merges.txt", per_host=True)
+    tokenizer_path: str | None = option(
+        None, "vocabulary file (*.model, tokenizer.json), or the folder that holds it", per_host=True
+    )
     text_key: str = option("text", "key of the text in each JSON line")
     num_workers: int = option(
-        2, "processes per rank that read samples ahead; 0: the training process reads them", at_least=0, at_most=256
+        2,
+        "processes per rank that read samples ahead; 0: the training process reads them",
+        at_least=0,
+        at_most=256,
+        per_host=True,
     )
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ class ZeroConfig:
         "from this step on, run an offloaded update while the next step computes with weights one step older; 0: never",
     )
     nvme_path: str | None = option(
-        None, "directory on the drive to which --offload-optimizer nvme and --offload-param nvme swap"
+        None, "directory on the drive to which --offload-optimizer nvme and --offload-param nvme swap", per_host=True
     )
     pin_memory: bool = option(True, "page-lock the host memory of offloaded states, for CUDA", flag="--use-pin-memory")
     sub_group_size: int = option(
