@@ -24,6 +24,9 @@ from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
 
+# What the training job's configuration is composed of, in the order of its fields.
+COMPONENTS: tuple[type, ...] = tuple(typing.get_type_hints(Config).values())
+
 # Flags that ask for an update on the host, as --offload-optimizer cpu does.
 CPU_OPTIMIZER = {
     "--cpu-optimizer": "the same as --offload-optimizer cpu",
@@ -195,8 +198,7 @@ def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Confi
     Raises:
         ValueError: flags or keys are unknown, invalid on their own, or contradict each other.
     """
-    parts = list(typing.get_type_hints(Config).values())
-    given = parse(make_parser(parts, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
+    given = parse(make_parser(COMPONENTS, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
     config = config_of(given, world_size)
     config.warn_of_idle()
     return config
@@ -208,10 +210,8 @@ def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:
     Raises:
         ValueError: as `load_config`.
     """
-    components = typing.get_type_hints(Config)
-    parts = list(components.values())
     file = given.get("deepspeed_config")
-    values = dict(given) if file is None else {**values_of_file(file, given, parts, world_size), **given}
+    values = dict(given) if file is None else {**values_of_file(file, given, COMPONENTS, world_size), **given}
     if "cpu_optimizer" in given and values.get("offload_optimizer", "none") == "none":
         if "offload_optimizer" in given:
             raise ValueError(
@@ -227,4 +227,4 @@ def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:
         raise ValueError(
             "--no-checkpoint-activations and --recompute full exclude each other. To recompute nothing, give --recompute none."
         )
-    return Config(**dict(zip(components, build(parts, values), strict=True)))
+    return Config(*build(COMPONENTS, values))

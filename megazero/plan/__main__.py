@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.arguments import build, config_of, make_parser, parse
+from megazero.arguments import COMPONENTS, build, config_of, make_parser, parse
 from megazero.config import Config
 from megazero.option import check_options, option
 from megazero.plan.job_plan import Setup, plan_job
@@ -72,9 +71,8 @@ def load(argv: Sequence[str]) -> tuple[Config, Machine]:
     Raises:
         ValueError: flags are unknown, wrong, or contradict each other.
     """
-    parts = list(typing.get_type_hints(Config).values())
     parser = make_parser(
-        [Machine, *parts], "Plan a GPT-2 job by the flags of pretrain_gpt2.py: does it fit, and what fits?"
+        [Machine, *COMPONENTS], "Plan a GPT-2 job by the flags of pretrain_gpt2.py: does it fit, and what fits?"
     )
     parser.prog = "python -m megazero.plan"
     given = parse(parser, argv)
