@@ -40,9 +40,7 @@ _HOMES = {
     "Engine": "megazero.engine",
     "ZeroConfig": "megazero.zero",
 }
-_MODULES = {"zero": "megazero.zero", "comm": "megazero.comm", "utils": "megazero.utils", "mpu": "megazero.mpu"}
-_MODULES["accelerator"] = "megazero.accelerator"
-_MODULES["ops"] = "megazero.ops"
+_MODULES = {name: f"megazero.{name}" for name in ("accelerator", "comm", "mpu", "ops", "utils", "zero")}
 _MODULES["checkpointing"] = "megazero.activation_checkpointing"
 
 __all__ = [
