@@ -92,7 +92,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
             agent.stdin.close()  # type: ignore[union-attr]
 
     with stop_signals(stop, end):
-        failed = _watch(agents)
+        failed = _watch(agents, end)
     if not failed:
         return 0
     host = next((host for host, status in failed.items() if status == KILLED), next(iter(failed)))
@@ -101,8 +101,8 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
     return failed[host]
 
 
-def _watch(agents: Mapping[str, subprocess.Popen]) -> dict[str, int]:
-    """Waits for all agents, and ends them when one has failed; the statuses of those that failed by themselves, in that order."""
+def _watch(agents: Mapping[str, subprocess.Popen], end: Callable[[], object]) -> dict[str, int]:
+    """Waits for all agents, and calls `end` when one has failed; the statuses of those that failed by themselves, in order."""
     failed: dict[str, int] = {}
     running, since, told = dict(agents), 0.0, False
     while running:
@@ -118,8 +118,7 @@ def _watch(agents: Mapping[str, subprocess.Popen]) -> dict[str, int]:
         waited = time.monotonic() - since if since else 0.0
         if waited > GRACE_S and not told:
             told = True
-            for agent in running.values():
-                agent.stdin.close()  # type: ignore[union-attr]
+            end()
         if waited > GRACE_S + LAST_S:
             for agent in running.values():
                 agent.kill()
