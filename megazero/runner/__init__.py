@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megazero.logging import counted
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options, program = parse(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(format="megazero: %(message)s", level=options.log_level.upper())
-        with _pid_file(options.save_pid):
+        with _pid_file() if options.save_pid else nullcontext():
             return _launch(options, program)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -221,12 +221,10 @@ def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:
 
 
 @contextmanager
-def _pid_file(wanted: bool) -> Iterator[None]:
+def _pid_file() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.megazero"
-    if wanted:
-        path.write_text(str(os.getpid()))
+    path.write_text(str(os.getpid()))
     try:
         yield
     finally:
-        if wanted:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
