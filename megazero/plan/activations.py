@@ -71,10 +71,8 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
-    sliced = t if model.sequence_parallel else 1
     vocabulary = model.padded_vocab_size(t) // t
     chunked = 0 < model.vocab_chunk_size < vocabulary or 0 < model.sequence_chunk_size < shape.seq_length
-    outside = (2 * hidden + _dropout_mask(n * h, model.hidden_dropout, shape) + _norm_statistics(shape)) // sliced
     kept, elsewhere, recomputed = _kept(model, shape, checkpoints)
     is_on_disk = checkpoints.checkpoint_nvme_path is not None
     return Activations(
@@ -83,7 +81,7 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
         kept_on_disk=elsewhere if is_on_disk else 0,
         block=block_bytes(model, shape),
         recomputed=recomputed,
-        outside=outside + _per_token(shape),
+        outside=_norm_bytes(model, shape) + _per_token(shape),
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
         block_working=2 * hidden + wide + _working_weight(model) * e // t,
@@ -128,9 +126,8 @@ def block_bytes(model: GPT2Config, shape: Shape, core: bool = True) -> int:
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
-    masks = 2 * _dropout_mask(n * h, model.hidden_dropout, shape)
-    whole = (4 * hidden + masks + 2 * _norm_statistics(shape)) // (t if model.sequence_parallel else 1)
-    return whole + 2 * wide + 4 * hidden // t + (_core_bytes(model, shape, hidden // t) if core else 0)
+    inside = _core_bytes(model, shape, hidden // t) if core else 0
+    return 2 * _norm_bytes(model, shape) + 2 * wide + 4 * hidden // t + inside
 
 
 def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
@@ -148,16 +145,16 @@ def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
     return merged + rows * FP32_BYTES  # the last term: log of the sum of exponentials
 
 
-def _dropout_mask(numel: int, probability: float, shape: Shape) -> int:
-    """A byte per element on a GPU; a factor in the activations' dtype on a CPU."""
-    if probability == 0:
-        return 0
-    return numel * (1 if shape.device_type == "cuda" else shape.dtype.itemsize)
+def _norm_bytes(model: GPT2Config, shape: Shape) -> int:
+    """What a norm, the layer that reads it and a dropout save: two values of each element, a mask, and the norm's statistics.
 
-
-def _norm_statistics(shape: Shape) -> int:
-    """Mean and reciprocal standard deviation of each token, in fp32 on a GPU."""
-    return 2 * shape.tokens * (FP32_BYTES if shape.device_type == "cuda" else shape.dtype.itemsize)
+    The mask is a byte per element on a GPU, a factor in the activations' dtype on a CPU. The statistics are mean and reciprocal
+    standard deviation of each token, in fp32 on a GPU.
+    """
+    n, h, e, is_cuda = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.device_type == "cuda"
+    mask = n * h * (1 if is_cuda else e) if model.hidden_dropout > 0 else 0
+    statistics = 2 * n * (FP32_BYTES if is_cuda else e)
+    return (2 * n * h * e + mask + statistics) // (shape.model_parallel_size if model.sequence_parallel else 1)
 
 
 def _per_token(shape: Shape) -> int:
