@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
-from megazero.checkpoint.importers.deepspeed_partitions import is_vector, read_optimizer_files
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.deepspeed_partitions import SavedOptimizer, is_vector, read_optimizer_files
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
 
@@ -42,9 +42,7 @@ class _Rank(NamedTuple):
 
     tensors: dict[str, ForeignTensor]
     aliases: dict[str, str]  # further names of tied parameters -> the name in `tensors`
-    counters: dict[str, float] | None  # these three of the optimizer, as in `OptimizerFiles`
-    groups: list[dict[str, Any]] | None
-    state: dict[str, Any]
+    optimizer: SavedOptimizer
 
 
 def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignCheckpoint:
@@ -73,10 +71,10 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
         skipped_steps=int(model.get("skipped_steps") or 0),
         global_samples=int(model.get("global_samples") or 0),
         optimizer_type=_optimizer_type(model.get("ds_config")),
-        optimizer_counters=first.counters,
-        optimizer_groups=plain_data(first.groups, "optimizer_groups"),
+        optimizer_counters=first.optimizer.counters,
+        optimizer_groups=plain_data(first.optimizer.groups, "optimizer_groups"),
         lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
-        loss_scaler=_loss_scaler(first.state),
+        loss_scaler=_loss_scaler(first.optimizer.state),
         client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
     )
 
@@ -88,15 +86,18 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
         logger.warning("%s: the entries %s of the module are no tensors and are left out", where, others)
     buffers = set(model.get("buffer_names") or ())
     aliases = model.get("shared_params") or _same_storage({n: t for n, t in module.items() if n not in buffers})
-    shapes = model.get("param_shapes")
+    shapes, is_stage_3 = model.get("param_shapes"), False
     if shapes is None:
-        return _read_stage_0(where, model, module, buffers, aliases)
-    shapes = [shapes] if isinstance(shapes, Mapping) else shapes
-    states = files.load_optimizers(rank)
-    optimizer = read_optimizer_files(states, shapes, str(files.folder))
-    sizes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-    tensors = {name: ForeignTensor(sizes[name], "trained", {**optimizer.readers[name]}) for name in sizes}
-    is_stage_3 = "fp32_flat_groups" in states[0]
+        trained = {name: value for name, value in module.items() if name not in buffers and name not in aliases}
+        sizes = {name: tuple(value.shape) for name, value in trained.items()}
+        optimizer = _plain_optimizer(where, model.get("optimizer") or {}, trained)
+    else:
+        shapes = [shapes] if isinstance(shapes, Mapping) else shapes
+        sizes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+        states = files.load_optimizers(rank)
+        optimizer = read_optimizer_files(states, shapes, str(files.folder))
+        is_stage_3 = "fp32_flat_groups" in states[0]
+    tensors = {name: ForeignTensor(size, "trained", optimizer.readers[name]) for name, size in sizes.items()}
     if is_stage_3:
         tensors |= _frozen_shares(files.load_models(rank, len(states)))
     for name, value in module.items():
@@ -104,7 +105,7 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
             tensors[name] = _constant(value, "buffer")
         elif name not in tensors and name not in aliases and not is_stage_3:  # stage 3 has placeholders here
             tensors[name] = _constant(value, "frozen")
-    return _Rank(tensors, aliases, optimizer.counters, optimizer.groups, optimizer.state)
+    return _Rank(tensors, aliases, optimizer)
 
 
 def _constant(value: Tensor, kind: str) -> ForeignTensor:
@@ -133,32 +134,26 @@ def _same_storage(module: dict[str, Tensor]) -> dict[str, str]:
     }
 
 
-def _read_stage_0(
-    where: str, model: dict[str, Any], module: dict[str, Tensor], buffers: set[str], aliases: dict[str, str]
-) -> _Rank:
+def _plain_optimizer(where: str, state: dict[str, Any], trained: dict[str, Tensor]) -> SavedOptimizer:
     """Without ZeRO a plain optimizer's state is in the model file, under the number of each parameter."""
-    names = [name for name in module if name not in buffers and name not in aliases]
-    state = model.get("optimizer") or {}
     groups = state.get("param_groups") or []
     order = [number for group in groups for number in group["params"]]
-    states = [state["state"].get(number, {}) for number in order] if groups else []
+    states = [state["state"].get(number, {}) for number in order]
+    readers: dict[str, dict[str, Read]] = {n: {"master": partial(_to_fp32, value)} for n, value in trained.items()}
     # The file has no names: they are certain where one group lists every parameter, in the model's order.
-    is_certain = len(groups) == 1 and [_shape_of(s) for s in states] == [module[name].shape for name in names]
-    if not is_certain and model.get("optimizer"):
+    if len(groups) == 1 and [_shape_of(found) for found in states] == [value.shape for value in trained.values()]:
+        for own, found in zip(readers.values(), states, strict=True):
+            own |= {key: partial(_to_fp32, value) for key, value in found.items() if is_vector(value)}
+        counters = {key: float(value) for key, value in states[0].items() if not is_vector(value)}
+        return SavedOptimizer(readers, counters, groups, state)
+    if state:
         logger.warning(
             "%s: the optimizer's state is left out, because a checkpoint without ZeRO does not say which parameters it belongs "
             "to: that is clear only for one group of all parameters in fp32. To keep it, load and save the checkpoint "
             "with stage 1.",
             where,
         )
-    tensors = {name: _constant(module[name], "buffer") for name in module if name in buffers}
-    for number, name in enumerate(names):
-        readers = {"master": partial(_to_fp32, module[name])}
-        if is_certain:
-            readers |= {k: partial(_to_fp32, v) for k, v in states[number].items() if is_vector(v)}
-        tensors[name] = ForeignTensor(tuple(module[name].shape), "trained", readers)
-    scalars = {k: float(v) for k, v in states[0].items() if not is_vector(v)} if is_certain else None
-    return _Rank(tensors, aliases, scalars, groups if is_certain else None, state)
+    return SavedOptimizer(readers, None, None, state)
 
 
 def _shape_of(state: dict[str, Any]) -> Any:

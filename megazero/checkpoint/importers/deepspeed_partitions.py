@@ -37,8 +37,8 @@ _SPLIT, _SHARES = "single_partition_of_fp32_groups", "fp32_flat_groups"
 Shapes = Sequence[Mapping[str, torch.Size]]
 
 
-class OptimizerFiles(NamedTuple):
-    """What the optimizer files of one model-parallel rank hold.
+class SavedOptimizer(NamedTuple):
+    """What one model-parallel rank has saved of the trained parameters and their optimizer.
 
     Attributes:
         readers: by parameter and state ("master", "exp_avg", ...), a function that gives the full fp32 tensor.
@@ -53,7 +53,7 @@ class OptimizerFiles(NamedTuple):
     state: dict[str, Any]
 
 
-def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where: str) -> OptimizerFiles:
+def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where: str) -> SavedOptimizer:
     """Where the trained parameters' values lie in `files`; no value is read yet.
 
     Args:
@@ -80,7 +80,7 @@ def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where:
     readers = {name: {state: by_state[state][name] for state in by_state} for name in by_state["master"]}
     base = _base_state(files[0], key)
     groups = base.get("param_groups", []) if isinstance(base, dict) else None
-    return OptimizerFiles(readers, counters, groups, files[0])
+    return SavedOptimizer(readers, counters, groups, files[0])
 
 
 def _base_state(file: dict[str, Any], key: str) -> Any:
