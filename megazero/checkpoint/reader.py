@@ -59,7 +59,6 @@ class Reader:
     """
 
     def __init__(self, directory: str | Path, tag: str | None = None, content: bytes | None = None) -> None:
-        looks_for_files = content is None
         # What was located last, and what was wanted: the states of a parameter lie alike.
         self._located: tuple[tuple[Any, ...], Pieces, RangeMap] | None = None
         self._maps: dict[tuple[Any, ...], tuple[Pieces, RangeMap]] = {}  # of a layer whose tiles are read in turns
@@ -69,7 +68,6 @@ class Reader:
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
         self.index = self._parse_index(self._read_index() if content is None else content)
-        del content
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
             self.nbytes = sum(file.nbytes for file in self.files)
@@ -78,8 +76,9 @@ class Reader:
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
         with self.well_formed("tensors"):
             self.tensors = {name: self._parse_entry(name, saved) for name, saved in self.index["tensors"].items()}
-        for file in self.files if looks_for_files else ():
-            file.check_size()
+        if content is None:
+            for file in self.files:
+                file.check_size()
 
     def entry(self, name: str) -> TensorEntry:
         """What is saved of a parameter or buffer."""
