@@ -156,14 +156,12 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     """Plots training and validation loss over iterations as a PNG; if it cannot, logs the reason and returns False."""
     try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure  # without pyplot: no window system, no state
     except ImportError:
         logger.warning("no loss plot: matplotlib is not installed (pip install 'megazero[data]')")
         return False
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="tight")
+    axes = figure.subplots()
     lines = list(lines)
     for section, style in (("train", {"linewidth": 1.2}), ("valid", {"marker": "o", "markersize": 4, "linewidth": 1})):
         points = [(line["iteration"], line["loss"]) for line in lines if line["section"] == section]
@@ -173,15 +171,12 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
-    figure.tight_layout()
     try:
         with written_aside(path) as file:
             figure.savefig(file, format="png")
     except OSError as error:
         logger.warning("no loss plot: %s", error)
         return False
-    finally:
-        pyplot.close(figure)
     return True
 
 
