@@ -208,7 +208,6 @@ def _init_context(config: Config, groups: ParallelGroups) -> Init:
     home = "cpu" if config.zero.placement == "auto" else config.zero.offload_param
     return Init(
         data_parallel_group=groups.data,
-        remote_device=home,
         config={
             "zero_optimization": {
                 "mics_shard_size": config.zero.shard_size,
