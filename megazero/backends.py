@@ -12,25 +12,19 @@ from megazero.logging import ALIKE, get_logger
 logger = get_logger(__name__)
 
 
-# By default, kernels of several streams share 8 hardware queues of a GPU. With one queue they start in the order of their
-# launches.
-ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))  # values that make cuBLAS deterministic
-NCCL_ALGORITHM = ("NCCL_ALGO", "Ring")  # otherwise NCCL chooses one per size and kind of collective
-
-
 def set_up_backends(config: Config) -> None:
     """Applies the settings that `config` asks for; variables that are already set in the environment keep their values.
 
     Raises:
         ValueError: the environment contradicts --deterministic-mode, or CUDA has already started without the setting it needs.
     """
-    # When layers are split, their all-reduce must start before the next matrix product fills the GPU, which one queue ensures. At
-    # stages 2 and 3, one queue would also keep each unit's reduce-scatter and gathers, which are launched ahead, from running
-    # alongside compute. The same holds for gathers of new weights (--overlap-param-gather).
+    # By default, kernels of several streams share 8 hardware queues of a GPU. With one queue they start in the order of their
+    # launches. When layers are split, their all-reduce must start before the next matrix product fills the GPU, which one queue
+    # ensures. At stages 2 and 3, it would also keep each unit's reduce-scatter and gathers, which are launched ahead, from
+    # running alongside compute. The same holds for gathers of new weights (--overlap-param-gather).
     launches_ahead = config.zero.stage >= 2 or config.zero.overlap_param_gather
     if config.parallel.model_parallel_size > 1 and not launches_ahead:
-        os.environ.setdefault(*ONE_QUEUE)
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     round_fp32_products(config.precision.tf32)
     if config.training.reset_attention_mask:
         leave_out_cudnn_attention()
@@ -57,7 +51,7 @@ def leave_out_cudnn_attention() -> None:
 
 
 def _be_deterministic() -> None:
-    name, right = CUBLAS_WORKSPACE
+    name, right = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
     found = os.environ.get(name)
     if found not in right and (found is not None or torch.cuda.is_initialized()):
         raise ValueError(
@@ -65,7 +59,7 @@ def _be_deterministic() -> None:
             f"Set {name}={right[0]} in the environment."
         )
     os.environ.setdefault(name, right[0])
-    os.environ.setdefault(*NCCL_ALGORITHM)
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # otherwise NCCL chooses one per size and kind of collective
     torch.use_deterministic_algorithms(True)
     # Filling new tensors helps to find bugs, but costs a write of each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
