@@ -69,16 +69,17 @@ def gopher_quality(text: str, limits: Thresholds) -> Broken:
     letters = sum(word.isalpha() or _LETTER.search(word) is not None for word in words) / count
     stop_words = len(_STOP_WORDS.intersection(words))
     return _first_broken(
-        ("gopher_min_words", len(words), limits.gopher_min_words, 1),
-        ("gopher_max_words", len(words), limits.gopher_max_words, -1),
-        ("gopher_min_mean_word", sum(map(len, words)) / count, limits.gopher_min_mean_word, 1),
-        ("gopher_max_mean_word", sum(map(len, words)) / count, limits.gopher_max_mean_word, -1),
-        ("gopher_max_symbols", text.count("#") / count, limits.gopher_max_symbols, -1),
-        ("gopher_max_symbols", len(_ELLIPSIS.findall(text)) / count, limits.gopher_max_symbols, -1),
-        ("gopher_max_bullet_lines", bullets, limits.gopher_max_bullet_lines, -1),
-        ("gopher_max_ellipsis_lines", ellipses, limits.gopher_max_ellipsis_lines, -1),
-        ("gopher_min_letter_words", letters, limits.gopher_min_letter_words, 1),
-        ("gopher_min_stop_words", stop_words, limits.gopher_min_stop_words, 1),
+        limits,
+        ("gopher_min_words", len(words)),
+        ("gopher_max_words", len(words)),
+        ("gopher_min_mean_word", sum(map(len, words)) / count),
+        ("gopher_max_mean_word", sum(map(len, words)) / count),
+        ("gopher_max_symbols", text.count("#") / count),
+        ("gopher_max_symbols", len(_ELLIPSIS.findall(text)) / count),
+        ("gopher_max_bullet_lines", bullets),
+        ("gopher_max_ellipsis_lines", ellipses),
+        ("gopher_min_letter_words", letters),
+        ("gopher_min_stop_words", stop_words),
     )
 
 
@@ -88,21 +89,18 @@ def gopher_repetition(text: str, limits: Thresholds) -> Broken:
     for name, pattern in (("paragraph", _PARAGRAPH), ("line", _LINE)):
         parts = [part for part in pattern.split(text.strip()) if part]
         count, length = _repeated(parts)
-        share = f"gopher_max_duplicate_{name}s"
-        size = f"gopher_max_duplicate_{name}_characters"
         broken = _first_broken(
-            (share, count / max(len(parts), 1), getattr(limits, share), -1),
-            (size, length / characters, getattr(limits, size), -1),
+            limits,
+            (f"gopher_max_duplicate_{name}s", count / max(len(parts), 1)),
+            (f"gopher_max_duplicate_{name}_characters", length / characters),
         )
         if broken:
             return broken
-    for n, top, repeated_words in ngram_characters(text.split(), 10):
-        if n <= 4:
-            name, share_of_text = f"gopher_max_top_{n}gram", top / characters
-        else:
-            name, share_of_text = f"gopher_max_duplicate_{n}gram", repeated_words / characters
-        if share_of_text > getattr(limits, name):
-            return name, share_of_text
+    for n, top, repeated in ngram_characters(text.split(), 10):
+        kind, length = ("top", top) if n <= 4 else ("duplicate", repeated)
+        broken = _first_broken(limits, (f"gopher_max_{kind}_{n}gram", length / characters))
+        if broken:
+            return broken
     return None
 
 
@@ -131,9 +129,14 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _first_broken(*checks: tuple[str, float, float, int]) -> Broken:
-    """The first (name, value) of which `value` is below its limit where the sign is 1, above it where it is -1."""
-    return next(((name, value) for name, value, limit, sign in checks if sign * value < sign * limit), None)
+def _first_broken(limits: Thresholds, *found: tuple[str, float]) -> Broken:
+    """The first (name of a threshold, value) of which the value is below the minimum or above the maximum of that name."""
+    for name, value in found:
+        limit = getattr(limits, name)
+        is_broken = value < limit if "_min_" in name else value > limit
+        if is_broken:
+            return name, value
+    return None
 
 
 def _repeated(parts: Sequence[str]) -> tuple[int, int]:
