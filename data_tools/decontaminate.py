@@ -136,25 +136,24 @@ def evaluation_table(
     hashes: list[U64] = []
     sources: list[npt.NDArray[np.uint16]] = []
     too_short = total = 0
-    progress = Progress("reading evaluation sets", sum(path.stat().st_size for path in paths))
-    for number, path in enumerate(paths):
-        texts = 0
-        for text in _texts(path, key, options):
-            found = np.unique(hasher(text)[1])
-            texts += 1
-            too_short += len(found) == 0
-            hashes.append(found)
-            sources.append(np.full(len(found), number, np.uint16))
-            total += len(found)
-            if total * _BYTES_PER_NGRAM > options.memory_bytes // 2:
-                raise ValueError(
-                    f"--evaluation: more than {total} sequences of words at {path}, for which --memory is too little. "
-                    f"Give at least {4 * total * _BYTES_PER_NGRAM >> 20}M."
-                )
-        if not texts:
-            raise ValueError(f"--evaluation {path}: it holds no text. Leave it out, or get the file again.")
-        progress.update(texts, path.stat().st_size, path.stat().st_size)
-    progress.close()
+    with Progress("reading evaluation sets", sum(path.stat().st_size for path in paths)) as progress:
+        for number, path in enumerate(paths):
+            texts = 0
+            for text in _texts(path, key, options):
+                found = np.unique(hasher(text)[1])
+                texts += 1
+                too_short += len(found) == 0
+                hashes.append(found)
+                sources.append(np.full(len(found), number, np.uint16))
+                total += len(found)
+                if total * _BYTES_PER_NGRAM > options.memory_bytes // 2:
+                    raise ValueError(
+                        f"--evaluation: more than {total} sequences of words at {path}, for which --memory is too little. "
+                        f"Give at least {4 * total * _BYTES_PER_NGRAM >> 20}M."
+                    )
+            if not texts:
+                raise ValueError(f"--evaluation {path}: it holds no text. Leave it out, or get the file again.")
+            progress.update(texts, path.stat().st_size, path.stat().st_size)
     if not total:
         raise ValueError(
             f"--evaluation: none of the texts has --ngram {hasher.size} words. Lower --ngram to look for any."

@@ -156,7 +156,7 @@ def _pairs(
 ) -> Iterator[tuple[Pairs, int, int]]:
     sizes = [path.stat().st_size for path in paths]
     workers = min(search.workers, max(1, len(paths)))
-    with closing(Progress("dedup: comparing", sum(sizes))) as progress:
+    with Progress("dedup: comparing", sum(sizes)) as progress:
         with closing(ordered_map(partial(pairs_of, files, agree), paths, workers)) as results:
             for size, (_, result) in zip(sizes, results, strict=True):
                 yield result

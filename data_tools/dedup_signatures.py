@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -65,7 +64,7 @@ class SignatureFiles:
         Args:
             purpose: for which they are read; what the progress is called.
         """
-        with closing(Progress(purpose, len(self) * self._type.itemsize)) as progress:
+        with Progress(purpose, len(self) * self._type.itemsize) as progress:
             for number in range(len(self.paths)):
                 for first, rows in self.chunks_of_file(number, size):
                     yield first, rows

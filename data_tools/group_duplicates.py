@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
     what = "groups, which group_duplicates makes" if kind is str else "copies, which find_duplicates makes"
     before = 0
     progress = Progress(f"reading {path.name}", path.stat().st_size)
-    with closing(progress), open(path, "rb") as disk, decompressed(disk, path) as file:
+    with progress, open(path, "rb") as disk, decompressed(disk, path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 content = json.loads(line)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def count_tokens(data: IndexedDataset, eod: int | None) -> TokenCounts:
     counts = np.zeros(0, dtype=np.int64)
     is_countable = True
     width = data.dtype.itemsize
-    with closing(Progress("counting", data.num_tokens * width)) as progress:
+    with Progress("counting", data.num_tokens * width) as progress:
         for ends in _document_ends(data):
             last = ends[1:][np.diff(ends) > 0] - 1  # position of the last token of each document, rising
             for start in range(int(ends[0]), int(ends[-1]), _CHUNK):

@@ -90,10 +90,7 @@ def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str],
     for topic, text in sorted(topics.items()):
         add(f"python-{versions['python']}/help/{topic}", [text.strip()])
     total = sum(source.path.stat().st_size for source in sources)
-    with (
-        closing(Progress("reading", total)) as progress,
-        closing(ordered_map(read_passages, sources, workers)) as found,
-    ):
+    with Progress("reading", total) as progress, closing(ordered_map(read_passages, sources, workers)) as found:
         for source, passages in found:
             add(source.url, passages)
             size = source.path.stat().st_size

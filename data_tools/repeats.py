@@ -145,7 +145,7 @@ def repeated_lines(
     workers = replace(options, memory_bytes=max(options.memory_bytes // 2, options.worker_bytes)).workers_in_memory
     total = sum(path.stat().st_size for path in paths)
     try:
-        with closing(Progress(f"{step}: looking for repeats", total)) as progress:
+        with Progress(f"{step}: looking for repeats", total) as progress:
             with closing(ordered_map(partial(_digests, digest), _blocks(paths, options), workers)) as results:
                 for block, (records, others) in results:
                     finder.add(records)

@@ -129,7 +129,7 @@ def _make(
     partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
     progress = Progress(step, sum(path.stat().st_size for path in paths))
     filled = fill(partials, work, options, workers, progress, drops, faults, place, document_blocks)
-    with closing(progress), closing(filled):
+    with progress, closing(filled):
         for partial in filled:
             inputs, description = partial.shard.inputs, todo[partial.shard]
             check_unchanged(inputs, description["inputs"], options.workers)

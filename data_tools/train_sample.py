@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def sample_documents(
     """
     limit = min(1.0, sample_mb * 1e6 / max(expected_text_bytes(paths), 1)) * 0xFFFFFFFF
     sample = Sample()
-    with closing(Progress("reading", sum(path.stat().st_size for path in paths))) as progress:
+    with Progress("reading", sum(path.stat().st_size for path in paths)) as progress:
         for file, path in enumerate(paths):
             before = sample.counts.lines  # in other files
             for block in document_blocks(path, _BLOCK_BYTES, 0, file, max_line_bytes):

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +73,8 @@ def _identity(path: Path) -> _Identity:
 
 def _hashes(files: Sequence[_Identity], threads: int) -> Iterator[str]:
     pieces = [(path, start) for path, _, _, size, *_ in files for start in range(0, size, _PIECE_BYTES)]
-    progress = Progress("checking input", sum(file[3] for file in files))
-    with closing(progress), ThreadPoolExecutor(threads) as pool:
+    total = sum(size for _, _, _, size, *_ in files)
+    with Progress("checking input", total) as progress, ThreadPoolExecutor(threads) as pool:
         done = pool.map(_hash_piece, pieces)
         for _, _, _, size, *_ in files:
             whole = hashlib.sha256()

@@ -14,7 +14,7 @@ _INTERVAL_S = 30.0  # between log lines
 
 
 class Progress:
-    """Counts documents, bytes of text, tokens, and bytes of input on disk, of which the total is known.
+    """Counts documents, bytes of text, tokens, and bytes of input on disk, of which the total is known; used in a `with` block.
 
     Args:
         total_bytes: of the input on disk.
@@ -65,6 +65,12 @@ class Progress:
     def close(self) -> None:
         """Ends the bar."""
         self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _is_due(self, now: float) -> bool:
         if self._every is None:
