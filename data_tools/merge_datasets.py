@@ -15,7 +15,6 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import JOURNAL, PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
-from megazero.lines.resumable import Item, WorkOptions, fill, read_pieces
+from megazero.lines.resumable import Item, WorkOptions, fill_one, read_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +179,7 @@ def _copy(partial: PartialShard, documents: int) -> None:
     """Puts the tokens of all sources together, without the first ones, which an earlier run has copied."""
     total = sum(path.stat().st_size for path in partial.shard.inputs)
     work, options = functools.partial(copy_block, documents / max(total, 1)), WorkOptions(1, block_bytes=_COPY_BYTES)
-    progress = Progress("merging", total)
-    with closing(progress), closing(fill([partial], work, options, 1, progress, reader=read_pieces)) as filled:
-        next(filled)
-        partial.commit()
+    fill_one(partial, work, options, 1, Progress("merging", total), read_pieces)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import NO_TEXT, check_strict
-from megazero.lines.resumable import BlockReader, WorkOptions, fill, useful_workers
+from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +125,8 @@ def _fill(partial: PartialShard, encoder: BlockEncoder, options: TokenizeOptions
     paths = partial.shard.inputs
     total = sum(path.stat().st_size for path in paths)
     workers = useful_workers(paths, options.block_bytes, options.workers)
-    shown = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
-    with closing(shown), closing(fill([partial], encoder, options, workers, shown, reader=reader)) as filled:
-        next(filled)
-        partial.commit()
+    progress = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
+    fill_one(partial, encoder, options, workers, progress, reader)
 
 
 def _check_documents(partial: PartialShard, key: str) -> None:

@@ -124,3 +124,12 @@ def fill(
     finally:
         for made in opened:
             made.close()
+
+
+def fill_one(
+    shard: PartialShard, work: BlockWork, options: WorkOptions, workers: int, progress: Progress, reader: BlockReader
+) -> None:
+    """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed."""
+    with progress, closing(fill([shard], work, options, workers, progress, reader=reader)) as filled:
+        next(filled)
+        shard.commit()
