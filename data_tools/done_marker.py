@@ -47,6 +47,11 @@ def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, An
         return None
 
 
+def check_made_here(record: Path, outputs: Sequence[Path], flag: str = "--output") -> None:
+    """Raises as `check_ours` does where an output exists that neither a done-marker nor a journal of `record` vouches for."""
+    check_ours(outputs, flag, marker_path(record), append_suffix(record, JOURNAL))
+
+
 @contextmanager
 def written_marked(output: Path, key: str, content: dict[str, Any]) -> Iterator[BinaryIO]:
     """A binary file that becomes `output`, with a marker, when the block ends well; `content` may be filled in inside.
@@ -55,7 +60,7 @@ def written_marked(output: Path, key: str, content: dict[str, Any]) -> Iterator[
         ValueError: a file is there that no run of a step has made. FullDiskError: the disk is full.
     """
     claim = append_suffix(output, JOURNAL)  # vouches for the output until the marker does
-    check_ours([output], "--output", marker_path(output), claim)
+    check_made_here(output, [output])
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
         claim.touch()

@@ -30,13 +30,10 @@ from data_tools.dedup import CopySearch, add_copy_arguments
 from data_tools.dedup_index import CHUNK
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
 from data_tools.documents import ID_KEYS, in_pieces
-from data_tools.done_marker import marker_path, read_marker, written_marked
+from data_tools.done_marker import check_made_here, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
-from megazero.files import append_suffix
-from megazero.lines.outputs import check_ours
-from megazero.lines.partial_shard import JOURNAL
 from megazero.lines.results import check_strict
 
 logger = logging.getLogger(__name__)
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if content is not None:
         check_strict(content["first_errors"], args.strict, f"when {output} was made")
     else:
-        check_ours([output], "--output", marker_path(output), append_suffix(output, JOURNAL))  # before the search
+        check_made_here(output, [output])  # before the search
         content = {"copies": 0, "same_name": 0}
         with search.result() as (files, first), written_marked(output, key, content) as file:
             content |= {name: search.signed[name] for name in ("documents", "bad_lines", "first_errors")}

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
 from data_tools.inputs import check_named_once
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
@@ -28,8 +28,8 @@ from megazero.data.preprocess import publish_corpus
 from megazero.data.sidecar import Sidecar, check_free, check_tokens, lack_of_record, read_sidecar
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import check_unchanged, describe_files, key_of
-from megazero.lines.outputs import check_ours, full_disk_named
-from megazero.lines.partial_shard import JOURNAL, PartialShard, Shard
+from megazero.lines.outputs import full_disk_named
+from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item, WorkOptions, fill_one, read_pieces
@@ -98,7 +98,7 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
             logger.info("%s is there already, from the same inputs", output)
         else:
             check_free(output)
-            check_ours(outputs, "--output-prefix", marker_path(output), append_suffix(output, JOURNAL))
+            check_made_here(output, outputs, "--output-prefix")
             partial = PartialShard(Shard(tuple(source.bin_path for source in sources), outputs, output), key)
             try:
                 _copy(partial, documents)

@@ -16,15 +16,15 @@ from functools import partial
 from typing import Any
 
 from data_tools.documents import document_blocks
-from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
 from data_tools.inputs import list_inputs, output_format
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
 from data_tools.shard_plan import plan_shards
 from megazero.files import append_suffix, locked, sync_folder
 from megazero.lines.contents import check_unchanged, describe_files, key_of
-from megazero.lines.outputs import check_ours, full_disk_named
-from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Place, Shard
+from megazero.lines.outputs import full_disk_named
+from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Place, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import Counts, check_strict
 from megazero.lines.resumable import BlockWork, Drops, fill, useful_workers
@@ -175,7 +175,7 @@ def finished(shard: Shard, key: str, strict: bool) -> Counts | None:
         counts = Counts(**content["counts"])
         check_strict(counts.errors, strict, f"when {shard.record} was made")
         return counts
-    check_ours(shard.outputs, "--output", marker_path(shard.record), append_suffix(shard.record, JOURNAL))
+    check_made_here(shard.record, shard.outputs)
     return None
 
 
