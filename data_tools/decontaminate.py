@@ -27,7 +27,7 @@ from data_tools.options import RunOptions, add_input_output, add_run_options, ru
 from data_tools.shards import run_documents
 from megazero.lines.contents import check_unchanged, describe_files
 from megazero.lines.progress import Progress
-from megazero.lines.results import BlockResult, Counts, read_documents
+from megazero.lines.results import BlockResult, read_documents
 
 _WORD = re.compile(r"\w+")
 _SPACED = "".join(chr(point) if _WORD.match(chr(point)) else " " for point in range(128))
@@ -171,7 +171,7 @@ def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
         return
     before = 0
     for block in document_blocks(path, options.block_bytes, max_line_bytes=options.max_line_bytes):
-        result = BlockResult([], Counts())
+        result = BlockResult()
         for *_, document in read_documents(block, key, result):
             yield document[key]
         if result.removed:

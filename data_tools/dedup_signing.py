@@ -15,7 +15,7 @@ from data_tools.options import RunOptions
 from data_tools.shards import run_blocks
 from megazero.lines.contents import key_of
 from megazero.lines.partial_shard import Shard
-from megazero.lines.results import BlockResult, Counts, read_documents
+from megazero.lines.results import BlockResult, read_documents
 from megazero.lines.resumable import Item
 
 
@@ -69,7 +69,7 @@ class BlockSigner:
     def __call__(self, item: Item) -> BlockResult:
         """Rows, in which `id_start` counts from the first id of the block, and ids."""
         texts, ids, starts = [], [], []
-        result = BlockResult([], Counts())
+        result = BlockResult()
         for _, offset, _, document in read_documents(item[1], self._key, result):
             texts.append(document[self._key])
             ids.append(document_id(document, self._key, self._id_keys).encode("utf-8", "surrogatepass"))

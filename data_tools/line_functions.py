@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from data_tools.documents import Document, compress, document_id, dump
 from megazero.lines.jsonl import LineError, read_object
-from megazero.lines.results import BlockResult, Counts, filled_lines
+from megazero.lines.results import BlockResult, filled_lines
 from megazero.lines.resumable import Item
 
 
@@ -82,7 +82,7 @@ def apply_to_block(function: LineFunction, item: Item) -> BlockResult:
     outputs, block, drops = item
     identify = getattr(function, "identify", lambda line: None)
     parts: list[list[bytes]] = [[] for _ in outputs]
-    result = BlockResult([], Counts())
+    result = BlockResult()
     counts = result.counts
     for number, offset, line in filled_lines(block, result):
         try:

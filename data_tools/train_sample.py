@@ -55,7 +55,7 @@ def sample_documents(
         for file, path in enumerate(paths):
             before = sample.counts.lines  # in other files
             for block in document_blocks(path, _BLOCK_BYTES, 0, file, max_line_bytes):
-                done, result = sample.counts.lines, BlockResult([], Counts())
+                done, result = sample.counts.lines, BlockResult()
                 for number, _, line in filled_lines(block, result):
                     if zlib.crc32(str(done + number + 1).encode()) <= limit:
                         _take(sample, line, key, number, result)

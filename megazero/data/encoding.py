@@ -10,7 +10,7 @@ import numpy.typing as npt
 from megazero.data.mmidx import token_dtype
 from megazero.data.tokenizer import Tokenizer
 from megazero.lines.jsonl import LineError
-from megazero.lines.results import NO_TEXT, BlockResult, Counts, read_documents
+from megazero.lines.results import NO_TEXT, BlockResult, read_documents
 from megazero.lines.resumable import Item
 
 Surrogates: TypeAlias = Literal["replace", "reject"]
@@ -40,7 +40,7 @@ class BlockEncoder:
         """The tokens of a block; lines that hold no document, or no text, are listed."""
         pieces: list[np.ndarray] = [np.empty(0, self.dtype)]
         sizes: list[int] = []
-        result = BlockResult([], Counts())
+        result = BlockResult()
         for number, _, line, document in read_documents(item[1], self.key, result):
             try:
                 ids = self._encode(document[self.key])

@@ -67,8 +67,8 @@ class BlockResult:
         tokens: how many there are in `frames`, for the progress.
     """
 
-    frames: list[bytes]
-    counts: Counts
+    frames: list[bytes] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
     removed: list[tuple[int, str, str | None, str | None]] = field(default_factory=list)
     tokens: int = 0
 
