@@ -26,7 +26,6 @@ from data_tools.dedup_index import CHUNK, Search, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
-from data_tools.documents import ID_KEYS
 from data_tools.done_marker import read_marker, write_marker
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, unchanged
@@ -35,7 +34,7 @@ from data_tools.shard_plan import plan_shards
 from data_tools.shards import describe, run_lines
 from megazero.files import append_suffix, locked, write_whole
 from megazero.lines.contents import describe_files, key_of
-from megazero.lines.jsonl import Block
+from megazero.lines.jsonl import ID_KEYS, Block
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.resumable import Reason
 

@@ -15,13 +15,11 @@ from typing import Any
 
 from data_tools.optional import require
 from megazero.lines.compressed import uncompressed_name
-from megazero.lines.jsonl import MAX_LINE_BYTES, Block, read_blocks
+from megazero.lines.jsonl import ID_KEYS, MAX_LINE_BYTES, Block, name_of, read_blocks
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
 
-ID_KEYS = ("id", "url")
-"""The entries that name a document."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -65,9 +63,8 @@ def _gathered(
 
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:
     """What names a document: the first of the entries `id_keys` that it has, else a hash of its text."""
-    for name in id_keys:
-        if document.get(name) not in (None, ""):
-            return str(document[name])
+    if (name := name_of(document, id_keys)) is not None:
+        return name
     return "sha256:" + hashlib.sha256(str(document.get(key)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.dedup import CopySearch, add_copy_arguments
 from data_tools.dedup_index import CHUNK
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
-from data_tools.documents import ID_KEYS, in_pieces
+from data_tools.documents import in_pieces
 from data_tools.done_marker import check_made_here, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
+from megazero.lines.jsonl import ID_KEYS
 from megazero.lines.results import check_strict
 
 logger = logging.getLogger(__name__)

@@ -17,12 +17,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import ID_KEYS, Document, document_id
+from data_tools.documents import Document, document_id
 from data_tools.group_duplicates import bytes_of_names, named_groups
 from data_tools.line_functions import Dropped
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shards import run_documents
 from megazero.lines.contents import check_unchanged, describe_files
+from megazero.lines.jsonl import ID_KEYS
 
 
 def check_is_first(key: str, id_keys: Sequence[str], first: Mapping[str, str], document: Document) -> Document:

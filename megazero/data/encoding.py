@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megazero.data.mmidx import token_dtype
 from megazero.data.tokenizer import Tokenizer
-from megazero.lines.jsonl import LineError
+from megazero.lines.jsonl import LineError, name_of
 from megazero.lines.results import NO_TEXT, BlockResult, read_documents
 from megazero.lines.resumable import Item
 
@@ -47,10 +47,10 @@ class BlockEncoder:
                 # Only such an escape can make a surrogate, so most lines need no second look.
                 is_replaced = (b"\\ud" in line or b"\\uD" in line) and self._is_replaced(document[self.key])
             except LineError as error:
-                result.bad_line(number, str(error), _identity(document))
+                result.bad_line(number, str(error), name_of(document))
                 continue
             if len(ids) == 0:
-                result.drop(number, NO_TEXT, _identity(document))
+                result.drop(number, NO_TEXT, name_of(document))
                 continue
             result.counts.changed += is_replaced
             pieces += (ids, self._end)
@@ -77,7 +77,3 @@ class BlockEncoder:
             return self.tokenizer.encode_array(text)
         except ValueError as error:  # the pattern of a BPE can give up on megabytes of white space
             raise LineError(f"the text cannot be tokenized: {error}") from error
-
-
-def _identity(document: dict[str, Any]) -> str | None:
-    return next((str(document[key]) for key in ("id", "url") if document.get(key) not in (None, "")), None)

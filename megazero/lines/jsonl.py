@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,8 @@ _COMPRESSING = (*COMPRESSED, ".parquet")
 
 MAX_LINE_BYTES = 1 << 28
 """Longer lines are no documents but damage: they are never held whole."""
+ID_KEYS = ("id", "url")
+"""The entries that name a document."""
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,8 @@ def read_object(line: bytes, key: str) -> dict[str, Any]:
     if not isinstance(content[key], str):
         raise LineError(f"the value of {key!r} is not a string but {type(content[key]).__name__}")
     return content
+
+
+def name_of(document: Mapping[str, Any], keys: Sequence[str] = ID_KEYS) -> str | None:
+    """What names a document: the first of the entries `keys` that it has; None where it has none."""
+    return next((str(document[key]) for key in keys if document.get(key) not in (None, "")), None)
