@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.documents import document_blocks
 from data_tools.inputs import list_inputs
-from data_tools.options import RunOptions, add_run_options
+from data_tools.options import add_run_options, run_options
 from megazero.data.build import build_tokenizer_from
 from megazero.data.encoding import SURROGATES
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
@@ -30,8 +30,6 @@ from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import DROPPED_SUFFIX
 
 logger = logging.getLogger(__name__)
-
-_BLOCK_BYTES = 1 << 21
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_tokenizer_arguments(parser)
     work = add_run_options(parser, "--workers", "--memory", "--strict", "--max-line-mb")
-    parser.set_defaults(memory="4G")
+    parser.set_defaults(memory="4G", block_kb=2048)  # the latter is no flag of this step
     work.add_argument(
         "--log-interval", type=int, default=10_000, help="documents between log lines where no bar is shown"
     )
@@ -78,15 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Tokenizes each key, and returns the statistics."""
-    limits = RunOptions(
-        args.workers, args.strict, _BLOCK_BYTES, int(args.max_line_mb * (1 << 20)), memory_bytes=args.memory
-    )
+    limits = run_options(args)
     if limits.workers_in_memory < args.workers:
         logger.warning(
             "--memory allows %d of %d --workers; give more to use all", limits.workers_in_memory, args.workers
         )
     options = TokenizeOptions(
-        limits.workers_in_memory, args.strict, _BLOCK_BYTES, limits.max_line_bytes, log_interval=args.log_interval
+        limits.workers_in_memory,
+        limits.strict,
+        limits.block_bytes,
+        limits.max_line_bytes,
+        log_interval=args.log_interval,
     )
     inputs = list_inputs(args.input)
     tokenizer = build_tokenizer_from(args)
