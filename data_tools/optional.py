@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from types import ModuleType
 
 
@@ -23,3 +24,9 @@ def require(module: str, purpose: str, package: str | None = None) -> ModuleType
             f"{purpose} needs the package {package or module} ({error}): pip install {package or module}, "
             "or pip install 'megazero[webtext]' for all that data_tools can use"
         ) from error
+
+
+def version_of(module: str, purpose: str, package: str | None = None) -> str:
+    """The version of the package that has this module; arguments and errors as of `require`."""
+    require(module, purpose, package)
+    return version(package or module)

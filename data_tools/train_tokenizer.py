@@ -17,7 +17,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.done_marker import marker_path, read_marker, write_marker
 from data_tools.inputs import list_inputs
+from data_tools.optional import version_of
 from data_tools.options import add_run_options
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "step": "train_tokenizer",
         "inputs": contents,
         **{name: getattr(args, name) for name in ("json_key", "vocab_size", "model_type", "sample_mb", "max_line_mb")},
-        "package": f"{package} {version(package)}",
+        "package": f"{package} {version_of(package, f'--model-type {args.model_type}')}",
     }
     prefix, key = Path(args.model_prefix), key_of(description)
     prefix.parent.mkdir(parents=True, exist_ok=True)
