@@ -158,8 +158,8 @@ def evaluation_table(
         raise ValueError(
             f"--evaluation: none of the texts has --ngram {hasher.size} words. Lower --ngram to look for any."
         )
-    table, first = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]), return_index=True)
-    return table, np.concatenate([np.empty(0, np.uint16), *sources])[first], too_short
+    table, first = np.unique(np.concatenate(hashes), return_index=True)
+    return table, np.concatenate(sources)[first], too_short
 
 
 def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
