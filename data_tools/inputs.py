@@ -104,25 +104,19 @@ def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str]
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
     has_kind = uncompressed_name(path).suffix in suffixes
     is_document = has_kind and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
-    return is_document and not _is_token_record(path) and not _is_cache_record(path)
+    return is_document and not _is_record(path)
 
 
-def _is_token_record(path: Path) -> bool:
-    prefix = path.with_suffix("")
-    if path.suffix != ".json" or not any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL)):
-        return False
-    from megazero.data.sidecar import read_sidecar  # which needs numpy
-
-    return read_sidecar(prefix) is not None
-
-
-def _is_cache_record(path: Path) -> bool:
-    """Whether it is of a job's index cache, which is made beside the data."""
+def _is_record(path: Path) -> bool:
+    """Whether it is the record of tokens or of a job's index cache, which are made beside the data."""
     if path.suffix != ".json":
         return False
-    from megazero.data.cache import is_record  # which needs numpy
+    from megazero.data.cache import is_record  # these need numpy
+    from megazero.data.sidecar import read_sidecar
 
-    return is_record(path)
+    prefix = path.with_suffix("")
+    has_tokens = any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL))
+    return is_record(path) or (has_tokens and read_sidecar(prefix) is not None)
 
 
 def output_format(path: Path) -> str | None:
