@@ -15,6 +15,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,32 +136,25 @@ def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, A
     """The record of the merged corpus; None where an input has none, since the whole then cannot be vouched for."""
     records = [(source, read_sidecar(source.prefix)) for source in sources]
     known = [(source, record) for source, record in records if record is not None]
-    for source, record in known[1:]:
+    for source, record in known:
         first, of_first = known[0]
         if record.tokenizer_sha256 != of_first.tokenizer_sha256:
             raise ValueError(
                 f"{source.prefix} was tokenized with {record.tokenizer}, {first.prefix} with {of_first.tokenizer}: the same "
                 "id would mean two different things. Tokenize one of them again with the other's vocabulary."
             )
-    for source, record in known:
         check_tokens(source.prefix, record, source.num_tokens)
-    if len(known) < len(records):
-        unknown = next(source for source, record in records if record is None)
-        logger.warning(
-            "%s does not record its tokenizer (%s): neither will the merged corpus",
-            unknown.prefix,
-            lack_of_record(unknown.prefix),
-        )
+    unknown = [source.prefix for source, record in records if record is None]
+    if unknown:
+        why = lack_of_record(unknown[0])
+        logger.warning("%s does not record its tokenizer (%s): neither will the merged corpus", unknown[0], why)
         return None
-    of_first = known[0][1]
-    return Sidecar(
-        tokenizer_type=of_first.tokenizer_type,
-        tokenizer_sha256=of_first.tokenizer_sha256,
-        vocab_size=of_first.vocab_size,
-        eod=of_first.eod,
+    return replace(
+        known[0][1],
         documents=sum(len(source.doc_idx) - 1 for source in sources),
         tokens=sum(source.num_tokens for source in sources),
         source={"merged": contents},
+        statistics={},
     )
 
 
