@@ -64,19 +64,17 @@ class Transfer:
 
     Args:
         requests: that it consists of.
-        at_end: called as `then` would.
 
     Attributes:
         ended: holds the error, if any.
     """
 
-    def __init__(self, requests: int, at_end: Callable[[BaseException | None], None] | None = None) -> None:
+    def __init__(self, requests: int) -> None:
         self.ended: Future[None] = Future()
         self._lock = threading.RLock()  # `then` may be called by a finalizer, which runs while this thread has it
         self._left = requests
         self._error: BaseException | None = None
-        # None: it has ended
-        self._calls: list[Callable[[BaseException | None], None]] | None = [] if at_end is None else [at_end]
+        self._calls: list[Callable[[BaseException | None], None]] | None = []  # None: it has ended
 
     def wait(self) -> None:
         """Returns when all bytes are where they belong.
@@ -170,14 +168,16 @@ class Requests:
             self.drain()
         block = self._aio.block_size
         starts = range(0, len(view), block)
-        transfer = Transfer(len(starts), self._end_write if kind == "write" else None)
+        transfer = Transfer(len(starts))
+        if kind == "write":
+            transfer.then(self._end_write)
 
         def begin(error: BaseException | None) -> None:
             if error is not None or not starts:
-                return transfer.end(error)
+                transfer.end(error)
+                return
             for start in starts:
                 self._submit(transfer, kind, view[start : start + block], offset + start, ready)
-            return None
 
         self._under_way.add(transfer.ended)
         transfer.ended.add_done_callback(self._under_way.discard)
