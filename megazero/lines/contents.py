@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.cgroups import available_cores
 from megazero.lines.progress import Progress
@@ -17,7 +17,18 @@ _PIECE_BYTES = 1 << 26  # that one thread hashes; the hash of a file is that of 
 _READ_BYTES = 1 << 20
 _TICK_NS = 2_000_000_000  # the coarsest clock of a file system
 
-_Identity = tuple[str, int, int, int, int, int]  # path, device, inode, size, times of modification and of change
+
+class _Identity(NamedTuple):
+    """What changes when somebody writes to a file, or puts another one in its place."""
+
+    path: str
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+    changed_ns: int
+
+
 # A pure cache: who writes to a file, or sets its times, changes the time of change, which no program can set back.
 _known: dict[_Identity, str] = {}
 
@@ -42,14 +53,12 @@ def describe_files(paths: Sequence[Path], threads: int | None = None) -> list[di
     new = [identity for identity in dict.fromkeys(before) if identity not in _known]
     hashes = _hashes(new, threads or available_cores()) if new else ()
     found = dict(zip(new, hashes, strict=True))
-    for path, identity in zip(paths, before, strict=True):
-        if _identity(path) != identity:
-            raise ValueError(f"{path} was changed while it was read. Wait until it is whole, and start again.")
+    _check_same(paths, before, map(_identity, paths))
     for identity, content in found.items():
-        if shows_changes(identity[-1]):
+        if shows_changes(identity.changed_ns):
             _known[identity] = content
     return [
-        {"name": path.name, "bytes": identity[3], "pieces_sha256": found.get(identity) or _known[identity]}
+        {"name": path.name, "bytes": identity.nbytes, "pieces_sha256": found.get(identity) or _known[identity]}
         for path, identity in zip(paths, before, strict=True)
     ]
 
@@ -61,26 +70,30 @@ def shows_changes(changed_ns: int) -> bool:
 
 def check_unchanged(paths: Sequence[Path], contents: Sequence[dict[str, Any]], threads: int | None = None) -> None:
     """Raises a ValueError where files are no longer what `describe_files` has said: what was made of them may be of both."""
-    for path, before, now in zip(paths, contents, describe_files(paths, threads), strict=True):
-        if now != before:
+    _check_same(paths, contents, describe_files(paths, threads))
+
+
+def _check_same(paths: Sequence[Path], before: Iterable[object], now: Iterable[object]) -> None:
+    for path, old, new in zip(paths, before, now, strict=True):
+        if new != old:
             raise ValueError(f"{path} was changed while it was read. Wait until it is whole, and start again.")
 
 
 def _identity(path: Path) -> _Identity:
     stat = path.stat()
-    return str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return _Identity(str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _hashes(files: Sequence[_Identity], threads: int) -> Iterator[str]:
-    pieces = [(path, start) for path, _, _, size, *_ in files for start in range(0, size, _PIECE_BYTES)]
-    total = sum(size for _, _, _, size, *_ in files)
+    pieces = [(file.path, start) for file in files for start in range(0, file.nbytes, _PIECE_BYTES)]
+    total = sum(file.nbytes for file in files)
     with Progress("checking input", total) as progress, ThreadPoolExecutor(threads) as pool:
         done = pool.map(_hash_piece, pieces)
-        for _, _, _, size, *_ in files:
+        for file in files:
             whole = hashlib.sha256()
-            for start in range(0, size, _PIECE_BYTES):
+            for start in range(0, file.nbytes, _PIECE_BYTES):
                 whole.update(next(done))
-                length = min(_PIECE_BYTES, size - start)
+                length = min(_PIECE_BYTES, file.nbytes - start)
                 progress.update(0, length, length)
             yield whole.hexdigest()
 
