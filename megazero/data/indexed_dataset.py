@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megazero.data import mmidx
 from megazero.files import append_suffix
+from megazero.lines.partial_shard import JOURNAL
 
 
 class IndexedDatasetWriter:
@@ -177,7 +178,7 @@ class IndexedDataset:
 
 
 def _missing(prefix: Path, path: Path) -> str:
-    if append_suffix(prefix, ".partial.json").exists():
+    if append_suffix(prefix, JOURNAL).exists():
         return (
             f"{path} is not there yet: an unfinished preprocessing run is. Start it again, it goes on where it stopped."
         )
