@@ -27,6 +27,12 @@ from megazero.zero.residency import GatherLimits
 
 _DTYPES = ("fp32", "fp16", "bf16")
 ZERO = "zero_optimization"  # the name of a section
+# The field of GatherLimits that corresponds to a key.
+_LIMITS = {
+    f"{ZERO}.stage3_prefetch_bucket_size": "prefetch",
+    f"{ZERO}.stage3_max_live_parameters": "live",
+    f"{ZERO}.stage3_max_reuse_distance": "reuse",
+}
 # The field of ZeroConfig that corresponds to a key. nvme_path and pin_memory are missing: they are keys of two sections.
 ZERO_FIELDS = {
     "gradient_predivide_factor": "gradient_predivide_factor",
@@ -41,9 +47,7 @@ ZERO_FIELDS = {
     f"{ZERO}.placement": "placement",
     f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",
     f"{ZERO}.sub_group_size": "sub_group_size",
-    f"{ZERO}.stage3_prefetch_bucket_size": "gather_limits",
-    f"{ZERO}.stage3_max_live_parameters": "gather_limits",
-    f"{ZERO}.stage3_max_reuse_distance": "gather_limits",
+    **dict.fromkeys(_LIMITS, "gather_limits"),
     f"{ZERO}.stage3_param_persistence_threshold": "param_persistence_threshold",
     f"{ZERO}.stage3_model_persistence_threshold": "model_persistence_threshold",
     f"{ZERO}.offload_param.device": "offload_param",
@@ -194,9 +198,6 @@ class JsonConfig:
                 f"zero_optimization.offload_optimizer.nvme_path and offload_param.nvme_path differ ({optimizer.nvme_path!r}, "
                 f"{param.nvme_path!r}): a rank swaps to one file. Give the same directory."
             )
-        given = {field: self.at(key) for key, field in ZERO_FIELDS.items() if key in self.given}
-        limits = {"prefetch": "prefetch_bucket_size", "live": "max_live_parameters", "reuse": "max_reuse_distance"}
-        limits = {name: f"{ZERO}.stage3_{key}" for name, key in limits.items()}
         as_zero_has_it = {
             "shard_size": max(0, section.mics_shard_size),
             "grad_dtype": self._dtype("data_types.grad_accum_dtype") or "fp32",
@@ -206,9 +207,13 @@ class JsonConfig:
             "nvme_path": next(iter(paths), None),
             "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
             "aio": self.aio.config,
-            "gather_limits": GatherLimits(**{name: self.at(key) for name, key in limits.items() if key in self.given}),
+            "gather_limits": GatherLimits(**self._given(_LIMITS)),
         }
-        return ZeroConfig(**{**given, **as_zero_has_it})
+        return ZeroConfig(**{**self._given(ZERO_FIELDS), **as_zero_has_it})
+
+    def _given(self, fields: Mapping[str, str]) -> dict[str, Any]:
+        """{field: value} of the keys in `fields`, {key: field}, that were given."""
+        return {field: self.at(key) for key, field in fields.items() if key in self.given}
 
     @property
     def precision(self) -> PrecisionConfig:

@@ -161,6 +161,6 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
         zero[name] = dict(section or {})
         for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
-    same = ("stage", "placement", "overlap_param_gather")
-    for key, field in (*((name, name) for name in same), ("mics_shard_size", "shard_size")):
-        flags.put(zero, key, field, ZERO)
+    for name in ("stage", "placement", "overlap_param_gather"):
+        flags.put(zero, name, name, ZERO)
+    flags.put(zero, "mics_shard_size", "shard_size", ZERO)
