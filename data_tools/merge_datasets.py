@@ -15,6 +15,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,16 +101,14 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
         else:
             check_free(output)
             check_made_here(output, outputs, "--output-prefix")
-            partial = PartialShard(Shard(tuple(source.bin_path for source in sources), outputs, output), key)
-            try:
+            shard = Shard(tuple(source.bin_path for source in sources), outputs, output)
+            with closing(PartialShard(shard, key)) as partial:
                 _copy(partial, documents)
                 check_unchanged(_files(sources), contents)
                 parts = [(source.sizes, source.doc_idx) for source in sources]
                 publish_corpus(partial, sources[0].dtype, parts, record, [marker_path(output)])
                 write_marker(output, key, outputs, {"result": result})
                 partial.remove()
-            finally:
-                partial.close()
     return {**result, "skipped": is_done}
 
 

@@ -177,11 +177,8 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
         Shard(tuple(buckets), shard.outputs, shard.record), key_of({**description, "layout": vars(layout)})
     )
     counts = replace(counts, text_bytes_out=counts.text_bytes_out - _HEX * counts.kept)
-    try:
-        with full_disk_named(f"to {shard.record.parent}"):
-            _gather(output, layout, options, counts, description)
-    finally:
-        output.close()
+    with closing(output), full_disk_named(f"to {shard.record.parent}"):
+        _gather(output, layout, options, counts, description)
     shutil.rmtree(folder)
     return counts
 

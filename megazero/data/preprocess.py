@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,16 +94,13 @@ def tokenize_json(
         shard = Shard(tuple(paths), tuple(append_suffix(prefix, suffix) for suffix in (".bin", ".idx")), prefix)
         check_free(prefix)
         check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL))
-        partial = PartialShard(shard, key_of(source))
-        try:
+        with closing(PartialShard(shard, key_of(source))) as partial:
             _fill(partial, BlockEncoder(tokenizer, key, append_eod, surrogates), options, blocks)
             _check_documents(partial, key)
             if describe(paths) != source["inputs"]:
                 partial.remove()  # nobody knows of which version it was made
                 raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
             return _finish(partial, tokenizer, source)
-        finally:
-            partial.close()
 
 
 def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | None:
