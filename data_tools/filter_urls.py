@@ -22,10 +22,9 @@ from data_tools.inputs import URL_FORMATS, list_inputs
 from data_tools.line_functions import Dropped, Kept
 from data_tools.optional import require
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.repeats import repeated_lines
+from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import no_search, run_lines
-from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import LineError
 
 SHORTEST = 9
@@ -161,8 +160,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "extensions": sorted(extensions),
         "keep_repeats": args.keep_repeats,
         "tldextract": tldextract.__version__,
-        # A repeat may repeat a line of any file, so that every file counts for every shard.
-        "corpus": None if args.keep_repeats else key_of({"inputs": describe_files(inputs, options.workers)}),
+        "corpus": None if args.keep_repeats else corpus_key(inputs, options),
     }
     search = partial(repeated_lines, "filter_urls", shards, url_digest, "repeat", options)
     url_filter = UrlFilter(domains, extensions)

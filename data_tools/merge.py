@@ -16,10 +16,9 @@ from data_tools.documents import compress
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Kept, apply_to_block, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.repeats import repeated_lines
+from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_blocks, run_lines
-from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_object
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item
@@ -69,8 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "key": args.json_key,
         "id_key": args.id_key,
-        # An id may come again in any file, so that every file counts for every shard.
-        "corpus": key_of({"inputs": describe_files(inputs, options.workers)}) if args.id_key else None,
+        "corpus": corpus_key(inputs, options) if args.id_key else None,
     }
     if not args.id_key:
         return run_lines("merge", shards, DocumentLines(unchanged, args.json_key), settings, options)

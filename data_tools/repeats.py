@@ -22,6 +22,7 @@ import numpy.typing as npt
 from data_tools.documents import document_blocks
 from data_tools.options import RunOptions
 from megazero.files import append_suffix
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import Block, LineError, block_lines
 from megazero.lines.partial_shard import Shard
 from megazero.lines.progress import Progress
@@ -128,6 +129,11 @@ class RepeatedLines:
 
     def _path(self, stretch: int) -> Path:
         return self._folder / f"{stretch}.places"
+
+
+def corpus_key(paths: Sequence[Path], options: RunOptions) -> str:
+    """A hash of all files. It belongs to the settings of every shard: a line may repeat one of any file."""
+    return key_of({"inputs": describe_files(paths, options.workers)})
 
 
 @contextmanager
