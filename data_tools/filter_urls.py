@@ -25,7 +25,7 @@ from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import no_search, run_lines
-from megazero.lines.jsonl import LineError
+from megazero.lines.jsonl import decoded
 
 SHORTEST = 9
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?|\[[0-9a-f:.]+\]", re.IGNORECASE)
@@ -50,16 +50,14 @@ class UrlFilter:
 
     def __call__(self, line: bytes) -> Kept:
         """Raises LineError for a line that is not UTF-8, and Dropped for an unwanted URL."""
-        try:
-            url = line.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise LineError(f"invalid UTF-8 at byte {error.start} of the line") from error
+        url = decoded(line).strip()
         if len(url) < SHORTEST:
             raise Dropped("short", url)
         host, path = _host_and_path(url)
-        ending = path.rpartition("/")[2].rpartition(".")
-        if ending[1] and f".{ending[2].lower()}" in self.extensions:
-            raise Dropped("extension", url, f".{ending[2].lower()}")
+        _, dot, ending = path.rpartition("/")[2].rpartition(".")
+        extension = dot + ending.lower()
+        if dot and extension in self.extensions:
+            raise Dropped("extension", url, extension)
         domain = _registered_domain(host)
         if domain in self.domains:
             raise Dropped("domain", url, domain)

@@ -178,16 +178,23 @@ class LineError(ValueError):
     """A line that holds no document; the message says why."""
 
 
+def decoded(line: bytes) -> str:
+    """The text of a line; a LineError where it is not valid UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LineError(f"invalid UTF-8 at byte {error.start} of the line") from error
+
+
 def read_object(line: bytes, key: str) -> dict[str, Any]:
     """The JSON object on a line, which has a string under `key`.
 
     Raises:
         LineError: the line is not valid UTF-8, not a JSON object, or has no string under `key`; says which.
     """
+    text = decoded(line)
     try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise LineError(f"invalid UTF-8 at byte {error.start} of the line") from error
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LineError(f"bad JSON: {error}") from error
     if not isinstance(content, dict):
