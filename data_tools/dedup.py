@@ -173,7 +173,7 @@ class Copies:
             return {}
         firsts = self._first[copies]
         mine, theirs = self._files.read(copies), self._files.read(firsts)
-        reasons = [("near copy", "exact copy")[same] for same in same_content(mine, theirs).astype(int)]
+        reasons = ["exact copy" if same else "near copy" for same in same_content(mine, theirs)]
         originals = zip(similarity(mine, theirs), self._files.ids(firsts, theirs), strict=True)
         details = [f"similarity {share:.2f} to {name}" for share, name in originals]
         content = zip(reasons, self._files.ids(copies, mine), details, strict=True)
