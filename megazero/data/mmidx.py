@@ -62,13 +62,19 @@ def write_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
         file.write(np.zeros(1, dtype="<i8").data)
         first = 0
         for sizes, doc_idx in parts:
-            for begin in range(0, len(sizes) if doc_idx is None else len(doc_idx) - 1, _CHUNK):
-                if doc_idx is None:
-                    ends = np.arange(begin + 1, min(begin + _CHUNK, len(sizes)) + 1, dtype="<i8")
-                else:
-                    ends = np.asarray(doc_idx[begin + 1 : begin + 1 + _CHUNK], dtype="<i8")
+            for ends in _document_ends(sizes, doc_idx):
                 file.write((ends + first).data)
             first += len(sizes)
+
+
+def _document_ends(sizes: np.ndarray, doc_idx: np.ndarray | None) -> Iterator[np.ndarray]:
+    """Where each document of a part ends, in sequences, "<i8"."""
+    if doc_idx is None:
+        for begin in range(0, len(sizes), _CHUNK):
+            yield np.arange(begin + 1, min(begin + _CHUNK, len(sizes)) + 1, dtype="<i8")
+    else:
+        for chunk in _chunks(doc_idx[1:]):
+            yield np.asarray(chunk, dtype="<i8")
 
 
 def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
