@@ -80,21 +80,26 @@ def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, An
         document["zero_optimization"] = _modern_zero(dict(zero), warnings)
     optimizer = document.get("optimizer")
     if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params", {}), Mapping):
-        optimizer, params = dict(optimizer), dict(optimizer.get("params", {}))
-        if "adam_w_mode" in optimizer:
-            if "adam_w_mode" in params:
-                raise DeepSpeedConfigError(
-                    "optimizer.adam_w_mode and optimizer.params.adam_w_mode are given together. Keep the latter."
-                )
-            params["adam_w_mode"] = optimizer.pop("adam_w_mode")
-            warnings.append("optimizer.adam_w_mode is read as optimizer.params.adam_w_mode.")
-        if "max_grad_norm" in params:
-            warnings.append(
-                f"optimizer.params.max_grad_norm {show(params.pop('max_grad_norm'))} is dropped: gradients are clipped as "
-                f"gradient_clipping says ({show(document.get('gradient_clipping', 'its default'))})."
-            )
-        document["optimizer"] = {**optimizer, "params": params}
+        clipping = document.get("gradient_clipping", "its default")
+        document["optimizer"] = _modern_optimizer(dict(optimizer), clipping, warnings)
     return document
+
+
+def _modern_optimizer(optimizer: dict[str, Any], clipping: Any, warnings: list[str]) -> dict[str, Any]:
+    params = dict(optimizer.get("params", {}))
+    if "adam_w_mode" in optimizer:
+        if "adam_w_mode" in params:
+            raise DeepSpeedConfigError(
+                "optimizer.adam_w_mode and optimizer.params.adam_w_mode are given together. Keep the latter."
+            )
+        params["adam_w_mode"] = optimizer.pop("adam_w_mode")
+        warnings.append("optimizer.adam_w_mode is read as optimizer.params.adam_w_mode.")
+    if "max_grad_norm" in params:
+        warnings.append(
+            f"optimizer.params.max_grad_norm {show(params.pop('max_grad_norm'))} is dropped: gradients are clipped as "
+            f"gradient_clipping says ({show(clipping)})."
+        )
+    return {**optimizer, "params": params}
 
 
 def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
