@@ -164,6 +164,8 @@ class CheckpointingEngine(Engine):
         comm.together(write if torch.distributed.get_rank() == 0 else None)
         return True
 
+    save_fp16_model = save_16bit_model
+
     def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state dictionary with its parameters merged over the tensor-parallel ranks. Tied ones stay one tensor."""
         cuts, whole = partitions(self.module), {}
@@ -171,8 +173,6 @@ class CheckpointingEngine(Engine):
             if name in cuts and self.groups.model_parallel_size > 1 and id(value) not in whole:
                 whole[id(value)] = cuts[name].merge(comm.all_gathered(value, self.groups.model))
         return {name: whole.get(id(value), value) for name, value in state.items()}
-
-    save_fp16_model = save_16bit_model
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Loads full values, the same on every rank, into the module, however it is sharded. Collective.
