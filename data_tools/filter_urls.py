@@ -125,8 +125,14 @@ def url_digest(line: bytes) -> bytes | None:
         return None
 
 
-def _read_list(path: str) -> frozenset[str]:
-    lines = (line.split("#")[0].strip().lower() for line in Path(path).read_text(encoding="utf-8").splitlines())
+def _read_list(path: str, flag: str) -> frozenset[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{flag} {path} is not UTF-8 at byte {error.start}: give a text file, one entry on a line"
+        ) from error
+    lines = (line.split("#")[0].strip().lower() for line in text.splitlines())
     return frozenset(line for line in lines if line)
 
 
@@ -149,8 +155,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Filters, and returns the statistics."""
     tldextract = require("tldextract", "the step filter_urls")
     options = run_options(args)
-    domains = _read_list(args.domains) if args.domains else DOMAINS
-    extensions = _read_list(args.extensions) if args.extensions else EXTENSIONS
+    domains = _read_list(args.domains, "--domains") if args.domains else DOMAINS
+    extensions = _read_list(args.extensions, "--extensions") if args.extensions else EXTENSIONS
     inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
     shards = plan_shards(inputs, args.output, args.format, URL_FORMATS)
     settings = {

@@ -163,7 +163,7 @@ def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     wanted = {"sha256": hashlib.sha256(content).hexdigest(), "versions": find_sources()[1], "max_mb": args.max_mb}
-    if args.faults != bool(manifest.get("planted")):
+    if not isinstance(manifest, dict) or args.faults != bool(manifest.get("planted")):
         return None
     return manifest if {name: manifest.get(name) for name in wanted} == wanted else None
 

@@ -76,6 +76,11 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
         raise ValueError(
             f"{path}: unknown entries {', '.join(sorted(unknown))}. Known: folder, variables, defaults, steps"
         )
+    for entry in ("variables", "defaults"):
+        if not isinstance(content.get(entry) or {}, dict):
+            raise ValueError(
+                f"{path}: {entry} is {content[entry]!r}: expected names with their values, as `name: value`"
+            )
     variables = {name: str(value) for name, value in (content.get("variables") or {}).items()}
     for name in changes:
         if name not in variables:
@@ -123,6 +128,8 @@ def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) 
         values = [] if value is True else value if isinstance(value, list) else [value]
         texts = [_filled(str(v), variables, pipeline.path) for v in values]
         if name in _OUTPUT_FLAGS:
+            if len(texts) != 1:
+                raise ValueError(f"{pipeline.path}: step {step['step']}: {name} takes one value, not {value!r}")
             texts = [str(pipeline.folder / text) for text in texts]
             outputs.pop(step.get("name", step["step"]), None)
             outputs[step.get("name", step["step"])] = texts[0]

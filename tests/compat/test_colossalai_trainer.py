@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,6 +178,8 @@ def test_a_model_that_has_its_own_loss_needs_no_criterion(one_rank):
     first = trainer.states["metrics"]["train"]
     trainer.fit(train, epochs=20, max_steps=50, hooks=[losses])
     assert trainer.states["metrics"]["train"] < first and trainer.cur_step == 50
+    trainer.evaluate([], hooks=[losses])
+    assert math.isnan(trainer.states["metrics"]["test"]), "a small test set with drop_last has no batches"
     with pytest.raises(ValueError, match="with a length"):
         trainer.fit(iter(train), epochs=100)
 

@@ -78,6 +78,9 @@ def test_lists_of_ones_own(tmp_path):
     assert (tmp_path / "out.txt").read_text() == "http://youtube.com/y\n"
     run_step("filter_urls", *flags, "--extensions", tmp_path / "extensions")
     assert (tmp_path / "out.txt").read_text() == ""
+    (tmp_path / "domains").write_bytes(b"example.com\nb\xfccher.example\n")
+    with pytest.raises(ValueError, match="--domains .*domains is not UTF-8 at byte 13"):
+        run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
 
 
 def test_built_in_lists_are_well_formed():

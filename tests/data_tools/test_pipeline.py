@@ -214,6 +214,12 @@ def write_pipeline(folder, text):
             "defaults: {memroy: 1G}\nsteps: [{step: merge, input: a.jsonl, output: b}]",
             "none of the steps has a flag --memroy",
         ),
+        (
+            "variables: [raw]\nsteps: [{step: merge, input: a.jsonl, output: b}]",
+            r"variables is \['raw'\]: expected names",
+        ),
+        ("defaults: memory\nsteps: [{step: merge, input: a.jsonl, output: b}]", "defaults is 'memory': expected names"),
+        ("steps: [{step: merge, input: a.jsonl, output: []}]", r"step merge: output takes one value, not \[\]"),
         ("steps: [{step: merge, input: '${raw}', output: b}]", "no variable or earlier step 'raw'"),
         ("steps: [{step: merge, input: 'nothing*.gz', output: b}]", "no file matches"),
         (

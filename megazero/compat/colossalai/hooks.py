@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class BaseHook:
 
 
 class LossHook(BaseHook):
-    """Keeps this rank's mean loss of the epoch in `trainer.states["metrics"]`, under "train" and "test"."""
+    """Keeps this rank's mean loss of the epoch in `trainer.states["metrics"]`, under "train" and "test"; NaN without a batch."""
 
     def __init__(self, priority: int = 0) -> None:  # before hooks that read it
         super().__init__(priority)
@@ -75,14 +76,17 @@ class LossHook(BaseHook):
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """Stores the mean loss."""
-        trainer.states.setdefault("metrics", {})["train"] = float(torch.stack(self._losses).mean())
+        trainer.states.setdefault("metrics", {})["train"] = self._mean()
 
     before_test_epoch = before_train_epoch
     after_test_iter = after_train_iter
 
     def after_test_epoch(self, trainer: Trainer) -> None:
         """Stores the mean loss."""
-        trainer.states.setdefault("metrics", {})["test"] = float(torch.stack(self._losses).mean())
+        trainer.states.setdefault("metrics", {})["test"] = self._mean()
+
+    def _mean(self) -> float:
+        return float(torch.stack(self._losses).mean()) if self._losses else math.nan
 
 
 class LRSchedulerHook(BaseHook):
