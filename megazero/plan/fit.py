@@ -18,7 +18,7 @@ MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # the most that are tried: a plan of
 class Problem:
     """A resource of which a job needs more than there is."""
 
-    resource: str  # "device memory", "host memory", "disk", "locked memory"
+    resource: str  # with the unit that shares it, as in "device memory per rank"
     needed: int  # bytes
     available: int
     setting: str  # what to change
