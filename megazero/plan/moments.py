@@ -26,7 +26,11 @@ from megazero.zero.units import ROOT
 
 @dataclass(frozen=True)
 class _Unit:
-    """Bytes of one unit: a block (tiles make several units of a block), several blocks that share their buckets, or the root."""
+    """Bytes of one unit: a block (tiles make several units of a block), several blocks that share their buckets, or the root.
+
+    They are those that a micro-batch adds: what exists from the micro-batch before is 0 here. So are the parameters if what is
+    gathered has limits, under which `MemoryPlan.gathered` counts those of all units.
+    """
 
     gathered: int = 0  # of its parameters, whole
     gradient: int = 0  # of its gradient, whole
@@ -41,17 +45,19 @@ class _Unit:
     @classmethod
     def of(cls, needs: Sequence[BucketBytes], settings: StateSettings, last_block: int = 0) -> _Unit:
         """The unit made of these buckets."""
-        is_sharded = settings.sharding.gradients
+        is_sharded, is_first = settings.sharding.gradients, settings.micro_batches == 1
+        makes_whole = is_sharded or is_first  # otherwise all of G exists, from the micro-batch before
+        has_no_limits = settings.zero.gather_limits == GatherLimits()
         return cls(
-            sum(need.whole_parameters for need in needs),
-            sum(need.whole_gradient for need in needs),
-            sum(need.early_gradient for need in needs),
-            max(need.wire for need in needs),
-            sum(need.gradients for need in needs),
-            tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
-            sum(need.coming for need in needs),
-            last_block,
-            any(need.plan.is_linear_tile for need in needs),
+            gathered=sum(need.whole_parameters for need in needs) * has_no_limits,
+            gradient=sum(need.whole_gradient for need in needs) * makes_whole,
+            early=sum(need.early_gradient for need in needs) * makes_whole,
+            wire=max(need.wire for need in needs),
+            reduced=sum(need.gradients for need in needs) * is_first,
+            leaving=tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
+            coming=sum(need.coming for need in needs) * has_no_limits,
+            last_block=last_block,
+            is_linear_tile=any(need.plan.is_linear_tile for need in needs),
         )
 
 
@@ -75,17 +81,15 @@ def step_moments(
     """
     units, root = _units(needs, settings, num_layers)
     has_earlier = settings.micro_batches > 1
-    has_whole = has_earlier and not settings.sharding.gradients  # all of G exists, from the micro-batch before
     adding = adding_bytes(needs, settings)
     rest = states.at_rest + (states.gradients if has_earlier else 0)
-    is_default = settings.zero.gather_limits == GatherLimits()
-    between = rest + (root.gathered if is_default else states.gathered)  # forward and backward
-    last_unit = units[-1].gathered if is_default else 0  # it stays, because its backward comes next
+    # Between forward and backward.
+    between = rest + (root.gathered if settings.zero.gather_limits == GatherLimits() else states.gathered)
 
     def being_kept(index: int) -> int:
         """When a unit's gradient is complete, pending reductions are waited for, and this rank's part gets memory of its own."""
         under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
-        return sum(other.reduced for other in under_way) if settings.sharding.gradients and not has_earlier else 0
+        return sum(other.reduced for other in under_way) if settings.sharding.gradients else 0
 
     backward = 0
     together = min(settings.recomputed_together, num_layers)
@@ -100,23 +104,21 @@ def step_moments(
         if settings.zero.overlap_comm:
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
-        # G is allocated with a weight's first gradient.
-        made = 0 if has_whole else unit.gradient
-        # When it is complete, the activations of earlier units' blocks are still there.
+        # G is allocated with a weight's first gradient; when it is complete, activations of earlier units' blocks still exist.
         earlier_blocks = units[index - 1].last_block + 1 if index else 0
         complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
-        held = max(kept - min(made, work.freed_early), complete)
-        held += _gradients(units, root, index, settings, has_earlier, adding)
-        backward = max(backward, (between + here if is_default else between) + held)
-    embedding = _gradients(units, root, -1, settings, has_earlier, adding)
+        held = max(kept - min(unit.gradient, work.freed_early), complete)
+        backward = max(backward, here + held + _gradients(units, root, index, settings, adding))
+    embedding = _gradients(units, root, -1, settings, adding)
     # Autograd adds up the gradients of both uses of the tied weight; then the root's gradient is made from the sum, and sent.
-    made = 0 if has_whole else root.gradient - root.early
+    made = root.gradient - root.early
     embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, being_kept(-1)))
-    embedding += units[FIRST].gathered if has_earlier and is_default else 0  # the next micro-batch begins with it
+    embedding += units[FIRST].gathered if has_earlier else 0  # the next micro-batch begins with it
     last_to_go = _last_to_go([root, *units])
     return {
-        "loss": between + last_unit + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
-        "blocks' backward": backward,
+        # The last unit stays, because its backward comes next.
+        "loss": between + units[-1].gathered + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
+        "blocks' backward": between + backward,
         "embedding's backward": between + embedding,
         "update": states.resident + max(states.updating + update_working, last_to_go),
     }
@@ -140,29 +142,26 @@ def _units(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: in
     return [_Unit.of(by_unit[u], settings, (end - 1) // per_block) for u, end in zip(counts, ends, strict=True)], root
 
 
-def _gradients(
-    units: list[_Unit], root: _Unit, index: int, settings: StateSettings, has_earlier: bool, adding: int
-) -> int:
+def _gradients(units: list[_Unit], root: _Unit, index: int, settings: StateSettings, adding: int) -> int:
     """Bytes of gradients that exist in the backward of a unit, beyond those of earlier micro-batches.
 
     Args:
         index: of the unit; -1 is the embedding, before the root's gradient is made.
-        has_earlier: a micro-batch came before, whose shards stay. The last one to leave the device stays until another leaves.
         adding: bytes for the sum that a gradient goes into, while one leaves.
     """
     under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
     done = units[index + 1 + len(under_way) :]
     whole = root.early + (units[index].gradient if index >= 0 else 0)
     if not settings.sharding.gradients:
-        stay = 0 if has_earlier else whole + sum(unit.reduced for unit in units[index + 1 :])
-        return stay + sum(unit.wire for unit in under_way)
+        return whole + sum(unit.reduced for unit in units[index + 1 :]) + sum(unit.wire for unit in under_way)
     # A gradient that joins a sum in a file is waited for.
     is_sent = settings.optimizer_home == "cpu" or not (under_way or done)
-    behind = [root, *units] if has_earlier and is_sent else []
+    # Of the micro-batch before, the last one to leave the device stays until another leaves.
+    behind = [root, *units] if settings.micro_batches > 1 and is_sent else []
     sent = [replace(unit, leaving=unit.leaving[1:]) for unit in under_way]  # all but the bucket that is reduced now
     leaving = _last_to_go([*sent, *done, *behind], MOST_TO_HOST + (root.wire > 0))  # one more while it is cast
     parts = sum(unit.wire or unit.gradient for unit in under_way) + leaving
-    return whole + parts + (adding if done else 0) + (0 if has_earlier else sum(unit.reduced for unit in done))
+    return whole + parts + (adding if done else 0) + sum(unit.reduced for unit in done)
 
 
 def _last_to_go(units: Sequence[_Unit], count: int = MOST_TO_HOST) -> int:
