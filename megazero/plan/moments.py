@@ -45,15 +45,15 @@ class _Unit:
     @classmethod
     def of(cls, needs: Sequence[BucketBytes], settings: StateSettings, last_block: int = 0) -> _Unit:
         """The unit made of these buckets."""
-        is_sharded, is_first = settings.sharding.gradients, settings.micro_batches == 1
-        makes_whole = is_sharded or is_first  # otherwise all of G exists, from the micro-batch before
+        is_sharded, is_only = settings.sharding.gradients, settings.micro_batches == 1
+        makes_whole = is_sharded or is_only  # otherwise all of G exists, from the micro-batch before
         has_no_limits = settings.zero.gather_limits == GatherLimits()
         return cls(
             gathered=sum(need.whole_parameters for need in needs) * has_no_limits,
             gradient=sum(need.whole_gradient for need in needs) * makes_whole,
             early=sum(need.early_gradient for need in needs) * makes_whole,
             wire=max(need.wire for need in needs),
-            reduced=sum(need.gradients for need in needs) * is_first,
+            reduced=sum(need.gradients for need in needs) * is_only,
             leaving=tuple(need.leaving for need in reversed(needs) if is_sharded and need.leaving),
             coming=sum(need.coming for need in needs) * has_no_limits,
             last_block=last_block,
