@@ -74,7 +74,8 @@ def pretrain(
     flags = config.training
     refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
     loads = has_something_to_load(config.checkpoint)
-    building = f"building the model takes a while: {config.model.num_parameters():,} parameters"
+    work = "" if loads else "every rank draws the initial values of all "
+    building = f"building the model takes a while: {work}{config.model.num_parameters():,} parameters"
     with tells_out_of_memory(config), told_if_slow(logger, building):
         job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens, draws=not loads)
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
