@@ -100,8 +100,14 @@ def _map(nbytes: int, pin: bool) -> _Pages:
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     if pin and torch.cuda.is_available():
+        _fault_in(pages)
         _pin(pages)
     return pages
+
+
+def _fault_in(pages: _Pages) -> None:
+    """Has the system supply the pages now, to all of torch's threads: cudaHostRegister would ask for them one by one."""
+    torch.frombuffer(pages, dtype=torch.uint8)[::PAGE].fill_(0)
 
 
 def _pin(pages: _Pages) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +74,28 @@ def test_as_many_pages_are_locked_as_were_asked_for_until_the_last_tensor_is_gon
     assert len(runtime.locked) == 1
     del part
     assert runtime.locked == {}
+
+
+def test_pages_are_there_before_they_are_locked_which_supplies_those_that_are_missing_in_one_thread(
+    runtime, monkeypatch
+):
+    resident = []
+
+    def lock(address: int, nbytes: int, flags: int) -> int:
+        pages = np.zeros(nbytes // PAGE, dtype=np.uint8)
+        assert (
+            ctypes.CDLL(None).mincore(
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)
+            )
+            == 0
+        )
+        resident.append(int((pages & 1).sum()))
+        return Runtime.cudaHostRegister(runtime, address, nbytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", lock)
+    buffer = aligned_empty(300 * PAGE + 1, pin=True)
+    assert resident == [301]
+    assert not buffer.any()
 
 
 def test_pages_whose_last_tensor_goes_in_another_thread_are_unlocked_on_the_device_that_they_were_locked_for(runtime):
