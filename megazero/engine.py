@@ -631,9 +631,10 @@ class Engine:
         """Bytes that this rank holds now: parameters (P), gradients (G), optimizer (O: master weights, moments), and buffers.
 
         Buffers are the whole copies of sharded parameters and gradients, and whatever is being reduced. G exists from backward to
-        the update. Staging is the host memory that offloaded states pass through.
+        the update. Offloaded is the part of P, G and O that does not rest on the device, and staging the host memory that it
+        passes through.
         """
-        total = {"P": 0, "G": 0, "O": 0, "buffers": 0, "staging": self.homes.nbytes}
+        total = {"P": 0, "G": 0, "O": 0, "buffers": 0, "offloaded": 0, "staging": self.homes.nbytes}
         for bucket in self.buckets:
             for key, value in bucket.nbytes.items():
                 total[key] += value

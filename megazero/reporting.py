@@ -134,7 +134,8 @@ class MemoryWatch:
 
     def _look(self, *_: object) -> None:
         held = self.engine.memory()
-        held["peak"] = sum(held.values()) - held["staging"]  # that is host memory, which the plan lists separately
+        states = held["P"] + held["G"] + held["O"]
+        held["peak"] = states + held["buffers"] - held["offloaded"]  # of the device: host memory has rows of its own
         self.most = {key: max(self.most.get(key, 0), value) for key, value in held.items()}
 
 

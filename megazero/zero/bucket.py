@@ -404,7 +404,8 @@ class Bucket:
     def nbytes(self) -> dict[str, int]:
         """Bytes in this rank's memory, counted from storages: P, G, O except what it shares with P, and other buffers.
 
-        Master weights that serve as the shard of P count as O.
+        Master weights that serve as the shard of P count as O. "offloaded" is the part of P, G and O that rests in other homes
+        than the device's.
         """
         weights, g = self.weights, self._gradient
         states: dict[str, list[Tensor | None]] = {
@@ -421,7 +422,12 @@ class Bucket:
                 if storage.nbytes() and storage_id(tensor) not in seen:
                     seen.add(storage_id(tensor))
                     held[key] += storage.nbytes()
-        return held
+        away = [
+            ("P", weights.is_offloaded),
+            ("G", self.is_offloaded and self.sharding.gradients),
+            ("O", self.is_offloaded),
+        ]
+        return {**held, "offloaded": sum(held[key] for key, is_away in away if is_away)}
 
 
 def _is_one_memory(shard: Vector, master: Vector) -> bool:

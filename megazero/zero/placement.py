@@ -11,7 +11,7 @@ from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
 from megazero.zero.gemini_plan import Plan
 from megazero.zero.gemini_trace import Meter
-from megazero.zero.home import Home, MemoryHome
+from megazero.zero.home import Home
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.residency import Residency
 from megazero.zero.schedule import Schedule
@@ -58,13 +58,11 @@ class Placement:
         group: comm.ProcessGroup,
     ) -> None:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
-        self._device = MemoryHome(comm.local_device())  # for shards of P; every bucket has its own device home for O
         units = range(len(schedule.unit_sizes))
         self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
         self._sharded = {
             unit: [b for b in schedule.buckets_of(unit) if b.weights.shard is not None] for unit in (*units, ROOT)
         }
-        self._shards_here: set[Bucket] = set()
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
             config.gather_limits,
@@ -83,7 +81,8 @@ class Placement:
         placed = [b for of_unit in self._trained.values() for b in of_unit if not b.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
-        return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, self._shards_here))
+        shards = (b for of_unit in self._sharded.values() for b in of_unit if not b.weights.is_offloaded)
+        return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, shards))
 
     def follow(self) -> None:
         """After an update: if there is a new plan, moves states to and from the device."""
@@ -112,14 +111,9 @@ class Placement:
                 bucket.move_states(None if is_coming else self._host)
 
     def _move_shards(self, unit: int, is_coming: bool) -> None:
-        home = self._device if is_coming else self._host
         for bucket in self._sharded[unit]:
-            if (bucket in self._shards_here) != is_coming:
-                bucket.weights.move(home)
-                if is_coming:
-                    self._shards_here.add(bucket)
-                else:
-                    self._shards_here.remove(bucket)
+            if bucket.weights.is_offloaded == is_coming:
+                bucket.weights.move(None if is_coming else self._host)
 
 
 def _state_bytes(bucket: Bucket) -> int:

@@ -35,6 +35,7 @@ class Weights:
         shard: this rank's shard if P is sharded, else None. If its dtype is wider than P's, it is the master weights, and is cast
             as it is gathered.
         is_gathered: P is whole on this rank.
+        is_offloaded: the shard was given another home than the device's; on a CPU that home may be the same memory.
         is_held: a GatheredParameters context is open on P.
         is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
@@ -49,6 +50,7 @@ class Weights:
         self.shard: Vector | None = None
         if self.is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
+        self.is_offloaded = self.is_sharded and home is not None
         self.is_gathered, self.is_held, self.is_kept = True, False, False
         self._gather_work: Work | None = None
         self._waits_when_touched = False
@@ -224,11 +226,12 @@ class Weights:
         ahead = self._arrival.ahead
         return [self.flat] if ahead is None else [self.flat, ahead]
 
-    def move(self, home: Home) -> None:
-        """Moves this rank's shard to another home. Call it between two steps, while P is released."""
+    def move(self, home: Home | None) -> None:
+        """Moves this rank's shard to another home; None is the device. Call it between two steps, while P is released."""
         assert self.shard is not None, "P is whole"
         self.settle()
-        self.shard = moved(self.shard, home)
+        self.shard = moved(self.shard, home or MemoryHome(self.flat.device))
+        self.is_offloaded = home is not None
 
     # ---- in-place writes of the user into whole parameters
 

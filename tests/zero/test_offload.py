@@ -15,6 +15,7 @@ from torch import nn
 
 from megazero import comm, mpu, zero
 from megazero.nvme import SwapFile
+from megazero.reporting import MemoryWatch
 from megazero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -128,6 +129,29 @@ def test_nothing_of_the_states_stays_in_memory_under_nvme(tmp_path):
         assert p == 0 and o < 1000  # the step counters
         pages = 6 * 4 * 4096  # each of 6 buckets' 4 vectors begins at a page, and gradients had a place too
         assert (2 + 12) * owned <= on_disk <= (2 + 12 + 4) * owned + pages
+
+
+@pytest.mark.parametrize(
+    ("stage", "o", "p", "away"),
+    [
+        (1, "cpu", "none", "O"),
+        (2, "cpu", "none", "GO"),
+        (3, "cpu", "cpu", "PGO"),
+        (3, "none", "cpu", "P"),
+        (3, "none", "none", ""),
+    ],
+)
+def test_the_peak_that_a_job_measures_is_the_devices_without_what_is_offloaded(one_rank, stage, o, p, away):
+    engine = make_engine(Wide(), stage, zero={"offload_optimizer": o, "offload_param": p}, dtype=torch.bfloat16)
+    plan = plan_memory(engine.module, engine.zero, data_parallel_size=1, dtype=torch.bfloat16)
+    for ((batch,),) in token_batches(2, 1, 1):
+        watch = MemoryWatch(engine)
+        engine.backward(engine(batch))
+        held = engine.memory()
+        counters = sum(held[key] for key in away) - held["offloaded"]
+        assert 0 <= counters < 1000
+        engine.step()
+        assert 0 < watch.stop()["peak"] <= plan.peak + 1000, "of counters"
 
 
 @pytest.mark.parametrize("offload_param", ["none", "nvme"])
