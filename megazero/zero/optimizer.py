@@ -177,6 +177,10 @@ class BucketOptimizer(SlicedOptimizer):
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
+            if (
+                not self.state
+            ):  # moments are made now, and stay: torch would cut up the blocks that activations come back for
+                torch.cuda.empty_cache()
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
             if later:

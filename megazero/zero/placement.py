@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from megazero import comm
 from megazero.logging import ALIKE, get_logger
 from megazero.zero.bucket import Bucket
@@ -91,6 +93,7 @@ class Placement:
             return
         self._done = plan
         self._optimizer.is_torn = True  # until its slices refer to O's new memory
+        torch.cuda.empty_cache()  # else what comes would cut up the blocks that activations come back for
         for is_coming in (False, True):  # states that leave make room for those that come
             for unit in self._trained:
                 if (unit in plan.optimizer_units) == is_coming:

@@ -294,3 +294,17 @@ def test_a_margin_without_placement_auto_is_said_to_have_no_effect(options, coun
 def test_placements_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ZeroConfig(**options)
+
+
+def test_what_comes_to_stay_on_a_device_finds_torchs_cache_empty(one_rank, monkeypatch):
+    """The first moments, and the states that a plan brings: a block of activations that they cut up is lost to activations."""
+    engine, found = placed_engine(40, dtype=torch.bfloat16), []
+
+    def empty_cache() -> None:
+        moments = sum("exp_avg" in bucket.states for bucket in engine.buckets)
+        found.append((moments, sum(not bucket.is_offloaded for bucket in engine.buckets)))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    dict(train(engine, token_batches(3, 1, 1)))
+    assert not any(bucket.is_offloaded for bucket in engine.buckets)
+    assert found == [(0, 0), (len(engine.buckets), 0)]
