@@ -15,7 +15,6 @@ from typing import Any
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 
 from megazero.arguments import load_components
 from megazero.checkpoint.plain import client_state
@@ -120,7 +119,6 @@ def main(checked: Checked) -> None:
             ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),
         ]
     logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

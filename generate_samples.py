@@ -10,7 +10,6 @@ from pathlib import Path
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 
 from megazero.arguments import load_components
 from megazero.checkpoint.reader import Reader
@@ -113,7 +112,6 @@ def main(request: Request) -> None:
     for text, output in zip(request.texts, outputs, strict=True):
         logger.info("%s", "-" * 80)
         logger.info("%s", text + tokenizer.decode(output))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

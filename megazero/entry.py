@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from megazero.children import children
-from megazero.comm import OtherRankError, get_local_rank, told_world
+from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
 from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
 
 logger = get_logger(__name__)
@@ -87,6 +87,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         _refuse_idle_gpus()
         if descriptor is None:
             work(check(world_size))
+            leave_distributed()
         else:
             os.write(int(descriptor), str(_checked_ranks(check)).encode())
     except USER_ERRORS as error:

@@ -263,8 +263,6 @@ def _finish(job: Job, metrics: MetricsWriter) -> None:
     if torch.distributed.get_rank() == 0:
         logger.info("%s", summary(job, metrics, peaks))
     metrics.close()
-    comm.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def _claim(job: Job, save: str) -> None:

@@ -275,6 +275,33 @@ def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path, monkeypatch
     assert list(folder.iterdir()) == []
 
 
+LEAVES_LATE = """
+import time
+import torch.distributed as dist
+from megazero import comm
+from megazero.entry import run_script
+
+def work(_):
+    comm.init_distributed()
+    time.sleep(dist.get_rank())
+
+run_script(int, work)
+print(f"{time.monotonic()} {dist.is_initialized()}", flush=True)
+"""
+
+
+def test_the_ranks_of_a_script_leave_the_world_together_at_its_end(tmp_path):
+    """A gloo thread that drops the last collective's tensors while the interpreter ends aborts the process."""
+    script = tmp_path / "leaves_late.py"
+    script.write_text(LEAVES_LATE)
+    done = run_script(2, str(script), [])
+    (first, is_in), (second, too) = (
+        line.split() for line in done.stdout.splitlines() if line.endswith(("True", "False"))
+    )
+    assert done.returncode == 0 and is_in == too == "False"
+    assert abs(float(first) - float(second)) < 0.9
+
+
 @pytest.mark.parametrize("said", ["Resource temporarily unavailable", "can't start new thread"])
 def test_a_limit_on_threads_is_one_line(tmp_path, said):
     script = tmp_path / "short_of_threads.py"

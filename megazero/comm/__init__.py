@@ -11,7 +11,7 @@ there: see `ported`.
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
-from megazero.comm.join import init_distributed, told_world
+from megazero.comm.join import init_distributed, leave_distributed, told_world
 from megazero.comm.lane import Work
 from megazero.comm.meeting import meet_world
 from megazero.comm.ported import *  # noqa: F403
@@ -44,6 +44,7 @@ __all__ = [
     "has_streams",
     "init_distributed",
     "is_destroyed",
+    "leave_distributed",
     "local_device",
     "meet_world",
     "new_object_group",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.reach import refuse_unreachable
 from megazero.comm.world import OtherRankError, local_device
+
+UNLOCKED_S = 0.02  # on a busy machine a thread that waits for the interpreter's lock does not run at once
 
 # In the whole job's store, without any prefix: a rank asks all others to write down their last collectives and to end. NCCL's
 # watchdogs look at it, and would end the ranks of a restart minutes after it for a timeout before it.
@@ -70,6 +73,18 @@ def init_distributed(
         _join_by_environment(backend, timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def leave_distributed() -> None:
+    """Leaves the world, together with all its ranks; does nothing in none.
+
+    A script should do so at its end: gloo's threads take the interpreter's lock to drop the tensors of finished collectives, and
+    one that waits for it when the interpreter ends aborts the process.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        time.sleep(UNLOCKED_S)
+        dist.destroy_process_group()
 
 
 def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
