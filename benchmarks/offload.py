@@ -218,7 +218,13 @@ def measured(
 
 
 def launch(args: argparse.Namespace, name: str, script: str = __file__) -> dict[str, Any]:
-    """One side's figures, or why there are none."""
+    """One side's figures, or why there are none; on stderr too, for whoever has to stop before the last side is done."""
+    found = _launched(args, name, script)
+    print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    return found
+
+
+def _launched(args: argparse.Namespace, name: str, script: str) -> dict[str, Any]:
     ranks = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, *ranks, script, *sys.argv[1:], "--nvme-path", args.nvme_path, "--side", name]
     done = subprocess.run(command, capture_output=True, text=True)
