@@ -60,6 +60,16 @@ def prepare_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+@contextmanager
+def until_reader_leaves() -> Iterator[None]:
+    """For what a command prints: if its reader has seen enough (`... | head`), the block ends there, without an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first names, `most` at most, and how many more there are: "a, b, c and 2 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

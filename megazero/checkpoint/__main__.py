@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
-from megazero.logging import counted, prepare_output
+from megazero.logging import counted, prepare_output, until_reader_leaves
 from megazero.optim.loss_scaler import DTYPES
 from megazero.option import Parser, flag_of
 from megazero.zero.memory import size
@@ -32,19 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0; 1 if a checkpoint is damaged (verify) or two differ (diff); 2 if it could not be done."""
     prepare_output()
     logging.basicConfig(format="%(message)s", level=logging.INFO)
+    status = 0
     try:
-        arguments = make_parser().parse_args(argv)
-        status = arguments.run(arguments)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # `... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        with until_reader_leaves():
+            arguments = make_parser().parse_args(argv)
+            status = arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return status
 
 
 def make_parser() -> argparse.ArgumentParser:

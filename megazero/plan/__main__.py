@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megazero.arguments import COMPONENTS, build, config_of, make_parser, parse
 from megazero.config import Config
+from megazero.logging import until_reader_leaves
 from megazero.option import check_options, option
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits
@@ -87,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = plan_job(Setup.of(config, machine.gpus, machine.ranks_per_node or 8, machine.device))
     if machine.plot is not None:
         write_plot(plan, limits, Path(machine.plot))
-    sys.stdout.write((json.dumps(as_json(plan, limits), indent=2) if machine.json else as_text(plan, limits)) + "\n")
+    with until_reader_leaves():
+        print(json.dumps(as_json(plan, limits), indent=2) if machine.json else as_text(plan, limits))
 
 
 if __name__ == "__main__":

@@ -255,6 +255,13 @@ def test_latest_that_names_nothing_is_said(saved, capsys):
     assert run(capsys, "verify", saved, "--tag", "mine")[0] == 0
 
 
+def test_a_damaged_latest_is_said_below_the_checkpoints_of_which_to_choose_one(saved, capsys):
+    (saved / "latest").write_bytes(b"\xff\xfe")
+    status, lines = run(capsys, "ls", saved)
+    assert status == 0 and any(line.split()[:1] == [TAG] for line in lines)
+    assert any("latest should hold the name of a checkpoint directory" in line for line in lines)
+
+
 def test_as_a_command_whose_reader_goes_away(saved):
     command = f"{sys.executable} -m megazero.checkpoint ls {saved / TAG} | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)

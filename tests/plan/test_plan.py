@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -319,6 +321,14 @@ def test_activations_shrink_with_accumulated_micro_batches_gradients_do_not():
 
 FLAGS = """--num-layers 48 --hidden-size 1600 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
     --vocab-size 50257 --batch-size 4 --fp16 --gpus 8""".split()
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = [sys.executable, "-m", "megazero.plan", *FLAGS]
+    done = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$@" | true', "bash", *command], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_command_prints_tables(capsys):

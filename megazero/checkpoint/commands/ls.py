@@ -70,7 +70,11 @@ def describe_directory(directory: str | Path) -> list[str]:
     tags, partial = list_tags(directory), sorted(directory.glob(".*.partial"))
     if not tags and not partial:
         raise FileNotFoundError(f"There are no checkpoints in {directory}: no directory in it has an index.json.")
-    latest, rows, errors = latest_tag(directory), [], []
+    latest, rows, errors = None, [], []
+    try:
+        latest = latest_tag(directory)
+    except CheckpointError as error:
+        errors.append(str(error))
     for tag in tags:
         try:
             summary = _summary(Reader(directory, tag))
