@@ -19,6 +19,7 @@ import torch
 from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
 from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
+from megazero.stop_signal import StopSignal
 
 logger = get_logger(__name__)
 
@@ -173,14 +174,17 @@ def _module(frame: FrameType) -> str:
 def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> NoReturn:
     # Most errors are the same on every rank. The first rank of a node reports at once, and the launcher then ends the others,
     # which have waited. A rank that is still running afterwards has an error of its own. A rank that has lost another one waits
-    # too: the launcher, or the lost rank itself, reports the reason.
+    # too: the launcher, or the lost rank itself, reports the reason. A launcher that was killed reports nothing.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the job has nothing left to save
-    # The launcher's SIGTERM may have come earlier, while this rank was busy, and gone to the job's handler.
-    may_have_missed = has_lost and getattr(handler, "received", None) is not None
+    stop = handler if has_lost and isinstance(handler, StopSignal) else None
     end = time.monotonic() + (WAIT_S if waits else 0)
     while time.monotonic() < end:
         time.sleep(0.5)
-        if may_have_missed and _launcher_has_reaped():
+        if stop is not None and stop.lost_launcher is not None:
+            error = stop.lost_launcher
+            break
+        # The launcher's SIGTERM may have come earlier, while this rank was busy, and gone to the job's handler.
+        if stop is not None and stop.received is not None and _launcher_has_reaped():
             signal.raise_signal(signal.SIGTERM)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)

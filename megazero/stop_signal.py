@@ -39,12 +39,19 @@ class StopSignal:
         """Why this rank wants to end now; None if it does not."""
         return self.received or (self._limit if time.monotonic() >= self._end else None)
 
-    def check_launcher(self) -> None:
-        """Raises OtherRankError if the torchrun that started this rank has ended, which only SIGKILL makes it do.
+    @property
+    def lost_launcher(self) -> OtherRankError | None:
+        """What to raise if the torchrun that started this rank has ended, which only SIGKILL makes it do; None if it runs."""
+        if self._launcher is None or os.getppid() == self._launcher:
+            return None
+        return OtherRankError(
+            f"torchrun (process {self._launcher}) was killed, and without it no rank can save. The last checkpoint is good."
+        )
 
-        torchrun holds the store where ranks meet for a save, so all steps from here on would be lost.
+    def check_launcher(self) -> None:
+        """Raises OtherRankError if torchrun has ended.
+
+        It holds the store where ranks meet for a save, so all steps from here on would be lost.
         """
-        if self._launcher is not None and os.getppid() != self._launcher:
-            raise OtherRankError(
-                f"torchrun (process {self._launcher}) was killed, and without it no rank can save. The last checkpoint is good."
-            )
+        if (error := self.lost_launcher) is not None:
+            raise error
