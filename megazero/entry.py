@@ -189,4 +189,6 @@ def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> N
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
     text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # drop the number that an OSError begins with
-    sys.exit(f"error: {text}" if rank == 0 else f"error (rank {rank}): {text}")
+    # With its end of line in one write: two ranks' errors would else run together in one line.
+    sys.stderr.write(f"error: {text}\n" if rank == 0 else f"error (rank {rank}): {text}\n")
+    sys.exit(1)
