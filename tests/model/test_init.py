@@ -6,19 +6,60 @@ import pytest
 import torch
 from torch import nn
 
+from megazero.model import init
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 
 
-@pytest.mark.parametrize("init", [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_uniform_])
-def test_no_draws_writes_zeros_whatever_initializer_is_called(init):
+@pytest.mark.parametrize(
+    "initializer", [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_uniform_]
+)
+def test_no_draws_writes_zeros_whatever_initializer_is_called(initializer):
     weight = nn.Parameter(torch.full((3, 5), torch.nan))
     state = torch.get_rng_state()
     with NoDraws():
-        assert init(weight) is weight
+        assert initializer(weight) is weight
     assert not weight.any() and torch.equal(torch.get_rng_state(), state)
-    assert init(weight).all(), "outside of the context, it draws"
+    assert initializer(weight).all(), "outside of the context, it draws"
+
+
+@pytest.fixture
+def pieces_of_1000(monkeypatch) -> None:
+    monkeypatch.setattr(init, "PIECE_NUMEL", 1000)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_weight_has_the_same_values_by_any_number_of_threads(pieces_of_1000, threads):
+    before, values = torch.get_num_threads(), []
+    for number in (2, threads):
+        torch.set_num_threads(number)
+        torch.manual_seed(5)
+        values.append(torch.empty(70, 100))
+        init.draw_normal_(values[-1], std=0.1)
+        generator = torch.get_rng_state()
+    torch.set_num_threads(before)
+    assert torch.equal(*values)
+    assert abs(values[0].std() - 0.1) < 0.005 and abs(values[0].mean()) < 0.005
+    assert values[0].unique().numel() > 6990, "each piece has values of its own"
+    torch.manual_seed(5)
+    assert not torch.equal(generator, torch.get_rng_state()), "the next weight has others"
+
+
+def test_a_small_weight_has_the_values_of_torchs_initializer(pieces_of_1000):
+    for fill in (
+        lambda weight: init.draw_normal_(weight, std=0.1),
+        lambda weight: torch.nn.init.normal_(weight, std=0.1),
+    ):
+        torch.manual_seed(5)
+        fill(weight := torch.empty(10, 100))
+        assert weight[3, 7] == torch.empty(10, 100).normal_(0, 0.1, generator=torch.Generator().manual_seed(5))[3, 7]
+
+
+def test_no_draws_writes_zeros_into_a_large_weight(pieces_of_1000):
+    with NoDraws():
+        init.draw_normal_(weight := torch.ones(70, 100), std=0.1)
+    assert not weight.any()
 
 
 def test_a_model_without_draws_has_zeros_for_matrices_and_the_other_initial_values(one_rank):
