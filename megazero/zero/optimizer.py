@@ -118,6 +118,7 @@ class BucketOptimizer(SlicedOptimizer):
         self.overflow = False
         self._pending: DelayedUpdate | None = None
         self.is_torn = False  # an update has failed in the middle
+        self._is_first = True  # no update has been made
         super().__init__(buckets, factory, group_settings)
         if not allow_untested:
             refuse_untested(self.torch_optimizer)
@@ -178,9 +179,10 @@ class BucketOptimizer(SlicedOptimizer):
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
             if (
-                not self.state
-            ):  # moments are made now, and stay: torch would cut up the blocks that activations come back for
+                self._is_first
+            ):  # moments are made, and stay: torch would cut up the blocks that activations come back for
                 torch.cuda.empty_cache()
+                self._is_first = False
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
             if later:

@@ -212,6 +212,7 @@ if find_spec("transformers"):
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.3, momentum=0.9),
+    "sgd, no momentum": lambda groups: torch.optim.SGD(groups, lr=1e-3),
     # A key's bias has no gradient but rounding, which a small eps would blow up to a full step.
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True),
     "CPUAdam": lambda groups: CPUAdam(groups, lr=1e-2, eps=1e-3),

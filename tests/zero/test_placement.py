@@ -308,3 +308,11 @@ def test_what_comes_to_stay_on_a_device_finds_torchs_cache_empty(one_rank, monke
     dict(train(engine, token_batches(3, 1, 1)))
     assert not any(bucket.is_offloaded for bucket in engine.buckets)
     assert found == [(0, 0), (len(engine.buckets), 0)]
+
+
+def test_torchs_cache_is_emptied_once_for_an_optimizer_without_states_too(one_rank, monkeypatch):
+    """To give memory back and to take it anew stops the device, which no step but the first one has a reason for."""
+    engine, calls = make_engine(Wide(), 1, optimizer="sgd, no momentum"), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(engine.global_steps))
+    dict(train(engine, token_batches(3, 1, 1)))
+    assert calls == [0] and not engine.optimizer.state
