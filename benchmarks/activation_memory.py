@@ -261,8 +261,7 @@ def main() -> None:
         machine = {"machine": machine_of(comm.local_device()), "ranks": ranks, "torch": torch.__version__}
         question = "activations: bytes kept between forward and backward, and time of a step, by way"
         print(json.dumps({"question": question, **vars(args), **machine, "ways": result}))
-    comm.barrier()
-    torch.distributed.destroy_process_group()
+    comm.leave_distributed()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from megazero import comm
 from megazero.logging import counted
 from megazero.model.config import GPT2Config
 
@@ -168,5 +169,4 @@ def _rank_main(rank: int, world_size: int, folder: str, work: Callable[..., Any]
     found = work(*args)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    comm.leave_distributed()

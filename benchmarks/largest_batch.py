@@ -129,7 +129,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     about = {"question": "the largest micro-batch that fits, by way to keep activations", **vars(args), "bytes": total}
     print(json.dumps({**about, "machine": name, "torch": torch.__version__, "ways": result}))
-    torch.distributed.destroy_process_group()
+    comm.leave_distributed()
 
 
 if __name__ == "__main__":

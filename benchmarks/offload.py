@@ -283,7 +283,7 @@ def play(
         found = run_side(args, args.side)
         if torch.distributed.get_rank() == 0:
             print(json.dumps(found), flush=True)
-        torch.distributed.barrier()
+        comm.leave_distributed()
         return
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
         args.nvme_path = folder

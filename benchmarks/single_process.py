@@ -136,6 +136,7 @@ def main() -> None:
     if args.vocab % 128:
         parser.error(f"--vocab {args.vocab} would be padded on one side only: give a multiple of 128")
     print(json.dumps(measure(args)))
+    comm.leave_distributed()
 
 
 if __name__ == "__main__":

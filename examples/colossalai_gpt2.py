@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megazero.comm import leave_distributed
 from megazero.compat.colossalai import (
     HybridAdam,
     ShardedModelV2,
@@ -96,4 +97,4 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 if __name__ == "__main__":
     main()
-    torch.distributed.destroy_process_group()
+    leave_distributed()

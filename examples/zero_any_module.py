@@ -51,4 +51,4 @@ if __name__ == "__main__":
     classes = predict(trained, samples(0, 0)[0]).argmax(dim=1).tolist()
     if torch.distributed.get_rank() == 0:
         print(f"stage {trained.zero.stage}: {classes}, bytes held: {trained.memory()}")
-    torch.distributed.destroy_process_group()
+    megazero.comm.leave_distributed()
