@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from glob import glob
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -180,8 +181,8 @@ def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> N
     end = time.monotonic() + (WAIT_S if waits else 0)
     while time.monotonic() < end:
         time.sleep(0.5)
-        if stop is not None and stop.lost_launcher is not None:
-            error = stop.lost_launcher
+        if stop is not None and (lost := stop.lost_launcher) is not None:
+            error = lost
             break
         # The launcher's SIGTERM may have come earlier, while this rank was busy, and gone to the job's handler.
         if stop is not None and stop.received is not None and _launcher_has_reaped():
@@ -190,5 +191,6 @@ def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> N
         traceback.print_exception(error)
     text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # drop the number that an OSError begins with
     # With its end of line in one write: two ranks' errors would else run together in one line.
-    sys.stderr.write(f"error: {text}\n" if rank == 0 else f"error (rank {rank}): {text}\n")
+    with suppress(OSError):  # a log that cannot be written changes nothing
+        sys.stderr.write(f"error: {text}\n" if rank == 0 else f"error (rank {rank}): {text}\n")
     sys.exit(1)
