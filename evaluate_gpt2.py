@@ -15,7 +15,6 @@ from typing import Any
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-
 from megazero.arguments import load_components
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader

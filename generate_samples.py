@@ -10,7 +10,6 @@ from pathlib import Path
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-
 from megazero.arguments import load_components
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer

@@ -16,9 +16,8 @@ from megazero.zero.bucket_bytes import BucketBytes, StateSettings
 from megazero.zero.homes import FP32_BYTES
 from megazero.zero.memory import MemoryPlan, memory_of_buckets
 
-RUNTIME_BYTES = (
-    14 * 10**8
-)  # on a GPU: CUDA context, kernels, cuBLAS and NCCL buffers; 1.37 GB of an H200 with torch 2.11
+# On a GPU: CUDA context, kernels, cuBLAS and NCCL buffers. 1.37 GB of an H200 with torch 2.11.
+RUNTIME_BYTES = 14 * 10**8
 
 
 @dataclass(frozen=True)
