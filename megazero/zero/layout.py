@@ -21,12 +21,17 @@ class Segment:
     group: int  # index of the optimizer's parameter group
     is_replicated: bool  # every tensor-parallel rank has the same values, so norms count it once
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between neighbors in each dimension of the parameter."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @cached_property
     def stop(self) -> int:
         """Offset of the first element after the parameter."""
         return self.start + self.numel

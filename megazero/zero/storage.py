@@ -25,4 +25,4 @@ def part_of(values: Tensor, start: int, segment: Segment) -> tuple[Tensor, slice
 
 def view_of(flat: Tensor, segment: Segment) -> Tensor:
     """The parameter-shaped view of `segment` in a flat tensor of its bucket's layout."""
-    return flat[segment.start : segment.stop].view(segment.shape)
+    return flat.as_strided(segment.shape, segment.strides, flat.storage_offset() + segment.start)
