@@ -67,17 +67,25 @@ class ParallelSelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.recomputes_core = config.recompute_mode == "selective"
         self.checkpointer: ActivationCheckpointer | None = None
-        self.copies_bias = config.memory_centric_tiled_linear
         where["sequence_parallel"] = config.sequence_parallel
         self.query_key_value = mpu.ColumnParallelLinear(
             h, 3 * h, gather_output=False, init_method=normal_init(config), stride=3, **where
         )
         self.dense = mpu.RowParallelLinear(
-            h, h, input_is_parallel=True, init_method=residual_init(config), skip_bias_add=True, **where
+            h,
+            h,
+            input_is_parallel=True,
+            init_method=residual_init(config),
+            skip_bias_add=config.blocks_add_biases,
+            **where,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> ([s, b, h] without its bias, that bias [h]); both are slices [s/t, b, h] if sequence-parallel.
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h]; both are slices [s/t, b, h] if sequence-parallel.
+
+        With `config.blocks_add_biases`: ([s/t, b, h] without its bias, that bias [h]).
 
         Args:
             mask: None for causal attention; else [b or 1, 1, s, keys], bool (True = may read) or added to the scores.
@@ -97,6 +105,4 @@ class ParallelSelfAttention(nn.Module):
             context = outside_graphs(checkpointer.checkpoint_sharded, core, q, k, v, mask)
         else:
             context = core(q, k, v, mask)
-        out, bias = self.dense(merge_heads(context))
-        # Beside tiles attention is a ZeRO unit of its own: its parameters are released before the block adds the bias.
-        return out, bias.clone() if self.copies_bias else bias
+        return self.dense(merge_heads(context))

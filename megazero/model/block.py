@@ -23,15 +23,6 @@ from megazero.mpu.random import own_stream
 MAX_GRAPHS = 64  # compilations of one function, of all models in the process
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, dropout: float, training: bool) -> Tensor:
-    """residual + dropout(x + bias). Pure, so that torch.compile makes one kernel of it.
-
-    Draws from the present random stream: the default one, which is the same on every model-parallel rank, as is the residual; or
-    the rank's own where the residual is a slice of the sequence.
-    """
-    return residual + F.dropout(x + bias, dropout, training)
-
-
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), on [s, b, h]: the unit that ZeRO shards and checkpointing recomputes.
 
@@ -58,7 +49,7 @@ class TransformerBlock(nn.Module):
         Sequence-parallel: [s/t, b, h] -> [s/t, b, h], without `cache`.
         """
         body: Callable[..., Tensor] = _body
-        if self.sequence_parallel and self.attention.dense.group.size() > 1:
+        if self.sequence_parallel:
             body = _tiled_sequence_body if self.has_tiles else _sequence_body
         if self.compile_body and cache is None:
             body = compiled(body)
@@ -73,38 +64,38 @@ class TransformerBlock(nn.Module):
 
 def _body(block: TransformerBlock, x: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
     p, training = block.hidden_dropout, block.training
-    out, bias = block.attention(block.input_layernorm(x), mask, cache)
-    x = bias_dropout_add(out, bias, x, p, training)
-    out, bias = block.mlp(block.post_attention_layernorm(x))
-    return bias_dropout_add(out, bias, x, p, training)
+    x = x + F.dropout(block.attention(block.input_layernorm(x), mask, cache), p, training)
+    return x + F.dropout(block.mlp(block.post_attention_layernorm(x)), p, training)
 
 
 def _sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
-    """`_body` on this rank's slice of the sequence: attention and MLP gather it, and reduce-scatter what they return."""
+    """`_body` on this rank's slice of the sequence: attention and MLP gather it, and reduce-scatter what they return.
+
+    They leave their biases to be added here, so that one message sums the gradients of all six parameters used on slices.
+    """
     p, training = block.hidden_dropout, block.training
     group = block.attention.dense.group
     shared = mpu.copy_parameters_to_sequence_parallel_region(block.parameters_of_slices(), group)
     weight_1, bias_1, weight_2, bias_2, attention_bias, mlp_bias = shared
     out, _ = block.attention(normalise_slice(block.input_layernorm, x, weight_1, bias_1), mask)
     with own_stream(training and p > 0.0):
-        x = bias_dropout_add(out, attention_bias, x, p, training)
+        x = x + F.dropout(out + attention_bias, p, training)
     out, _ = block.mlp(normalise_slice(block.post_attention_layernorm, x, weight_2, bias_2))
     with own_stream(training and p > 0.0):
-        return bias_dropout_add(out, mlp_bias, x, p, training)
+        return x + F.dropout(out + mlp_bias, p, training)
 
 
 def _tiled_sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
-    """`_sequence_body` of children that ZeRO gathers one by one: gradients of slices are summed child by child."""
+    """`_sequence_body` of children that ZeRO gathers one by one: each sums the gradients of its own parameters."""
     p, training = block.hidden_dropout, block.training
     group = block.attention.dense.group
     for norm, inner in (
         (block.input_layernorm, lambda x: block.attention(x, mask)),
         (block.post_attention_layernorm, block.mlp),
     ):
-        out, bias = inner(norm(x, group))
-        (bias,) = mpu.copy_parameters_to_sequence_parallel_region([bias], group)
+        out = inner(norm(x, group))
         with own_stream(training and p > 0.0):
-            x = bias_dropout_add(out, bias, x, p, training)
+            x = x + F.dropout(out, p, training)
     return x
 
 
@@ -187,7 +178,7 @@ class Transformer(nn.Module):
         else:
             x = self.run_blocks(x, mask)
         group, norm = self.blocks[0].attention.dense.group, self.final_layernorm
-        if not self.sequence_parallel or group.size() == 1:
+        if not self.sequence_parallel:
             return norm(x)
         weight, bias = mpu.copy_parameters_to_sequence_parallel_region(list(norm.parameters()), group)
         return normalise_slice(norm, x, weight, bias)

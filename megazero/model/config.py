@@ -174,6 +174,15 @@ class GPT2Config:
         )
 
     @property
+    def blocks_add_biases(self) -> bool:
+        """Whether attention and MLP leave their last bias to the block, which uses it on slices of the sequence.
+
+        Tiles add it themselves: beside them attention and MLP are ZeRO units of their own, whose parameters the block cannot
+        read.
+        """
+        return self.sequence_parallel and not self.memory_centric_tiled_linear
+
+    @property
     def recompute_mode(self) -> Recompute:
         """What backward recomputes, from `recompute` and `checkpoint_activations`."""
         return self.recompute or ("full" if self.checkpoint_activations else "none")

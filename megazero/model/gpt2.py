@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class GPT2Model(nn.Module):
         positions = torch.empty(config.max_position_embeddings, config.hidden_size, device=device, dtype=dtype)
         init_weight_(positions, normal_init(config))
         self.position_embeddings = nn.Embedding.from_pretrained(positions, freeze=False)
-        self.transformer = Transformer(config, **where)
+        in_slices = config.sequence_parallel and group.size() > 1
+        self.transformer = Transformer(replace(config, sequence_parallel=in_slices), **where)
 
     @property
     def group(self) -> ProcessGroup:
