@@ -178,9 +178,8 @@ class BucketOptimizer(SlicedOptimizer):
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
-            if (
-                self._is_first
-            ):  # moments are made, and stay: torch would cut up the blocks that activations come back for
+            if self._is_first:
+                # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
                 self._is_first = False
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0

@@ -156,9 +156,8 @@ def test_autocast_is_restored_and_its_cache_does_no_harm(one_rank, uses, checkpo
         with torch.autocast("cpu", torch.bfloat16):
             y = call(layer, x)
             assert y.dtype == torch.bfloat16
-            if (
-                uses == 3
-            ):  # a cast of the weight without graph, or of a graph that is gone, must not be found in the cache
+            # A cast of the weight without graph, or of a graph that is gone, must not be found in the cache.
+            if uses == 3:
                 y = layer(call(layer, y))
         y.float().sum().backward()  # outside of the region
         found.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])

@@ -156,9 +156,8 @@ def test_strict_stops_at_a_bad_line_and_leaves_no_output(tmp_path, bad):
         run([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", workers=1, strict=True)
     assert not (tmp_path / "b.jsonl").exists() and not (tmp_path / "b.jsonl.done.json").exists()
     assert run([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", workers=1)["bad_lines"] == 1
-    with pytest.raises(
-        ValueError, match="a.jsonl:2: "
-    ):  # a shard that was made without --strict does not hide its faults
+    # A shard that was made without --strict does not hide its faults.
+    with pytest.raises(ValueError, match="a.jsonl:2: "):
         run([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", workers=1, strict=True)
 
 
@@ -202,9 +201,8 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one(tmp_path, format, 
     assert process.exitcode == -signal.SIGKILL and not fuse.exists()
     names = set(os.listdir(tmp_path / "killed"))
     assert f"part0.{format}" in names and f"part1.{format}" not in names and f"part1.{format}.partial.json" in names
-    with pytest.raises(
-        ValueError, match=f"part1.{format} has not finished"
-    ):  # nor does the next step take it for whole
+    # Nor does the next step take it for whole.
+    with pytest.raises(ValueError, match=f"part1.{format} has not finished"):
         list_inputs([tmp_path / "killed"])
     for uncommitted in (f"part1.{format}.partial.0", f"part1.{format}.dropped.partial"):
         with open(tmp_path / "killed" / uncommitted, "ab") as file:

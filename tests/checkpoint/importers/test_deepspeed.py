@@ -200,9 +200,8 @@ def test_megatron_names_are_joined_over_model_parallel_ranks(tmp_path, stage, ve
     def part(name, value, rank):
         if name not in cut:
             return value
-        if (
-            "query_key_value" in name and version is None
-        ):  # query, key and value lie one below the other, each cut by itself
+        # Query, key and value lie one below the other, each cut by itself.
+        if "query_key_value" in name and version is None:
             return torch.cat([matrix.chunk(2)[rank] for matrix in value.chunk(3)])
         return value.chunk(2, cut[name][1])[rank].clone()
 
