@@ -22,6 +22,8 @@ def warc_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         with open(path, "rb") as disk, decompressed(disk, path) as file:
             for record in warc.ArchiveIterator(file, record_types=warc.WarcRecordType.any_type, parse_http=False):
                 records += 1
+                if not record.headers.get("Content-Length"):  # it would pass for an empty one
+                    raise EOFError(f"record {record.record_id} ends in its header")
                 if record.record_type != warc.WarcRecordType.conversion:
                     continue
                 texts += 1
@@ -35,7 +37,9 @@ def warc_lines(path: Path) -> Iterator[tuple[bytes, int]]:
                 }
                 # Bytes that are not UTF-8 come back out as they were, and the line is then reported as a bad one.
                 yield json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n", disk.tell()
-    except DAMAGE as error:
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk; fastwarc's own, of a bad header, have no number
         raise ValueError(f"{path}: damaged or cut off: {error}. Get the file again.") from error
     if records and not texts:
         raise ValueError(

@@ -51,7 +51,26 @@ def decompressed(file: BinaryIO, path: Path) -> BinaryIO:
     return file
 
 
-class _XzReader(io.RawIOBase):
+class _Text(io.RawIOBase):
+    """A decompressed text, read from its beginning to its end. It can tell how far, which fastwarc asks of a file."""
+
+    _position = 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes of the text were read."""
+        return self._position
+
+    def _fill(self, buffer: Any, text: bytes) -> int:  # noqa: ANN401 (any writable buffer)
+        buffer[: len(text)] = text
+        self._position += len(text)
+        return len(text)
+
+
+class _XzReader(_Text):
     """All streams of an .xz file, one after another, with zero bytes between and after them, which the format allows as padding.
 
     lzma.LZMAFile takes whatever follows the first stream for padding if it does not begin a stream: where the header of the
@@ -62,10 +81,6 @@ class _XzReader(io.RawIOBase):
         self._file, self._pending = file, b""  # what is read and not decompressed yet
         self._stream: lzma.LZMADecompressor | None = None  # the one being read
         self._is_first = True
-
-    def readable(self) -> bool:
-        """True."""
-        return True
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
         """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
@@ -87,11 +102,10 @@ class _XzReader(io.RawIOBase):
             if self._stream.eof:
                 self._pending, self._stream = self._stream.unused_data, None
             if text:
-                buffer[: len(text)] = text
-                return len(text)
+                return self._fill(buffer, text)
 
 
-class _ZstdReader(io.RawIOBase):
+class _ZstdReader(_Text):
     """All frames of a .zst file, one after another; one that is cut off is an error, as it is with gzip."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -101,10 +115,6 @@ class _ZstdReader(io.RawIOBase):
             raise ValueError(f"{path}: reading .zst needs the package zstandard (pip install zstandard)") from error
         self._file, self._package, self._text = file, zstandard, b""
         self._frame: Any = None  # the one being read
-
-    def readable(self) -> bool:
-        """True."""
-        return True
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
         """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
@@ -122,6 +132,6 @@ class _ZstdReader(io.RawIOBase):
             if self._frame.eof:
                 self._file.seek(-len(self._frame.unused_data), os.SEEK_CUR)  # where the next frame begins
                 self._frame = None
-        count = min(len(buffer), len(self._text))
-        buffer[:count], self._text = self._text[:count], self._text[count:]
+        count = self._fill(buffer, self._text[: len(buffer)])
+        self._text = self._text[count:]
         return count

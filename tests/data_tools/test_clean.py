@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import lzma
 import sys
 from unittest import mock
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from data_tools.clean import check_length
 from data_tools.language import LanguageIdentifier, TextFixer
 from data_tools.line_functions import Dropped
+from data_tools.warc import warc_lines
 from megazero.data.tokenizer import build_tokenizer
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary
@@ -128,6 +131,28 @@ def test_wet_files_are_read_record_by_record(tmp_path):
     path.write_bytes(gzip.compress(wet_record(1, b"<html>", "response")))
     with pytest.raises(ValueError, match="none of its 1 records is text"):
         run_step("clean", *flags)
+
+
+def test_wet_files_are_read_however_they_are_compressed(tmp_path):
+    pytest.importorskip("fastwarc")
+    zstandard = pytest.importorskip("zstandard")
+    texts = [f"text {i} " * 20_000 for i in range(3)]
+    kinds = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
+    for suffix, compress in kinds.items():
+        path = tmp_path / f"crawl.wet{suffix}"
+        path.write_bytes(b"".join(compress(wet_record(i, text.encode())) for i, text in enumerate(texts)))
+        assert [json.loads(line)["text"] for line, _ in warc_lines(path)] == texts
+
+
+def test_a_damaged_wet_file_is_named(tmp_path):
+    pytest.importorskip("fastwarc")
+    path, record = tmp_path / "crawl.wet", wet_record(1, b"some text")
+    header = record[: record.index(b"\r\n\r\n")]
+    # What is cut off in its header, before or after the length, is no record of an empty text.
+    for damaged in (b"noise" + record, record[:-5], header, header[:-1], header[:-2], header[:-18], header[:-50]):
+        path.write_bytes(wet_record(0, b"text before") + damaged)
+        with pytest.raises(ValueError, match="crawl.wet: damaged or cut off"):
+            list(warc_lines(path))
 
 
 @pytest.mark.parametrize("flags", [("--min-score", 7), ("--min-tokens", -1), ("--language", "klingon")])
