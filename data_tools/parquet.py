@@ -41,7 +41,7 @@ def write_parquet(source: Path, path: Path) -> None:
     """Writes the JSON lines of the plain file `source` as a table; entries that a document lacks are null.
 
     Raises:
-        ValueError: pyarrow is missing, or an entry is of different kinds in different documents.
+        ValueError: pyarrow is missing, or a table cannot hold an entry: it is of different kinds in different documents, say.
     """
     pyarrow = require("pyarrow", f"writing {path}")
     parquet = require("pyarrow.parquet", f"writing {path}", "pyarrow")
@@ -52,7 +52,7 @@ def write_parquet(source: Path, path: Path) -> None:
         with written_aside(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             for table in _tables(source, pyarrow, schema):
                 writer.write_table(table)
-    except (pyarrow.ArrowException, UnicodeEncodeError) as error:
+    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError) as error:
         raise ValueError(f"{path}: the documents do not fit into a table: {error}. Use --format jsonl.") from error
 
 

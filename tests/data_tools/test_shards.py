@@ -213,6 +213,14 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one(tmp_path, format, 
     assert hashes(tmp_path / "killed", markers=True) == hashes(tmp_path / "whole", markers=True)
 
 
+@pytest.mark.parametrize("value", [[1, "text"], "\ud800", 1 << 63, {}])
+def test_documents_that_fit_into_no_table_are_said_to(tmp_path, value):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.jsonl").write_bytes(dump({"text": "some text " * 9, "value": value}))
+    with pytest.raises(ValueError, match="a.parquet: the documents do not fit into a table: .*Use --format jsonl"):
+        run([tmp_path / "a.jsonl"], tmp_path / "a.parquet", workers=1)
+
+
 def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
     make_files(tmp_path / "in")
     for output in ("in/all.jsonl", "in/clean"):
