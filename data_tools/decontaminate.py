@@ -95,7 +95,7 @@ class Decontaminator:
     """
 
     def __init__(
-        self, key: str, hasher: NgramHasher, table: U64, source: npt.NDArray[np.uint16], names: list[str], least: int
+        self, key: str, hasher: NgramHasher, table: U64, source: npt.NDArray[np.uint32], names: list[str], least: int
     ) -> None:
         self.key, self.hasher, self.table, self.source = key, hasher, table, source
         self.names, self.least = names, least
@@ -126,7 +126,7 @@ class Decontaminator:
 
 def evaluation_table(
     paths: Sequence[Path], key: str, hasher: NgramHasher, options: RunOptions
-) -> tuple[U64, npt.NDArray[np.uint16], int]:
+) -> tuple[U64, npt.NDArray[np.uint32], int]:
     """Sorted hashes of all sequences in the evaluation files, the file of each, and how many texts are too short to have one.
 
     Raises:
@@ -134,7 +134,7 @@ def evaluation_table(
             enough, or the table outgrows --memory.
     """
     hashes: list[U64] = []
-    sources: list[npt.NDArray[np.uint16]] = []
+    sources: list[npt.NDArray[np.uint32]] = []
     too_short = total = 0
     with Progress("reading evaluation sets", sum(path.stat().st_size for path in paths)) as progress:
         for number, path in enumerate(paths):
@@ -144,7 +144,7 @@ def evaluation_table(
                 texts += 1
                 too_short += len(found) == 0
                 hashes.append(found)
-                sources.append(np.full(len(found), number, np.uint16))
+                sources.append(np.full(len(found), number, np.uint32))
                 total += len(found)
                 if total * _BYTES_PER_NGRAM > options.memory_bytes // 2:
                     raise ValueError(

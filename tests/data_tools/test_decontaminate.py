@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from data_tools.decontaminate import NgramHasher
+from data_tools.decontaminate import NgramHasher, evaluation_table
+from data_tools.options import RunOptions
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
 QUESTION = "Which of the two rivers that meet below the old town carries more water in a dry summer?"  # 18 words
@@ -63,6 +64,14 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
     (tmp_path / "e.jsonl").touch()
     with pytest.raises(ValueError, match="--evaluation .*e.jsonl: it holds no text"):
         run_step("decontaminate", *flags[:-1], tmp_path / "e.jsonl")
+
+
+def test_more_evaluation_files_than_16_bits_can_number(tmp_path):
+    (tmp_path / "many.txt").write_text("a b")
+    (tmp_path / "last.txt").write_text("c d")
+    paths = [tmp_path / "many.txt"] * (1 << 16) + [tmp_path / "last.txt"]
+    table, source, _ = evaluation_table(paths, "text", NgramHasher(2), RunOptions())
+    assert source[table == NgramHasher(2)("c d")[1]] == 1 << 16
 
 
 def test_hashes_differ_by_word_and_order_and_are_those_of_every_process():
