@@ -141,7 +141,7 @@ def evaluation_table(
             texts = 0
             for text in _texts(path, key, options):
                 found = np.unique(hasher(text)[1])
-                texts += 1
+                texts += bool(text.strip())
                 too_short += len(found) == 0
                 hashes.append(found)
                 sources.append(np.full(len(found), number, np.uint32))

@@ -61,9 +61,10 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
     (tmp_path / "e.txt").write_text("too short")
     with pytest.raises(ValueError, match="--evaluation: none of the texts has --ngram 13 words"):
         run_step("decontaminate", *flags)
-    (tmp_path / "e.jsonl").touch()
-    with pytest.raises(ValueError, match="--evaluation .*e.jsonl: it holds no text"):
-        run_step("decontaminate", *flags[:-1], tmp_path / "e.jsonl")
+    for name, content in {"e.jsonl": "", "f.jsonl": '{"text": ""}\n', "f.txt": "\n"}.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=f"--evaluation .*{name}: it holds no text"):
+            run_step("decontaminate", *flags, tmp_path / name)
 
 
 def test_more_evaluation_files_than_16_bits_can_number(tmp_path):
