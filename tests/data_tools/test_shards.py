@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import sys
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -219,6 +220,23 @@ def test_documents_that_fit_into_no_table_are_said_to(tmp_path, value):
     (tmp_path / "a.jsonl").write_bytes(dump({"text": "some text " * 9, "value": value}))
     with pytest.raises(ValueError, match="a.parquet: the documents do not fit into a table: .*Use --format jsonl"):
         run([tmp_path / "a.jsonl"], tmp_path / "a.parquet", workers=1)
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "module", "purpose"),
+    [
+        ("a.parquet", "b.jsonl", "pyarrow", "reading .*a.parquet"),
+        ("a.wet", "b.jsonl", "fastwarc.warc", "reading .*a.wet"),
+        ("a.jsonl", "b.parquet", "pyarrow", "writing .*b.parquet"),
+        ("a.jsonl", "b.jsonl.zst", "zstandard", "writing .*b.jsonl.zst"),
+    ],
+)
+def test_a_package_that_a_format_needs_is_named(tmp_path, monkeypatch, source, output, module, purpose):
+    (tmp_path / source).write_bytes(dump({"text": "some text " * 9}))
+    monkeypatch.setitem(sys.modules, module, None)  # as if not installed
+    package = module.partition(".")[0]
+    with pytest.raises(ValueError, match=f"{purpose} needs .*: pip install {package}"):
+        run([tmp_path / source], tmp_path / output, workers=1)
 
 
 def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):

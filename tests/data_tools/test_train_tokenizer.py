@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sys
 
 import pytest
 import tokenizers
@@ -203,3 +205,14 @@ def test_errors_are_one_line(tmp_path, monkeypatch, flags, message):
         main(["train_tokenizer", "--model-prefix", "m", "--input", *flags.split()])
     assert str(error.value).startswith(message)
     assert not (tmp_path / "m.model").exists()
+
+
+def test_a_missing_package_is_named_and_only_where_it_is_needed(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(100))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if not installed
+    flags = ["--input", str(path), "--vocab-size", "400", "--model-prefix", str(tmp_path / "m")]
+    with pytest.raises(SystemExit, match="error: --model-type byte_level_bpe needs .*: pip install tokenizers"):
+        main(["train_tokenizer", *flags, "--model-type", "byte_level_bpe"])
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+    main(["train_tokenizer", *flags])
+    assert (tmp_path / "m.model").exists()
