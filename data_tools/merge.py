@@ -20,10 +20,8 @@ from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_blocks, run_lines
 from megazero.lines.jsonl import read_object
-from megazero.lines.results import BlockResult, Counts
+from megazero.lines.results import DUPLICATE_ID, BlockResult, Counts
 from megazero.lines.resumable import Item
-
-DUPLICATE_ID = "duplicate id"
 
 
 def id_digest(key: str, id_key: str, line: bytes) -> bytes | None:
@@ -75,4 +73,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     digest = partial(id_digest, args.json_key, args.id_key)
     search = partial(repeated_lines, "merge", shards, digest, DUPLICATE_ID, options)
     work = partial(copy_block, SeenLines(unchanged, args.json_key))
-    return run_blocks("merge", shards, work, settings, options, search, frozenset({DUPLICATE_ID}))
+    return run_blocks("merge", shards, work, settings, options, search)

@@ -77,7 +77,6 @@ def run_blocks(
     settings: Mapping[str, Any],
     options: RunOptions,
     search: DropSearch = no_search,
-    faults: frozenset[str] = frozenset(),
     place: Place | None = None,
 ) -> dict[str, Any]:
     """Makes the shards that are not made yet, and returns the statistics of all of them.
@@ -86,7 +85,6 @@ def run_blocks(
         step: its name, for messages and keys.
         settings: JSON values: everything besides the input that determines what comes out (versions of models, too).
         search: finds lines that are unwanted before any is written.
-        faults: reasons for dropping a document that are faults of the input: reported and, with `options.strict`, fatal.
 
     Raises:
         ValueError: bad input with `options.strict`, a damaged file, or an output in the way.
@@ -109,7 +107,7 @@ def run_blocks(
             logger.info("%s: %d of %d shards are there already", step, skipped, len(shards))
         if todo:
             with search() as drops:
-                total.add(_make(step, todo, work, options, drops, faults, place))
+                total.add(_make(step, todo, work, options, drops, place))
     return total.statistics(len(shards), skipped)
 
 
@@ -119,7 +117,6 @@ def _make(
     work: BlockWork,
     options: RunOptions,
     drops: Drops,
-    faults: frozenset[str],
     place: Place | None,
 ) -> Counts:
     """Makes the shards, of which `todo` holds the descriptions; what was counted of them."""
@@ -128,7 +125,7 @@ def _make(
     workers = useful_workers(paths, options.block_bytes, options.workers_in_memory)
     partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
     progress = Progress(step, sum(path.stat().st_size for path in paths))
-    filled = fill(partials, work, options, workers, progress, drops, faults, place, document_blocks)
+    filled = fill(partials, work, options, workers, progress, drops, place, document_blocks)
     with progress, closing(filled):
         for partial in filled:
             inputs, description = partial.shard.inputs, todo[partial.shard]

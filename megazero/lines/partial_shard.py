@@ -80,12 +80,10 @@ class PartialShard:
         if self.counts.text_bytes_in:
             logger.info("%s: continuing after %.1f MB", shard.record, self.counts.text_bytes_in / 1e6)
 
-    def take(
-        self, block: Block, result: BlockResult, faults: frozenset[str], strict: bool, place: Place | None
-    ) -> None:
+    def take(self, block: Block, result: BlockResult, strict: bool, place: Place | None) -> None:
         """Appends what was made of the next block of the inputs; raises as `report` does."""
         before = self.position.advance(block, result.counts.lines)
-        dropped = report(block, before, result, self.counts.errors, strict, faults)
+        dropped = report(block, before, result, self.counts.errors, strict)
         self.append(*(place(self.sizes[:-1], result.frames) if place else result.frames), dropped)
         self.counts.add(result.counts)
 

@@ -17,6 +17,9 @@ BAD_LINE = "bad line"
 """The reason for leaving out a line that holds no document."""
 NO_TEXT = "no text"
 """The reason for leaving out a document whose text is empty."""
+DUPLICATE_ID = "duplicate id"
+"""The reason for leaving out a document that has the id of an earlier one."""
+_FAULTS = (BAD_LINE, DUPLICATE_ID)  # of the input: reported, and fatal under --strict
 _ERRORS_KEPT = 20  # complaints about lines that are logged and kept
 _STRICT_HINT = "Mend or remove the line, or drop --strict to have such lines counted and left out."
 
@@ -111,30 +114,22 @@ def read_documents(block: Block, key: str, result: BlockResult) -> Iterator[tupl
             yield number, offset, line, document
 
 
-def report(
-    block: Block,
-    before: int,
-    result: BlockResult,
-    errors: list[str],
-    strict: bool,
-    faults: frozenset[str] = frozenset(),
-) -> bytes:
+def report(block: Block, before: int, result: BlockResult, errors: list[str], strict: bool) -> bytes:
     """The lines of the sidecar for what was left out of a block that `before` lines of its file lie before.
 
     Args:
-        errors: bad lines are added to it and logged, as long as these are few.
-        faults: reasons for dropping a document that count like a bad line.
+        errors: bad lines and duplicate ids are added to it and logged, as long as these are few.
 
     Raises:
-        ValueError: `strict` is set, and there is a bad line.
+        ValueError: `strict` is set, and there is one of these.
     """
     records = []
     for line, reason, identity, detail in result.removed:
         number = before + line + 1
         record = {"file": str(block.path), "line": number, "id": identity, "reason": reason}
         records.append(record if detail is None else {**record, "detail": detail})
-        if reason == BAD_LINE or reason in faults:
-            what = detail if reason == BAD_LINE else f"{reason} {identity}" + (f" ({detail})" if detail else "")
+        if reason in _FAULTS:
+            what = detail if reason == BAD_LINE else f"{reason} {identity}"
             message = f"{block.path}:{number}: {what}"
             if strict:
                 raise ValueError(f"{message}. {_STRICT_HINT}")

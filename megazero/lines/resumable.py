@@ -77,7 +77,6 @@ def fill(
     workers: int,
     progress: Progress,
     drops: Drops = lambda block: {},
-    faults: frozenset[str] = frozenset(),
     place: Place | None = None,
     reader: BlockReader = read_blocks,
 ) -> Generator[PartialShard, None, None]:
@@ -86,7 +85,6 @@ def fill(
     Args:
         shards: opened as late as possible, and closed if anything fails.
         drops: what an earlier pass drops.
-        faults: reasons for dropping a document that are faults of the input: reported and, with `options.strict`, fatal.
         place: of the results; None appends them as they are.
         reader: of the inputs' blocks.
 
@@ -114,7 +112,7 @@ def fill(
                 while opened[0] is not owner:
                     yield opened[0]
                     opened.pop(0).close()
-                owner.take(block, result, faults, options.strict, place)
+                owner.take(block, result, options.strict, place)
                 counts = result.counts
                 progress.update(counts.documents, counts.text_bytes_in, block.disk_bytes, result.tokens)
                 owner.commit(options.commit_interval_s)
