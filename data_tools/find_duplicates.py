@@ -93,10 +93,8 @@ def _listed(files: SignatureFiles, first: Documents, counts: dict[str, Any]) -> 
 
 
 def translated(argv: Sequence[str]) -> list[str]:
-    """The step's flags for Megatron-LM's `--inputs FILE KEY FILE KEY ...`, and for IN OUT without flags."""
+    """The command line with the step's flags in the place of Megatron-LM's `--inputs FILE KEY FILE KEY ...`."""
     argv = list(argv)
-    if len(argv) >= 2 and not any(word.startswith("-") for word in argv[:2]):
-        return ["--input", argv[0], "--output", argv[1], *argv[2:]]
     if "--inputs" not in argv:
         return argv
     start = argv.index("--inputs")
@@ -111,6 +109,6 @@ def translated(argv: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from data_tools.__main__ import main
+    from data_tools.megatron_names import run_script
 
-    main(["find_duplicates", *translated(sys.argv[1:])])
+    run_script("find_duplicates", ("input", "output"), argv=translated(sys.argv[1:]))
