@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from checkpoint_ranks import Ranks
-from harness import MACHINE, in_turns, make_parser, quartiles, run_ranks, table
+from harness import MACHINE, in_turns, legend, make_parser, quartiles, run_ranks, table
 from peers import Job
 
 REFERENCE = "dcp"
@@ -132,7 +132,7 @@ def main() -> None:
     result = measure(args)
     for title in ("save", "load", "background"):
         print(table(title, result[title]), file=sys.stderr)
-    print("\n".join(f"{name}: {how}" for name, how in MEASURED.items()), file=sys.stderr)
+    print(legend(MEASURED), file=sys.stderr)
     print(json.dumps(result))
 
 

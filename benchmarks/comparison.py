@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 from typing import Any
 
-from harness import quartiles
+import torch
+from harness import MACHINE, legend, quartiles
 from rank_sets import StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
@@ -82,6 +86,27 @@ def largest_difference(results: dict[str, list[StepResult]], name: str, referenc
     return None if worst is None else float(f"{worst:.2g}")
 
 
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """For the result line: how the sides were run, and how each figure was measured."""
+    return {
+        "ranks": args.ranks,
+        "dtype": "bf16" if args.bf16 else "fp32",
+        "malloc": args.malloc,
+        "device": f"{MACHINE}, 1 thread per rank, gloo",
+        "torch": torch.__version__,
+        "steps": args.steps,
+        "measured": MEASURED,
+    }
+
+
+def finish(result: dict[str, Any], groups: dict[str, dict[str, dict]]) -> None:
+    """Prints the result line, which has the `conditions`; fails if the sides of a group did not compute the same."""
+    print(legend(MEASURED), file=sys.stderr)
+    print(json.dumps(result))
+    if different := disagreements(groups, result["dtype"]):
+        sys.exit("The sides trained different things, so their figures do not compare:\n" + "\n".join(different))
+
+
 def disagreements(groups: dict[str, dict[str, dict]], dtype: str) -> list[str]:
     """One line for every side that does not compute what the reference computes."""
     return [
@@ -91,8 +116,3 @@ def disagreements(groups: dict[str, dict[str, dict]], dtype: str) -> list[str]:
         for field, limit in TOLERANCE[dtype].items()
         if side[field + "_differs"] is not None and not side[field + "_differs"] <= limit
     ]
-
-
-def legend() -> str:
-    """How each figure was measured."""
-    return "\n".join(f"{name}: {how}" for name, how in MEASURED.items())

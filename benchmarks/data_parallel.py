@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import sys
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
-from comparison import COLUMNS, MEASURED, disagreements, legend, summary
-from harness import MACHINE, MIB, make_parser, table
+from comparison import COLUMNS, conditions, finish, summary
+from harness import MIB, in_turns, kernel_bytes, make_parser, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
 from rank_sets import RankSet, StepResult
 from torch import Tensor, nn
@@ -117,31 +116,25 @@ def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
     return {**({REFERENCE: peers[REFERENCE]} if muon else peers), **ours}
 
 
-def play(sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> tuple[dict[str, list[StepResult]], dict]:
-    """Every round's result of every side, untimed rounds first, and each side's memory."""
-    sets: dict[str, RankSet] = {}
+def play(title: str, sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each side's figures, relative to the first one; shown on stderr, too."""
+    untimed = args.warmup + 1  # one more round faults in again what was given back after the warm-up
     results: dict[str, list[StepResult]] = {name: [] for name in sides}
-    try:
-        for name, entry in sides.items():
-            sets[name] = RankSet(name, entry, job, args.ranks, args.malloc == "keep")
-        names = list(sides)
-        for index in range(untimed_rounds(args) + args.steps):
-            if index == args.warmup:  # one more untimed round follows, which faults the trimmed memory in again
-                for rank_set in sets.values():
-                    rank_set.forget_peak()
-            turn = index % len(names)
-            for name in names[turn:] + names[:turn]:
-                results[name].append(sets[name].step(index))
-                check_memory(name)
-        return results, {name: rank_set.memory(untimed_rounds(args) + args.steps) for name, rank_set in sets.items()}
-    finally:
-        for rank_set in sets.values():
-            rank_set.close()
-
-
-def untimed_rounds(args: argparse.Namespace) -> int:
-    """The warm-up and the round after its memory was given back."""
-    return args.warmup + 1
+    with ExitStack() as stack:
+        sets = {
+            name: stack.enter_context(closing(RankSet(name, entry, job, args.ranks, args.malloc == "keep")))
+            for name, entry in sides.items()
+        }
+        for index, name in in_turns(sides, untimed + args.steps):
+            if index == args.warmup:
+                sets[name].forget_peak()
+            results[name].append(sets[name].step(index))
+            check_memory(name)
+        memory = {name: rank_set.memory(untimed + args.steps) for name, rank_set in sets.items()}
+    reference = next(iter(sides))
+    rows = {name: summary(name, results, memory[name], untimed, reference) for name in sides}
+    print(table(title, rows, COLUMNS), file=sys.stderr, flush=True)
+    return rows
 
 
 def check_memory(name: str) -> None:
@@ -150,42 +143,30 @@ def check_memory(name: str) -> None:
     Raises:
         RuntimeError: less than 512 MiB are left.
     """
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:") and int(line.split()[1]) * 1024 < 512 * MIB:
-            raise RuntimeError(f"after a step of {name} less than 512 MiB are left: use smaller sizes or fewer --sides")
+    if kernel_bytes("meminfo", "MemAvailable") < 512 * MIB:
+        raise RuntimeError(f"after a step of {name} less than 512 MiB are left: use smaller sizes or fewer --sides")
 
 
 def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
     """Runs all sides and returns the result line."""
     sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
     job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon)
-    groups = {}
-    for title, group in grouped(sides, args.together).items():
-        results, memory = play(group, job, args)
-        skip = untimed_rounds(args)
-        groups[title] = {name: summary(name, results, memory[name], skip, REFERENCE) for name in group}
-        print(table(title, groups[title], COLUMNS), file=sys.stderr, flush=True)
+    groups = {title: play(title, group, job, args) for title, group in grouped(sides, args.together).items()}
     with torch.device("meta"):
         parameters = sum(p.numel() for p in job.model().parameters())
     return {
         "question": "step time, memory and traffic of data-parallel training, megazero and others",
         "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length} per rank",
-        "ranks": args.ranks,
-        "dtype": "bf16" if args.bf16 else "fp32",
         "optimizer": "Muon beside AdamW" if args.muon else "AdamW",
-        "malloc": args.malloc,
-        "device": f"{MACHINE}, 1 thread per rank, gloo",
-        "torch": torch.__version__,
         "deepspeed": importlib.metadata.version("deepspeed") if any("deepspeed" in name for name in sides) else None,
-        "steps": args.steps,
+        **conditions(args),
         "groups": groups,
-        "measured": MEASURED,
     }
 
 
 def grouped(sides: dict[str, Entry], together: str) -> dict[str, dict[str, Entry]]:
-    """Which sides are alive at one time, by title; the reference is always among them."""
+    """Which sides are alive at one time, by title; the reference is always the first of them."""
     reference = {REFERENCE: sides[REFERENCE]}
     others = {name: entry for name, entry in sides.items() if name != REFERENCE}
     groups: dict[str, dict[str, Entry]] = {}
@@ -221,11 +202,7 @@ def main() -> None:
     args, sides = parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
     result = measure(args, sides)
-    print(legend(), file=sys.stderr)
-    print(json.dumps(result))
-    different = disagreements(result["groups"], result["dtype"])
-    if different:
-        sys.exit("The sides trained different things, so their figures do not compare:\n" + "\n".join(different))
+    finish(result, result["groups"])
 
 
 if __name__ == "__main__":

@@ -104,12 +104,22 @@ def memory_timeline(step: Callable[[], object], device_type: str) -> list[tuple[
     return [((e.start_ns() - changes[0].start_ns()) / 1e6, size / 1e6) for e, size in zip(changes, sizes, strict=True)]
 
 
-def status_bytes(field: str) -> int:
-    """What Linux says of this process's memory: VmRSS holds now, VmHWM held at most, ..."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def legend(measured: Mapping[str, str]) -> str:
+    """How each figure was measured, a line each."""
+    return "\n".join(f"{name}: {how}" for name, how in measured.items())
+
+
+def kernel_bytes(file: str, field: str) -> int:
+    """What Linux says of memory in /proc/FILE: of all that can still be had (meminfo, MemAvailable), ..."""
+    for line in Path("/proc", file).read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")
+    raise RuntimeError(f"/proc/{file} has no {field}: memory cannot be measured here")
+
+
+def status_bytes(field: str) -> int:
+    """Of this process's memory: VmRSS is what it holds now, VmHWM what it held at most, ..."""
+    return kernel_bytes("self/status", field)
 
 
 def trim() -> None:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from comparison import COLUMNS, MEASURED, disagreements, legend, summary
-from data_parallel import EngineSide, play, untimed_rounds
-from harness import MACHINE, gpt2_config, make_parser, table
+from comparison import conditions, finish
+from data_parallel import EngineSide, play
+from harness import gpt2_config, make_parser
 from peers import CLIP, DECAY, LR, Entry, Job, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -167,28 +165,16 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
     job = SameBatch(**{name: getattr(args, name) for name in sizes}, bf16=args.bf16)
-    results, memory = play(SIDES, job, args)
-    rows = {name: summary(name, results, memory[name], untimed_rounds(args), REFERENCE) for name in SIDES}
-    print(table("tensor parallel", rows, COLUMNS), legend(), sep="\n", file=sys.stderr)
-    dtype = "bf16" if args.bf16 else "fp32"
+    rows = play("tensor parallel", SIDES, job, args)
     result = {
         "question": "step time, memory and traffic of tensor parallelism, megazero and torch",
         "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}",
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length}",
-        "ranks": args.ranks,
-        "dtype": dtype,
-        "malloc": args.malloc,
-        "device": f"{MACHINE}, 1 thread per rank, gloo",
-        "torch": torch.__version__,
-        "steps": args.steps,
+        **conditions(args),
         "sides": rows,
         "reference": REFERENCE,
-        "measured": MEASURED,
     }
-    print(json.dumps(result))
-    different = disagreements({"all": rows}, dtype)
-    if different:
-        sys.exit("The sides trained different things, so their figures do not compare:\n" + "\n".join(different))
+    finish(result, {"all": rows})
 
 
 if __name__ == "__main__":
