@@ -23,6 +23,7 @@ import importlib.metadata
 import os
 import sys
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,12 +107,11 @@ class Megazero(EngineSide):
 
 def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
     """Every system that can be run here, by name; with Muon beside torch.optim.Muon under DDP."""
-    ours = {f"megazero-{stage}": Entry(stage, Megazero, {"stage": stage}) for stage in range(4)}
-    overlap = {"overlap_param_gather": True}  # new weights travel while the next forward goes on
-    ours |= {f"megazero-{stage}-overlap": Entry(stage, Megazero, {"stage": stage, **overlap}) for stage in (1, 2)}
-    if bf16:
-        sums = {"grad_dtype": "compute"}
-        ours |= {f"megazero-{stage}-grad16": Entry(stage, Megazero, {"stage": stage, **sums}) for stage in range(4)}
+    ours = {f"megazero-{stage}": Entry(stage, partial(Megazero, stage=stage)) for stage in range(4)}
+    for stage in (1, 2):  # new weights travel while the next forward goes on
+        ours[f"megazero-{stage}-overlap"] = Entry(stage, partial(Megazero, stage=stage, overlap_param_gather=True))
+    for stage in range(4) if bf16 else ():
+        ours[f"megazero-{stage}-grad16"] = Entry(stage, partial(Megazero, stage=stage, grad_dtype="compute"))
     peers = available_peers()
     return {**({REFERENCE: peers[REFERENCE]} if muon else peers), **ours}
 

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,22 +220,21 @@ class DeepSpeed(Side):
 
 @dataclass(frozen=True)
 class Entry:
-    """A side's factory, and the ZeRO stage whose memory and traffic it has: sides of one stage are compared."""
+    """What makes a side, and the ZeRO stage whose memory and traffic it has: sides of one stage are compared."""
 
     stage: int
-    build: Callable[..., Side]
-    options: dict[str, Any]
+    build: Callable[[Job], Side]
 
 
 def available_peers() -> dict[str, Entry]:
     """Every peer that can be imported here, by name."""
     peers = {
-        "ddp": Entry(0, DDP, {}),
-        "ddp-bucket-view": Entry(0, DDP, {"bucket_view": True}),
-        "torch-zero1": Entry(1, Zero1, {}),
-        "fsdp2-no-reshard": Entry(2, FSDP2, {"reshard": False}),
-        "fsdp2": Entry(3, FSDP2, {}),
+        "ddp": Entry(0, DDP),
+        "ddp-bucket-view": Entry(0, partial(DDP, bucket_view=True)),
+        "torch-zero1": Entry(1, Zero1),
+        "fsdp2-no-reshard": Entry(2, partial(FSDP2, reshard=False)),
+        "fsdp2": Entry(3, FSDP2),
     }
     if importlib.util.find_spec("deepspeed") is not None:
-        peers.update({f"deepspeed-{stage}": Entry(stage, DeepSpeed, {"stage": stage}) for stage in range(4)})
+        peers.update({f"deepspeed-{stage}": Entry(stage, partial(DeepSpeed, stage=stage)) for stage in range(4)})
     return peers

@@ -170,7 +170,7 @@ class _Worker:
         trim()
         self.in_use_before = malloc_bytes()
         self.peak_of_building = 0
-        self.side = entry.build(job, **entry.options)
+        self.side = entry.build(job)
         self.job = job
 
     def step(self, index: int) -> tuple[float, float, float, int | None, float, float | None]:
@@ -211,7 +211,7 @@ def _rehearse(entry: Entry, job: Job, rank: int) -> None:
     """Trains a small model, so that all code that a step needs is loaded and does not count as the model's memory."""
     size = dist.get_world_size()  # which divides all that a layer may be split by
     job = replace(job, layers=1, hidden=32 * size, heads=size, seq_length=16 * size, vocab=128 * size, batch=1)
-    side = entry.build(job, **entry.options)
+    side = entry.build(job)
     side.step(*job.data(0, rank))
     side.grad_norm()
     side.close()

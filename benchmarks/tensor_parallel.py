@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +150,10 @@ class Megazero(EngineSide):
 
 
 SIDES = {
-    REFERENCE: Entry(0, Torch, {}),
-    "torch-sequence": Entry(0, Torch, {"sequence_parallel": True}),
-    "megazero": Entry(0, Megazero, {}),
-    "megazero-sequence": Entry(0, Megazero, {"sequence_parallel": True}),
+    REFERENCE: Entry(0, Torch),
+    "torch-sequence": Entry(0, partial(Torch, sequence_parallel=True)),
+    "megazero": Entry(0, Megazero),
+    "megazero-sequence": Entry(0, partial(Megazero, sequence_parallel=True)),
 }
 
 
