@@ -39,22 +39,19 @@ class Ranks:
     def save_and_load(self, found: dict[str, Any], turn: int, name: str) -> None:
         """One turn of one way."""
         way, folder = self.ways[name], self.directory / f"{name}-{turn}"
-        peaks = {}
         self.settle()
-        with Peak(peaks, "save"):
-            save_s = timed(lambda: way.save(folder))
+        save = measured(lambda: way.save(folder))
         saved = [tensor.clone() for tensor in way.tensors()]
         self.scramble(way)
         if self.args.cold and self.rank == 0:
             forget_pages(folder)
-        with Peak(peaks, "load"):
-            load_s = timed(lambda: way.load(folder))
+        load = measured(lambda: way.load(folder))
         self.check(way, saved, name)
         found["file_bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         self.clear(folder)
         if turn >= self.args.warmup:
-            for key, seconds in (("save", save_s), ("load", load_s)):
-                found.setdefault(key, []).append((seconds, max(gathered(peaks[key]))))
+            found.setdefault("save", []).append(save)
+            found.setdefault("load", []).append(load)
 
     def save_in_background(self, found: dict[str, list[float]], turn: int, name: str) -> None:
         """One save beside training, and the steps around it."""
@@ -109,21 +106,6 @@ class Ranks:
             shutil.rmtree(folder)
 
 
-class Peak:
-    """Bytes by which this process has grown at most in the block, into `found[key]`."""
-
-    def __init__(self, found: dict[str, int], key: str) -> None:
-        self.found, self.key = found, key
-
-    def __enter__(self) -> None:
-        trim()
-        self.before = status_bytes("VmRSS")
-        forget_peak()
-
-    def __exit__(self, *_: object) -> None:
-        self.found[self.key] = status_bytes("VmHWM") - self.before
-
-
 def gathered(value: Any) -> list[Any]:
     """Of all ranks."""
     values = [None] * dist.get_world_size()
@@ -138,6 +120,15 @@ def timed(action: Callable[[], Any]) -> float:
     action()
     starts, ends = zip(*gathered((start, time.perf_counter())), strict=True)
     return max(ends) - min(starts)
+
+
+def measured(action: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds as `timed` tells them, and bytes by which the process that grew most has grown meanwhile."""
+    trim()
+    before = status_bytes("VmRSS")
+    forget_peak()
+    seconds = timed(action)
+    return seconds, max(gathered(status_bytes("VmHWM") - before))
 
 
 def forget_pages(folder: Path) -> None:
