@@ -14,12 +14,10 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from harness import MACHINE, in_turns, make_parser, run_ranks
-from torch import Tensor
 
 from megazero import comm
 from megazero.comm.lane import NativeLane, ThreadLane
@@ -29,39 +27,33 @@ from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 
 TIMEOUT_S = 300.0
 ACTIONS = ("all_reduce", "reduce_scatter", "all_gather")
-Collective = Callable[[str, Tensor], None]
 
 
-def ways() -> dict[str, Collective]:
+def ways() -> dict[str, NativeLane | ThreadLane]:
     """What carries out an action on a buffer in place, by name."""
     group = comm.world()
     links = link(group, area_bytes(group.size()), TIMEOUT_S)
     if links is None:
         raise RuntimeError("this system cannot share memory between ranks, so there is nothing to compare")
-    lanes = {
+    return {
         "gloo": NativeLane(group),
         "point to point": ThreadLane(PointToPointTransport(group, 1, TIMEOUT_S), "a lane"),
         "shared memory": ThreadLane(SharedMemoryTransport(links, group.rank()), "a lane"),
     }
 
-    def collective(name: str) -> Collective:
-        return lambda action, buffer: lanes[name].issue(action, buffer, "the buffer").wait() and None
-
-    return {name: collective(name) for name in lanes}
-
 
 def of_rank(args: argparse.Namespace) -> dict:
     """What one rank measures: {MB: {action: {way: seconds of every round}}}."""
-    carry_out, dtype, world_size = ways(), getattr(torch, args.dtype), dist.get_world_size()
-    times: dict = {mb: {action: {way: [] for way in carry_out} for action in ACTIONS} for mb in args.mb}
+    lanes, dtype, world_size = ways(), getattr(torch, args.dtype), dist.get_world_size()
+    times: dict = {mb: {action: {way: [] for way in lanes} for action in ACTIONS} for mb in args.mb}
     for mb in args.mb:
         numel = mb * 10**6 // dtype.itemsize // world_size * world_size
         buffer = torch.zeros(numel, dtype=dtype)
-        for turn, way in in_turns(carry_out, args.warmup + args.rounds):
+        for turn, way in in_turns(lanes, args.warmup + args.rounds):
             for action in ACTIONS:
                 comm.barrier()
                 start = time.perf_counter()
-                carry_out[way](action, buffer)
+                lanes[way].issue(action, buffer, "the buffer").wait()
                 seconds = torch.tensor(time.perf_counter() - start)
                 slowest = comm.all_reduced(seconds, comm.world(), dist.ReduceOp.MAX).item()
                 if turn >= args.warmup:

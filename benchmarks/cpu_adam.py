@@ -48,7 +48,7 @@ TARGETS = {
     "ours-mixed / deepspeed": ("<=", 1.05),
 }
 REST_S = 0.01  # OpenMP's threads spin for some milliseconds after their work
-Update = Callable[[], None]
+Update = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def stepping(optimizer_class: Callable[..., torch.optim.Optimizer], memory: Memo
     optimizer = optimizer_class([parameter], **OPTIONS, **kind)
     parameter.grad = memory.grads
     optimizer.state[parameter] = {"step": step, "exp_avg": memory.exp_avg, "exp_avg_sq": memory.exp_avg_sq}
-    return lambda: (optimizer.step(), None)[1]
+    return optimizer.step
 
 
 def in_one_pass(kernel: MixedKernel, memory: Memory) -> Update:
