@@ -78,8 +78,7 @@ def ways(args: argparse.Namespace, whole: GPT2Model) -> dict[str, Way]:
             print(f"auto {share} % is left out: {error}", file=sys.stderr)
             continue
         found[f"auto {share} %"] = Way(comm.all_gathered_objects(modes)[0])  # ranks measure other times
-    # It does not repeat the dropout of Megatron's model-parallel streams.
-    if ranks == 1 or args.attention_dropout == 0.0:
+    if ranks == 1 or args.attention_dropout == 0.0:  # it does not repeat the dropout of the model-parallel streams
         found["torch reentrant"] = replace(full, checkpoint=_torch_checkpoint(use_reentrant=True))
         found["torch by hooks"] = replace(full, checkpoint=_torch_checkpoint(use_reentrant=False))
         found.update(_deepspeed_ways(full, ranks))

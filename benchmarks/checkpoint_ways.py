@@ -146,6 +146,8 @@ def all_ways(job: Job, directory: Path) -> dict[str, Way]:
     """By name; torch's two save the same model and optimizer, and ours with its states in a file in `directory` as well."""
     side, on_nvme = FSDP2(job), MegazeroWay(job, offload_optimizer="nvme", nvme_path=str(directory))
     return {
-        **{"megazero": MegazeroWay(job), "megazero-nvme": on_nvme},
-        **{"dcp": DistributedWay(side), "torch.save": PlainWay(side)},
+        "megazero": MegazeroWay(job),
+        "megazero-nvme": on_nvme,
+        "dcp": DistributedWay(side),
+        "torch.save": PlainWay(side),
     }

@@ -24,17 +24,17 @@ Way = Callable[[Path, Path], object]
 """(source, folder): does the work and writes the result into the empty folder."""
 QUALITY = ("gopher_quality", "gopher_repetition", "fineweb")
 SIZES_MB = {
-    **{
-        "filter_urls": 2,
-        "clean": 4,
-        "quality": 3,
-        "dedup": 5,
-        "decontaminate": 6,
-        "merge": 24,
-        "shuffle": 24,
-        "split": 24,
-    },
-    **{"train_tokenizer": 3, "tokenize": 6, "merge_datasets": 64},
+    "filter_urls": 2,
+    "clean": 4,
+    "quality": 3,
+    "dedup": 5,
+    "decontaminate": 6,
+    "merge": 24,
+    "shuffle": 24,
+    "split": 24,
+    "train_tokenizer": 3,
+    "tokenize": 6,
+    "merge_datasets": 64,
 }
 """Megabytes of input on one core."""
 _PLANTED_BYTES = 2850  # of a line with a planted document, on average

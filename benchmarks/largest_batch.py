@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from activation_memory import Bench, Way, ways
-from harness import make_parser, table
+from harness import machine_of, make_parser, table
 
 from megazero import comm, mpu
 from megazero.throughput import keep_freed_memory
@@ -126,9 +125,8 @@ def main() -> None:
     total = torch.cuda.mem_get_info()[1] if args.memory_gb is None else args.memory_gb * 1e9
     result = measure(bench, ways(args, bench.whole), total - held - args.other_gb * 1e9, args)
     print(table("way", result), file=sys.stderr)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     about = {"question": "the largest micro-batch that fits, by way to keep activations", **vars(args), "bytes": total}
-    print(json.dumps({**about, "machine": name, "torch": torch.__version__, "ways": result}))
+    print(json.dumps({**about, "machine": machine_of(device), "torch": torch.__version__, "ways": result}))
     comm.leave_distributed()
 
 

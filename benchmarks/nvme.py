@@ -29,7 +29,7 @@ import time
 from typing import Any
 
 import torch
-from harness import MACHINE, in_turns, make_parser, quartiles
+from harness import MACHINE, in_turns, make_parser, quartiles, table
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -257,8 +257,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         found = measure(args, folder)
     print(json.dumps(found))
-    for name, way in found["ways"].items():
-        print(f"{name:10} {way['median_s']:8.4f} s  {way['quartiles_s']}", file=sys.stderr)
+    print(table("way", found["ways"]), file=sys.stderr)
 
 
 if __name__ == "__main__":

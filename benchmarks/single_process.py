@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from harness import gpt2_config, in_turns, make_parser, quartiles
+from harness import gpt2_config, in_turns, machine_of, make_parser, quartiles
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -105,14 +104,13 @@ def measure(args: argparse.Namespace) -> dict:
     pairs = [engine / plain for engine, plain in zip(times["engine"], times["plain"], strict=True)]
     peak, source = peak_tflops(device, dtype)
     tokens = args.batch * args.seq_length
-    on_cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "question": "step time of the engine / of a plain loop, one process",
         "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
         "batch": f"{args.batch} x {args.seq_length}",
         "dtype": str(dtype).removeprefix("torch."),
         "compile": args.compile,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else on_cpu,
+        "device": machine_of(device),
         "torch": torch.__version__,
         "steps": args.steps,
         "median_s": {name: round(value, 4) for name, value in median.items()},
