@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, cast
 
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -45,16 +46,21 @@ def decompressed(file: BinaryIO, path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
     if path.suffix == ".xz":
-        return cast(BinaryIO, io.BufferedReader(_XzReader(file), _PIECE_BYTES))
+        return cast(BinaryIO, io.BufferedReader(_Pieces(_xz_pieces(file)), _PIECE_BYTES))
     if path.suffix == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstdReader(file, path), _PIECE_BYTES))
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ValueError(f"{path}: reading .zst needs the package zstandard (pip install zstandard)") from error
+        return cast(BinaryIO, io.BufferedReader(_Pieces(_zstd_pieces(file, zstandard)), _PIECE_BYTES))
     return file
 
 
-class _Text(io.RawIOBase):
-    """A decompressed text, read from its beginning to its end. It can tell how far, which fastwarc asks of a file."""
+class _Pieces(io.RawIOBase):
+    """The pieces of a text as a file to read. It can tell how far it was read, which fastwarc asks."""
 
-    _position = 0
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._text, self._position = pieces, b"", 0
 
     def readable(self) -> bool:
         """True."""
@@ -64,74 +70,48 @@ class _Text(io.RawIOBase):
         """How many bytes of the text were read."""
         return self._position
 
-    def _fill(self, buffer: Any, text: bytes) -> int:  # noqa: ANN401 (any writable buffer)
-        buffer[: len(text)] = text
-        self._position += len(text)
-        return len(text)
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
+        """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
+        self._text = self._text or next(filter(None, self._pieces), b"")
+        count = min(len(buffer), len(self._text))
+        buffer[:count], self._text = self._text[:count], self._text[count:]
+        self._position += count
+        return count
 
 
-class _XzReader(_Text):
-    """All streams of an .xz file, one after another, with zero bytes between and after them, which the format allows as padding.
+def _xz_pieces(file: BinaryIO) -> Iterator[bytes]:
+    """The text of all streams of an .xz file, one after another; the format allows zero bytes as padding between and after them.
 
     lzma.LZMAFile takes whatever follows the first stream for padding if it does not begin a stream: where the header of the
     second one is damaged, the rest of the file would be lost without a word.
     """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._pending = file, b""  # what is read and not decompressed yet
-        self._stream: lzma.LZMADecompressor | None = None  # the one being read
-        self._is_first = True
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
-        """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
-        while True:
-            if not self._pending and (self._stream is None or self._stream.needs_input):
-                self._pending = self._file.read(_PIECE_BYTES)
-                if not self._pending and (self._is_first or self._stream is not None):
-                    raise EOFError("the file ends before its compressed stream does")
-                if not self._pending:
-                    return 0
-            if self._stream is None:
-                if not self._is_first:
-                    self._pending = self._pending.lstrip(b"\0")
-                if not self._pending:
-                    continue
-                self._stream, self._is_first = lzma.LZMADecompressor(), False
-            text = self._stream.decompress(self._pending, len(buffer))
-            self._pending = b""  # the stream keeps what it has not used, until its end
-            if self._stream.eof:
-                self._pending, self._stream = self._stream.unused_data, None
-            if text:
-                return self._fill(buffer, text)
+    pending = file.read(_PIECE_BYTES)  # what is read and not decompressed yet
+    while True:
+        stream = lzma.LZMADecompressor()
+        while not stream.eof:
+            if stream.needs_input and not pending and not (pending := file.read(_PIECE_BYTES)):
+                raise EOFError("the file ends before its compressed stream does")
+            yield stream.decompress(pending, _PIECE_BYTES)
+            pending = b""  # the stream keeps what it has not used, until its end
+        pending = stream.unused_data.lstrip(b"\0")
+        while not pending:
+            if not (piece := file.read(_PIECE_BYTES)):
+                return
+            pending = piece.lstrip(b"\0")
 
 
-class _ZstdReader(_Text):
-    """All frames of a .zst file, one after another; one that is cut off is an error, as it is with gzip."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ValueError(f"{path}: reading .zst needs the package zstandard (pip install zstandard)") from error
-        self._file, self._package, self._text = file, zstandard, b""
-        self._frame: Any = None  # the one being read
-
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
-        """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
-        while not self._text:
-            if not (pending := self._file.read(_PIECE_BYTES)):
-                if self._frame is not None:
-                    raise EOFError("the file ends inside of a compressed frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._package.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+def _zstd_pieces(file: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
+    """The text of all frames of a .zst file, one after another; one that is cut off is an error, as it is with gzip."""
+    pending = file.read(_PIECE_BYTES)
+    while pending:
+        frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+        while not frame.eof:
+            if not pending and not (pending := file.read(_PIECE_BYTES)):
+                raise EOFError("the file ends inside of a compressed frame")
             try:
-                self._text = self._frame.decompress(pending)
-            except self._package.ZstdError as error:
+                text = frame.decompress(pending)
+            except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from error
-            if self._frame.eof:
-                self._file.seek(-len(self._frame.unused_data), os.SEEK_CUR)  # where the next frame begins
-                self._frame = None
-        count = self._fill(buffer, self._text[: len(buffer)])
-        self._text = self._text[count:]
-        return count
+            yield text
+            pending = b""
+        pending = frame.unused_data or file.read(_PIECE_BYTES)
