@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from checkpoint_ranks import Ranks
-from harness import MACHINE, in_turns, legend, make_parser, quartiles, run_ranks, table
+from harness import MACHINE, gpt2_config, in_turns, legend, make_parser, model_line, quartiles, run_ranks, table
 from peers import Job
 
 REFERENCE = "dcp"
@@ -52,26 +52,26 @@ def of_rank(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     for turn, name in in_turns(found, min(1, args.warmup) + args.saves):
         if ranks.ways[name].has_background:
             ranks.save_in_background(found[name].setdefault("background", {}), turn, name)
-    return {"parameters": sum(tensor.numel() for tensor in job.model().parameters()), "found": found}
+    return found
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the ranks and returns the result line."""
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
-        measured = run_ranks(of_rank, args.ranks, args, directory)
-    parameters, found = measured["parameters"], measured["found"]
+        found = run_ranks(of_rank, args.ranks, args, directory)
+    state_bytes = 12 * gpt2_config(args).num_parameters()
     return {
         "question": "saving and loading a training state: megazero, torch.distributed.checkpoint and torch.save",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
+        "model": model_line(args),
         "batch": f"{args.batch} x {args.seq_length} per rank",
-        "state_bytes": 12 * parameters,
+        "state_bytes": state_bytes,
         "ranks": args.ranks,
         "loads": "cold page cache" if args.cold else "warm page cache",
         "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
         "rounds": args.rounds,
-        "save": {name: summary(way["save"], found[REFERENCE]["save"], 12 * parameters) for name, way in found.items()},
-        "load": {name: summary(way["load"], found[REFERENCE]["load"], 12 * parameters) for name, way in found.items()},
+        "save": {name: summary(way["save"], found[REFERENCE]["save"], state_bytes) for name, way in found.items()},
+        "load": {name: summary(way["load"], found[REFERENCE]["load"], state_bytes) for name, way in found.items()},
         "file_bytes": {name: way["file_bytes"] for name, way in found.items()},
         "background": {name: background(way["background"]) for name, way in found.items() if "background" in way},
         "measured": MEASURED,

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from comparison import COLUMNS, conditions, finish, summary
-from harness import MIB, in_turns, kernel_bytes, make_parser, table
+from harness import MIB, in_turns, kernel_bytes, make_parser, model_line, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
 from rank_sets import RankSet, StepResult
 from torch import Tensor, nn
@@ -152,11 +152,9 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
     sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
     job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon)
     groups = {title: play(title, group, job, args) for title, group in grouped(sides, args.together).items()}
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in job.model().parameters())
     return {
         "question": "step time, memory and traffic of data-parallel training, megazero and others",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
+        "model": model_line(args),
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length} per rank",
         "optimizer": "Muon beside AdamW" if args.muon else "AdamW",
         "deepspeed": importlib.metadata.version("deepspeed") if any("deepspeed" in name for name in sides) else None,

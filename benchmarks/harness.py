@@ -58,6 +58,12 @@ def gpt2_config(args: argparse.Namespace, **more: Any) -> GPT2Config:
     )
 
 
+def model_line(args: argparse.Namespace) -> str:
+    """The GPT-2 of the sizes on the command line, for the result line."""
+    parameters = gpt2_config(args).num_parameters()
+    return f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters"
+
+
 def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
     """(round, name): all names in every round, which begins with another one than the last."""
     order = list(names)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import MACHINE, gpt2_config, make_parser, quartiles, status_bytes
+from harness import MACHINE, gpt2_config, make_parser, model_line, quartiles, status_bytes
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainBlock, PlainGPT2
 from torch import Tensor
@@ -240,9 +240,8 @@ def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[st
     """The figures of all sides, and what they were taken of and on; takes the losses of all steps out of them."""
     losses = {name: side.pop("losses") for name, side in sides.items() if "losses" in side}
     ours = {tuple(trace) for name, trace in losses.items() if not name.startswith("deepspeed")}
-    parameters = gpt2_config(args).num_parameters()
     return {
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters",
+        "model": model_line(args),
         "batch": f"{args.batch} x {args.seq_length} on each of {args.ranks} ranks",
         "dtype": "bfloat16" if args.bf16 else "float32",
         "checkpointed_activations": args.checkpoint,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import gpt2_config, in_turns, machine_of, make_parser, quartiles
+from harness import gpt2_config, in_turns, machine_of, make_parser, model_line, quartiles
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace) -> dict:
     tokens = args.batch * args.seq_length
     return {
         "question": "step time of the engine / of a plain loop, one process",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {config.num_parameters():,} parameters",
+        "model": model_line(args),
         "batch": f"{args.batch} x {args.seq_length}",
         "dtype": str(dtype).removeprefix("torch."),
         "compile": args.compile,

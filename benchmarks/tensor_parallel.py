@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import conditions, finish
 from data_parallel import EngineSide, play
-from harness import gpt2_config, make_parser
+from harness import gpt2_config, make_parser, model_line
 from peers import CLIP, DECAY, LR, Entry, Job, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ def main() -> None:
     rows = play("tensor parallel", SIDES, job, args)
     result = {
         "question": "step time, memory and traffic of tensor parallelism, megazero and torch",
-        "model": f"{args.layers} x {args.hidden}, vocabulary {args.vocab}",
+        "model": model_line(args),
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length}",
         **conditions(args),
         "sides": rows,
