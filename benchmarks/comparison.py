@@ -49,15 +49,9 @@ COLUMNS = {
 }
 
 
-def summary(
-    name: str,
-    results: dict[str, list[StepResult]],
-    memory: dict[str, float],
-    skip: int,
-    reference: str,
-) -> dict[str, Any]:
+def summary(own: list[StepResult], reference: list[StepResult], memory: dict[str, float], skip: int) -> dict[str, Any]:
     """One side's figures, relative to the reference in the same rounds, of which the first `skip` do not count."""
-    mine, theirs = results[name][skip:], results[reference][skip:]
+    mine, theirs = own[skip:], reference[skip:]
     seconds = [r.seconds for r in mine]
     base = statistics.median(r.seconds for r in theirs)
     ratios = [r.seconds / other.seconds for r, other in zip(mine, theirs, strict=True)]
@@ -73,14 +67,14 @@ def summary(
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
         "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,
         "last_loss": round(mine[-1].loss, 6),
-        "loss_differs": largest_difference(results, name, reference, "loss"),
-        "grad_norm_differs": largest_difference(results, name, reference, "grad_norm"),
+        "loss_differs": largest_difference(own, reference, "loss"),
+        "grad_norm_differs": largest_difference(own, reference, "grad_norm"),
     }
 
 
-def largest_difference(results: dict[str, list[StepResult]], name: str, reference: str, field: str) -> float | None:
+def largest_difference(own: list[StepResult], reference: list[StepResult], field: str) -> float | None:
     """The largest relative difference to the reference in any round; None where the side does not tell."""
-    pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(results[name], results[reference], strict=True)]
+    pairs = [(getattr(r, field), getattr(o, field)) for r, o in zip(own, reference, strict=True)]
     known = [abs(mine / other - 1) for mine, other in pairs if mine is not None]
     worst = max(known, key=lambda difference: (difference != difference, difference), default=None)  # NaN is the worst
     return None if worst is None else float(f"{worst:.2g}")

@@ -131,8 +131,8 @@ def play(title: str, sides: dict[str, Entry], job: Job, args: argparse.Namespace
             results[name].append(sets[name].step(index))
             check_memory(name)
         memory = {name: rank_set.memory(untimed + args.steps) for name, rank_set in sets.items()}
-    reference = next(iter(sides))
-    rows = {name: summary(name, results, memory[name], untimed, reference) for name in sides}
+    first = next(iter(results.values()))
+    rows = {name: summary(own, first, memory[name], untimed) for name, own in results.items()}
     print(table(title, rows, COLUMNS), file=sys.stderr, flush=True)
     return rows
 
