@@ -70,7 +70,7 @@ class DistributedWay:
     has_background = True
 
     def __init__(self, side: FSDP2) -> None:
-        self.trainer = side
+        self.trainer, self._model, (self._optimizer,) = side, side.model, side.optimizers
         self._future: Future | None = None
         self._group = dist.new_group()  # of the background alone: training uses the other at the same time
 
@@ -82,8 +82,8 @@ class DistributedWay:
         """get_state_dict, load and set_state_dict."""
         state = self._state_dict()
         dcp.load(state, checkpoint_id=folder)
-        model, optimizer = self.trainer.model, self.trainer.optimizer
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def start_saving(self, folder: Path) -> None:
         """get_state_dict and async_save."""
@@ -102,14 +102,12 @@ class DistributedWay:
 
     def tensors(self) -> Iterable[Tensor]:
         """Of every parameter this rank's part and that of its moments."""
-        states = self.trainer.optimizer.state
-        parameters = (
-            (p.detach(), states[p]["exp_avg"], states[p]["exp_avg_sq"]) for p in self.trainer.model.parameters()
-        )
+        states = self._optimizer.state
+        parameters = ((p.detach(), states[p]["exp_avg"], states[p]["exp_avg_sq"]) for p in self._model.parameters())
         return [value.to_local() for values in parameters for value in values]
 
     def _state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.trainer.model, self.trainer.optimizer)
+        model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
 

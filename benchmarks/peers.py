@@ -71,10 +71,10 @@ class Side:
 
 
 class TorchSide(Side):
-    """A plain torch loop; subclasses set `model` and `optimizer`."""
+    """A plain torch loop; subclasses set `model` and `optimizers`."""
 
     model: nn.Module
-    optimizer: Any
+    optimizers: list[torch.optim.Optimizer]
     autocasts = True  # in bf16; else the model computes in bf16 by itself
     norm: Tensor
 
@@ -88,8 +88,9 @@ class TorchSide(Side):
                 loss.backward()
             total += float(loss.detach())
         self.norm = self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return total
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
@@ -105,42 +106,23 @@ class TorchSide(Side):
         return float(self.norm)
 
 
-class MuonBesideAdamW:
-    """torch.optim.Muon for the matrices of the blocks, each made orthogonal on every rank, and AdamW for the rest of `groups`."""
-
-    def __init__(self, blocks: nn.Module, groups: list[dict[str, Any]]) -> None:
-        matrices = [p for p in blocks.parameters() if p.ndim == 2]
-        theirs = set(matrices)
-        rest = [{**group, "params": [p for p in group["params"] if p not in theirs]} for group in groups]
-        self.parts = [
-            torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=LR, fused=True),
-        ]
-
-    def step(self) -> None:
-        """That of both."""
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """That of both."""
-        for part in self.parts:
-            part.zero_grad(set_to_none)
-
-
 class DDP(TorchSide):
     """torch DistributedDataParallel: its defaults, or with gradients that are views into its buckets."""
 
     def __init__(self, job: Job, bucket_view: bool = False) -> None:
         super().__init__(job)
         self.model = nn.parallel.DistributedDataParallel(job.model(), gradient_as_bucket_view=bucket_view)
-        self.optimizer = self.make_optimizer(decay_groups(self.model, DECAY))
+        self.optimizers = self.make_optimizers(decay_groups(self.model, DECAY))
 
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
-        """Fused AdamW with whole states on every rank; where the job wants it, beside torch's Muon."""
-        if self.job.muon:
-            return MuonBesideAdamW(self.model.module.blocks, groups)  # type: ignore[arg-type,union-attr]
-        return torch.optim.AdamW(groups, lr=LR, fused=True)
+    def make_optimizers(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+        """Fused AdamW with whole states on every rank; where the job wants it, beside Muon, which each rank computes whole."""
+        if not self.job.muon:
+            return [torch.optim.AdamW(groups, lr=LR, fused=True)]
+        matrices = [p for p in self.model.module.blocks.parameters() if p.ndim == 2]  # type: ignore[union-attr]
+        theirs = set(matrices)
+        rest = [{**group, "params": [p for p in group["params"] if p not in theirs]} for group in groups]
+        muon = torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(rest, lr=LR, fused=True)]
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
         """Gradients of all micro-batches but the last stay local."""
@@ -150,11 +132,11 @@ class DDP(TorchSide):
 class Zero1(DDP):
     """DDP with torch's ZeroRedundancyOptimizer: each rank updates some of the parameters and broadcasts them."""
 
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
+    def make_optimizers(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         """Fused AdamW whose states are shared out by whole parameters."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, fused=True)
+        return [ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=LR, fused=True)]
 
 
 class FSDP2(TorchSide):
@@ -176,7 +158,7 @@ class FSDP2(TorchSide):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         self.model = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self.optimizer = torch.optim.AdamW(decay_groups(model, DECAY), lr=LR, fused=True)
+        self.optimizers = [torch.optim.AdamW(decay_groups(model, DECAY), lr=LR, fused=True)]
 
     def grad_norm(self) -> float:
         """The whole of the norm that clip_grad_norm_ returned as a DTensor."""

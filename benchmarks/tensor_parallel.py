@@ -114,7 +114,7 @@ class Torch(TorchSide):
             for kind in self.kinds
             if (kept := [p for p in group["params"] if any(p is other for other in kind)])
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+        self.optimizers = [torch.optim.AdamW(groups, lr=LR, fused=True)]
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
         """The loss and its gradient from logits that are cut along the vocabulary."""
