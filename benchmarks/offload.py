@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ from megazero.zero.gemini_trace import Meter
 from megazero.zero.nvme_home import NvmeHome
 
 Step = Callable[[Tensor, Tensor], Tensor]
-Parts = tuple[str, int, str, str]  # system, stage, home of O, home of P
 
 
 class CheckpointedBlock(PlainBlock):
@@ -77,18 +77,13 @@ def side_names(args: argparse.Namespace) -> list[str]:
     return [name for name in names if not args.only or name in args.only]
 
 
-def parts_of(name: str) -> Parts:
-    """What a side's name says."""
-    *system, stage, o, p = name.split("-")
-    return (system[0] if system else "megazero"), int(stage), o, p
-
-
 # ---- one side, in processes of its own
 
 
-def megazero_side(args: argparse.Namespace, parts: Parts, device: torch.device) -> tuple[Step, Callable[[], dict]]:
-    """A step of this library's engine, and its bytes."""
-    _, stage, o, p = parts
+def megazero_side(
+    args: argparse.Namespace, stage: int, o: str, p: str, device: torch.device
+) -> tuple[Step, Callable[[], dict]]:
+    """A step of this library's engine, and its bytes; `o` and `p` are the homes of O and P."""
     config = ZeroConfig(stage, offload_optimizer=o, offload_param=p, nvme_path=args.nvme_path)
     engine = make_engine(args, config, device)
     held: dict[str, int] = {}
@@ -141,17 +136,18 @@ def bytes_of(engine: Engine, o: str, p: str) -> dict[str, int]:
     return found
 
 
-def deepspeed_side(args: argparse.Namespace, parts: Parts, device: torch.device) -> tuple[Step, Callable[[], dict]]:
+def deepspeed_side(
+    args: argparse.Namespace, stage: int, o: str, p: str, device: torch.device
+) -> tuple[Step, Callable[[], dict]]:
     """A step of DeepSpeed's engine; it does not count its bytes."""
     import deepspeed
 
-    _, stage, o, p = parts
-    homes = {"offload_optimizer": {"device": o}, "offload_param": {"device": p}}
-    homes = {
-        key: {**home, "pin_memory": device.type == "cuda"} for key, home in homes.items() if home["device"] != "none"
-    }
-    for home in homes.values():
-        home.update({"nvme_path": args.nvme_path} if home["device"] == "nvme" else {})
+    homes: dict[str, dict[str, Any]] = {}
+    for key, home in (("offload_optimizer", o), ("offload_param", p)):
+        if home != "none":
+            homes[key] = {"device": home, "pin_memory": device.type == "cuda"}
+        if home == "nvme":
+            homes[key]["nvme_path"] = args.nvme_path
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
@@ -176,9 +172,8 @@ def deepspeed_side(args: argparse.Namespace, parts: Parts, device: torch.device)
 
 def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Trains one side on this rank; returns its figures."""
-    parts = parts_of(name)
-    make = deepspeed_side if parts[0] == "deepspeed" else megazero_side
-    return measured(args, lambda device: make(args, parts, device))
+    *system, stage, o, p = name.split("-")
+    return measured(args, partial(deepspeed_side if system else megazero_side, args, int(stage), o, p))
 
 
 def measured(
@@ -219,12 +214,6 @@ def measured(
 
 def launch(args: argparse.Namespace, name: str, script: str = __file__) -> dict[str, Any]:
     """One side's figures, or why there are none; on stderr too, for whoever has to stop before the last side is done."""
-    found = _launched(args, name, script)
-    print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
-    return found
-
-
-def _launched(args: argparse.Namespace, name: str, script: str) -> dict[str, Any]:
     ranks = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, *ranks, script, *sys.argv[1:], "--nvme-path", args.nvme_path, "--side", name]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -232,8 +221,11 @@ def _launched(args: argparse.Namespace, name: str, script: str) -> dict[str, Any
     if done.returncode or not lines:
         said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
         errors = [line for line in said if "Error" in line]
-        return {"error": (errors or said)[-1]}
-    return json.loads(lines[-1])
+        found = {"error": (errors or said)[-1]}
+    else:
+        found = json.loads(lines[-1])
+    print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    return found
 
 
 def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
