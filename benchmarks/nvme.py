@@ -72,6 +72,8 @@ class Way:
 
     def __init__(self, args: argparse.Namespace, home: Home, tile: int | None) -> None:
         self.home = home
+        is_cached = isinstance(home, NvmeHome) and home.swap.why_buffered
+        self.cached = home.swap._file if is_cached else None  # the file, if it goes through the page cache
         model = Model(args.units, unit_numel(args), getattr(torch, args.dtype))
         group_of, settings = weight_decay_groups(model, 0.1)
         groups = mpu.get_groups()
@@ -91,7 +93,8 @@ class Way:
             bucket.gradient.reduce()
             bucket.gradient.wait()
         self.settle()
-        self.forget()
+        if self.cached is not None:  # the update shall read from the drive
+            os.posix_fadvise(self.cached.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         self.optimizer.update()
         self.settle()
@@ -100,9 +103,8 @@ class Way:
     def settle(self) -> None:
         """Makes the drive have everything."""
         self.home.flush()
-
-    def forget(self) -> None:
-        """Drops from the page cache what the update should read from the drive."""
+        if self.cached is not None:
+            os.fdatasync(self.cached.fileno())
 
     def states(self) -> list[Tensor]:
         """Copies of O, to compare."""
@@ -112,23 +114,6 @@ class Way:
                 with vector.at_hand() as values:
                     found.append(values.clone())
         return found
-
-
-class Swapped(Way):
-    """O in a swap file."""
-
-    home: NvmeHome
-
-    def settle(self) -> None:
-        """As `Way.settle`."""
-        super().settle()
-        if self.home.swap.why_buffered:
-            os.fdatasync(self.home.swap._file.fileno())
-
-    def forget(self) -> None:
-        """As `Way.forget`."""
-        if self.home.swap.why_buffered:
-            os.posix_fadvise(self.home.swap._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class RawIO:
@@ -169,9 +154,9 @@ def make_ways(args: argparse.Namespace, folder: str) -> dict[str, Way | RawIO]:
     aio = AioConfig(block_size=args.block_size, queue_depth=args.queue_depth)
     most = ZeroConfig().optimizer_buffer_count * 3
 
-    def swapped(pipelined: bool, transport: type[FileTransport] = FileTransport) -> Swapped:
+    def swapped(pipelined: bool, transport: type[FileTransport] = FileTransport) -> Way:
         swap = SwapFile(folder, 0, aio, transport=transport)
-        return Swapped(args, NvmeHome(swap, tile, most, reads_ahead=pipelined, writes_behind=pipelined), tile)
+        return Way(args, NvmeHome(swap, tile, most, reads_ahead=pipelined, writes_behind=pipelined), tile)
 
     memory = Way(args, MemoryHome(torch.device("cpu")), None)
     return {
