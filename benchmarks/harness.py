@@ -72,9 +72,9 @@ def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield turn, order[(turn + index) % len(order)]
 
 
-def quartiles(values: Sequence[float], factor: float = 1.0, digits: int = 4) -> list[float]:
-    """The first and the third, times `factor`."""
-    return [round(factor * q, digits) for q in statistics.quantiles(values, n=4)[::2]]
+def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
+    """The first and the third."""
+    return [round(q, digits) for q in statistics.quantiles(values, n=4)[::2]]
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:
