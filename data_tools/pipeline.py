@@ -157,8 +157,11 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     outputs: dict[str, str] = {}
     commands = []
     for step in pipeline.steps:
-        argv = _command(pipeline, step, outputs)
-        commands.append((step["step"], argv, _parse(pipeline.path, step["step"], argv)))
+        name, argv = step["step"], _command(pipeline, step, outputs)
+        try:
+            commands.append((name, argv, step_parser(name).parse_args(argv)))
+        except ValueError as error:
+            raise ValueError(f"{pipeline.path}: step {name}: {error}") from error
     manifest: dict[str, Any] = {"pipeline": str(pipeline.path), "versions": _versions(), "steps": []}
     pipeline.folder.mkdir(parents=True, exist_ok=True)
     for number, (name, argv, args) in enumerate(commands, start=1):
@@ -181,13 +184,6 @@ def _check_folder(step: str, args: argparse.Namespace, statistics: dict[str, Any
             f"{folder} holds {made} finished files, of which step {step} makes {statistics['shards']} of its present input. "
             "Remove the folder, or the files that no input belongs to any more."
         )
-
-
-def _parse(path: Path, step: str, argv: list[str]) -> argparse.Namespace:
-    try:
-        return step_parser(step).parse_args(argv)
-    except ValueError as error:
-        raise ValueError(f"{path}: step {step}: {error}") from error
 
 
 def _versions() -> dict[str, str]:
