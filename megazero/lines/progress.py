@@ -22,25 +22,14 @@ class Progress:
         is_shown: whether a bar is drawn where standard error is a terminal.
     """
 
-    def __init__(
-        self,
-        name: str,
-        total_bytes: int,
-        log_documents: int | None = None,
-        is_shown: bool = True,
-    ) -> None:
+    def __init__(self, name: str, total_bytes: int, log_documents: int | None = None, is_shown: bool = True) -> None:
         self._name, self._total, self._every = name, total_bytes, log_documents
         self._documents = self._text = self._tokens = 0  # of this run
         self._disk = self._first = 0  # with and of what an earlier run has done
         self._start = self._logged = time.monotonic()
         self._logged_documents = 0
-        self._bar = tqdm(
-            total=total_bytes,
-            unit="B",
-            unit_scale=True,
-            desc=name,
-            disable=not (is_shown and sys.stderr.isatty()),
-        )
+        is_drawn = is_shown and sys.stderr.isatty()
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=name, disable=not is_drawn)
 
     def update(self, documents: int, text_bytes: int, disk_bytes: int, tokens: int = 0) -> None:
         """Adds work that was done."""
