@@ -28,7 +28,6 @@ MEASURED = {
     "socket_mb": "bytes of the loopback device per step and rank, headers included; the least of the rounds",
     "counted_mb": "what megazero's channel counts per step and rank, through sockets or shared memory: elements x itemsize",
 }
-MEMORY = ("held", "peak", "shared", "resident", "resident_peak", "resident_building")
 COLUMNS = {
     "median_s": "s/step",
     "quartiles_s": "quartiles",
@@ -63,7 +62,7 @@ def summary(own: list[StepResult], reference: list[StepResult], memory: dict[str
         "ratio_by_rounds": round(statistics.median(ratios), 4),
         "quartiles_by_rounds": quartiles(ratios),
         "host_ms": round(statistics.median(1e3 * r.host_seconds for r in mine), 2),
-        **{f"{key}_mib": memory[key] for key in MEMORY},
+        **{f"{key}_mib": value for key, value in memory.items()},
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),
         "counted_mb": round(statistics.median(counted) / 1e6, 3) if counted else None,
         "last_loss": round(mine[-1].loss, 6),
