@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from data_tools.documents import Document, dump
 
@@ -74,13 +74,8 @@ def plant_faults(documents: Sequence[Document], seed: int = 1234) -> tuple[bytes
             line = _LINES[fault](generator, documents[source]["text"], url)
             slots[generator.randrange(source, len(documents))].append(line)
             planted[fault] += 1
-    return b"".join(_lines(documents, slots)), dict(planted)
-
-
-def _lines(documents: Sequence[Document], slots: Sequence[list[bytes]]) -> Iterator[bytes]:
-    for document, faults in zip(documents, slots, strict=True):
-        yield dump(document)
-        yield from faults
+    lines = (line for document, faults in zip(documents, slots, strict=True) for line in (dump(document), *faults))
+    return b"".join(lines), dict(planted)
 
 
 def _line(text: str, url: str) -> bytes:
