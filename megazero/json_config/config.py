@@ -164,7 +164,7 @@ class JsonConfig:
         """The value of the key at `path`; the sections that contain it must be present."""
         at: Any = self
         for name in path.split("."):
-            at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # fields lack it
+            at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # see `key`
         return at
 
     @property

@@ -109,7 +109,7 @@ class Reader:
                     decided[name] = self.auto[full] if item == AUTO else item
             return decided
         value = _scalar(hint, value, path, f.metadata["choices"])
-        _check_bounds(value, path, **{bound: f.metadata[bound] for bound in ("at_least", "above", "at_most")})
+        _check_bounds(value, path, **f.metadata["bounds"])
         return value
 
     def _check_effect(self, value: Any, path: str, f: Field) -> None:

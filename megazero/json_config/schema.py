@@ -22,7 +22,7 @@ def key(
     effect: str,
     note: str = "",
     *,
-    name: str | None = None,
+    stage3: bool = False,
     old: Sequence[str] = (),
     choices: Sequence[str] = (),
     at_least: float | None = None,
@@ -34,21 +34,14 @@ def key(
     Args:
         default: its value if it is absent; MISSING if the key is required.
         effect, note: what it does here, for the documentation and for messages.
-        name: the key's name in the JSON, if it differs from the field's, which is accepted as well.
+        stage3: the key's name in the JSON is the field's with `stage3_` in front, which may be omitted.
         old: old names and known misspellings, which are accepted with a warning.
         choices: the accepted strings, matched in any case.
         at_least, above, at_most: bounds of a number; `at_most` is for integers, together with `at_least`.
     """
-    metadata = {
-        "effect": effect,
-        "note": note,
-        "name": name,
-        "old": tuple(old),
-        "choices": tuple(choices),
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-    }
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    prefix = "stage3_" if stage3 else ""
+    metadata = {"effect": effect, "note": note, "prefix": prefix, "old": old, "choices": choices, "bounds": bounds}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,7 +51,7 @@ def keys(section: type) -> Iterator[tuple[str, Field]]:
     """The keys of a section: the name in the JSON, and the field."""
     for f in fields(section):
         if "effect" in f.metadata:
-            yield f.metadata["name"] or f.name, f
+            yield f.metadata["prefix"] + f.name, f
 
 
 def default_of(f: Field) -> Any:

@@ -92,29 +92,23 @@ class ZeroSection:
         100_000,
         IF_GIVEN,
         "parameters of fewer elements stay whole",
-        name="stage3_param_persistence_threshold",
+        stage3=True,
         old=("stage3_param_persitence_threshold", "stage3_param_persitance_threshold"),
         at_least=0,
     )
     model_persistence_threshold: int = key(
-        sys.maxsize, IF_GIVEN, "elements that stay whole at most", name="stage3_model_persistence_threshold", at_least=0
+        sys.maxsize, IF_GIVEN, "elements that stay whole at most", stage3=True, at_least=0
     )
-    max_live_parameters: int = key(
-        1_000_000_000, IF_GIVEN, "most elements gathered at a time", name="stage3_max_live_parameters", at_least=0
-    )
+    max_live_parameters: int = key(1_000_000_000, IF_GIVEN, "most elements gathered at a time", stage3=True, at_least=0)
     max_reuse_distance: int = key(
         1_000_000_000,
         IF_GIVEN,
         "a unit stays gathered if so many elements or fewer run until its backward; else the last one alone",
-        name="stage3_max_reuse_distance",
+        stage3=True,
         at_least=0,
     )
     gather_16bit_weights_on_model_save: bool = key(
-        False,
-        OBEYED,
-        "for save_16bit_model",
-        name="stage3_gather_16bit_weights_on_model_save",
-        old=("stage3_gather_fp16_weights_on_model_save",),
+        False, OBEYED, "for save_16bit_model", stage3=True, old=("stage3_gather_fp16_weights_on_model_save",)
     )
 
     reduce_bucket_size: int = key(
@@ -122,11 +116,7 @@ class ZeroSection:
     )
     allgather_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, at_least=0)
     prefetch_bucket_size: int = key(
-        50_000_000,
-        IF_GIVEN,
-        "most elements gathered ahead; else one unit",
-        name="stage3_prefetch_bucket_size",
-        at_least=0,
+        50_000_000, IF_GIVEN, "most elements gathered ahead; else one unit", stage3=True, at_least=0
     )
     sub_group_size: int = key(
         1_000_000_000,
@@ -135,9 +125,9 @@ class ZeroSection:
         at_least=0,
     )
     memory_efficient_linear: bool = key(True, NO_EFFECT, "gathered weights are views; nothing is copied")
-    module_granularity_threshold: int = key(0, NO_EFFECT, _UNITS, name="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = key(False, NO_EFFECT, _UNITS, name="stage3_use_all_reduce_for_fetch_params")
-    allgather_sequential: bool = key(False, NO_EFFECT, _UNITS, name="stage3_allgather_sequential")
+    module_granularity_threshold: int = key(0, NO_EFFECT, _UNITS, stage3=True)
+    use_all_reduce_for_fetch_params: bool = key(False, NO_EFFECT, _UNITS, stage3=True)
+    allgather_sequential: bool = key(False, NO_EFFECT, _UNITS, stage3=True)
     log_trace_cache_warnings: bool = key(False, NO_EFFECT, "there is no trace: the order of units is known")
     elastic_checkpoint: bool = key(False, NO_EFFECT, "a checkpoint always loads under any number of ranks")
     round_robin_gradients: bool = key(False, NO_EFFECT, "a rank's gradients are one contiguous piece")
