@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm, zero
-from megazero.compat.placement import offload_sections
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.option import check_known
@@ -28,15 +27,8 @@ _FP16 = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "h
 _ADAM = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "use_hybrid_adam": True}
 _MARGIN, _STATIC = "client.mem_tracer.margin_use_ratio", "client.mem_tracer.with_static_partition"
 _OBEYED = (
-    "optimizer",
-    "fp16",
-    "gradient_clipping",
-    "default_chunk_size",
-    "chunk_size",
-    "release_after_init",
-    "client",
-    _MARGIN,
-    _STATIC,
+    *("optimizer", "fp16", "gradient_clipping", "default_chunk_size", "chunk_size", "release_after_init", "client"),
+    *(_MARGIN, _STATIC),
 )
 # Refused if true, because the feature does not exist; false or absent is accepted.
 _REFUSED = {
@@ -90,19 +82,22 @@ def initialize_engine(
     dtype = torch.float16 if fp16 else None
     with nullcontext() if settings.get("release_after_init", False) else zero.Init(dtype=dtype):
         model = model_func()
-    policy = "cpu" if settings.get(_STATIC, False) else "auto"
-    margin = settings.get(_MARGIN, 0.8) if policy == "auto" else 0.0
-    homes = offload_sections(policy, stage=3, margin_ratio=margin, margin_name=_MARGIN, what="PatrickStar's placement")
+    section: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    if not settings.get(_STATIC, False):
+        margin = settings.get(_MARGIN, 0.8)
+        if not 0 <= margin <= 1:
+            raise ValueError(f"{_MARGIN} must lie between 0 and 1, got {margin}.")
+        section |= {"placement": "auto", "gpu_margin_mem_ratio": margin}
+    chunk = settings.get("chunk_size", settings.get("default_chunk_size"))
+    if chunk is not None:
+        section["sub_group_size"] = chunk
     document = {
         "optimizer": _optimizer(settings.get("optimizer", {})),
         "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 means none in PatrickStar
-        "zero_optimization": {"stage": 3, **homes},
+        "zero_optimization": section,
     }
     if fp16:
         document["fp16"] = fp16
-    chunk = settings.get("chunk_size", settings.get("default_chunk_size"))
-    if chunk is not None:
-        document["zero_optimization"]["sub_group_size"] = chunk
     engine = PatrickStarEngine(model, build_engine(model, document))
     return engine, engine.optimizer
 

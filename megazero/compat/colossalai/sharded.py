@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor, nn
 from megazero import comm
 from megazero.compat.colossalai.grad_scaler import DynamicGradScaler
 from megazero.compat.colossalai.shard_strategy import BucketTensorShardStrategy
-from megazero.compat.placement import POLICIES, offload_sections
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
+from megazero.logging import ALIKE, get_logger
 from megazero.zero.registry import bucket_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
+
+_POLICIES = ("cuda", "cpu", "auto")
 
 
 class ShardedModelV2(EngineModule):
@@ -30,7 +31,9 @@ class ShardedModelV2(EngineModule):
         process_group, reduce_scatter_process_group: must be None: `megazero.mpu.initialize_model_parallel` makes the groups.
         reduce_scatter_bucket_size_mb: accepted without effect; the gradients of a unit travel together.
         fp32_reduce_scatter: gradients are summed over the ranks in fp32 instead of 16 bits.
-        tensor_placement_policy: "cuda", "cpu" or "auto", see `compat.placement`.
+        tensor_placement_policy: "cuda": everything stays on the device that the model computes on. "cpu": optimizer states and
+            reduced gradients are kept in host memory and updated there; at stage 3, parameter shards are kept there too. "auto":
+            the same as "cpu", except that at stage 3 one traced iteration decides what stays on the device.
         gradient_predivide_factor: 16-bit gradients are divided by this factor before the sum and by ranks / factor afterwards, so
             the result is the mean for every positive value. None chooses a power of two near the square root of the number of
             ranks.
@@ -68,9 +71,9 @@ class ShardedModelV2(EngineModule):
                 "ShardedModelV2 takes no process groups: states are sharded over the data-parallel ranks of "
                 "megazero.mpu.initialize_model_parallel(size), or over all ranks. Drop process_group."
             )
-        if tensor_placement_policy not in POLICIES:
+        if tensor_placement_policy not in _POLICIES:
             raise ValueError(
-                f"tensor_placement_policy must be one of {', '.join(POLICIES)}, got {tensor_placement_policy!r}."
+                f"tensor_placement_policy must be one of {', '.join(_POLICIES)}, got {tensor_placement_policy!r}."
             )
         if not reduce_scatter_bucket_size_mb > 0:
             raise ValueError(f"reduce_scatter_bucket_size_mb must be positive, got {reduce_scatter_bucket_size_mb}.")
@@ -98,12 +101,7 @@ class ShardedModelV2(EngineModule):
         """
         half = "bf16" if self.bf16 else "fp16"
         stage = 3 if self.is_sharded else 2
-        homes = offload_sections(
-            self.tensor_placement_policy,
-            stage=stage,
-            margin_ratio=gpu_margin_mem_ratio,
-            what="tensor_placement_policy",
-        )
+        homes = _homes(self.tensor_placement_policy, stage, gpu_margin_mem_ratio)
         factor = self.gradient_predivide_factor
         config: dict[str, Any] = {
             "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -168,10 +166,7 @@ class ShardedOptimizerV2(EngineOptimizer):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale
         )
         sharded_model.make_engine(
-            optimizer,
-            None if sharded_model.bf16 else scaler,
-            gpu_margin_mem_ratio,
-            gradient_accumulation_steps,
+            optimizer, None if sharded_model.bf16 else scaler, gpu_margin_mem_ratio, gradient_accumulation_steps
         )
         super().__init__(sharded_model.engine)
         self.model = sharded_model
@@ -212,3 +207,23 @@ _NO_ACCUMULATION = (
 def _root_of(ranks: int) -> float:
     """A power of two near the square root of the number of ranks: the divisions before and after the sum are then similar."""
     return 2.0 ** (ranks.bit_length() // 2)
+
+
+def _homes(policy: str, stage: int, margin_ratio: float) -> dict[str, Any]:
+    """The part of a `zero_optimization` section that says where shards are kept."""
+    if not 0 <= margin_ratio <= 1:
+        raise ValueError(f"gpu_margin_mem_ratio must lie between 0 and 1, got {margin_ratio}.")
+    if margin_ratio and policy != "auto":
+        logger.warning(
+            'gpu_margin_mem_ratio %g has no effect: it is for tensor_placement_policy "auto"', margin_ratio, extra=ALIKE
+        )
+    if policy == "cuda":
+        return {}
+    homes: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+    if stage < 3:
+        logger.info(
+            "tensor_placement_policy: parameters stay whole on the device, since they are not sharded; the rest is on the host"
+        )
+        return homes
+    homes["offload_param"] = {"device": "cpu"}
+    return homes if policy == "cpu" else {**homes, "placement": "auto", "gpu_margin_mem_ratio": margin_ratio}
