@@ -151,14 +151,21 @@ class ZeroSection:
     leaf_module: dict[str, Any] | None = key(None, REFUSED, "give them to initialize(zero_units=)")
 
     def __post_init__(self) -> None:
-        self._check_offload("offload_param", self.offload_param)
-        self._check_offload("offload_optimizer", self.offload_optimizer)
+        offload = self.offload_optimizer
+        if self.stage == 0 and offload and offload.device != "none":
+            raise DeepSpeedConfigError(
+                f'zero_optimization.offload_optimizer.device "{offload.device}" needs zero_optimization.stage 1 or more, got '
+                "stage 0: nothing is sharded that could rest elsewhere."
+            )
+        for name, home in (("offload_param", self.offload_param), ("offload_optimizer", offload)):
+            if home and home.device == "nvme" and not home.nvme_path:
+                path = f"zero_optimization.{name}"
+                raise DeepSpeedConfigError(f'{path}.device "nvme" needs {path}.nvme_path, a directory on the device.')
         if self.mics_shard_size == 1 or (self.mics_shard_size > 1 and self.stage == 0):
             raise DeepSpeedConfigError(
                 f"zero_optimization.mics_shard_size {self.mics_shard_size} must be -1 (all data-parallel ranks) or at least "
                 f"2, and needs zero_optimization.stage 1 or more, got stage {self.stage}."
             )
-        offload = self.offload_optimizer
         if offload and not (offload.ratio == 1 or (offload.ratio < 1 and self.stage == 3)):
             raise DeepSpeedConfigError(
                 f"zero_optimization.offload_optimizer.ratio {offload.ratio} must be 1, or below 1 with stage 3; the stage is "
@@ -169,15 +176,3 @@ class ZeroSection:
     def has_idle_offload_param(self) -> bool:
         """Whether offload_param names a home at a stage that shards no parameters, which DeepSpeed ignores."""
         return self.stage < 3 and self.offload_param is not None and self.offload_param.device != "none"
-
-    def _check_offload(self, name: str, offload: Any) -> None:
-        path = f"zero_optimization.{name}"
-        if offload is None or offload.device == "none":
-            return
-        if self.stage == 0 and name == "offload_optimizer":
-            raise DeepSpeedConfigError(
-                f'{path}.device "{offload.device}" needs zero_optimization.stage 1 or more, got stage {self.stage}: nothing is '
-                "sharded that could rest elsewhere."
-            )
-        if offload.device == "nvme" and not offload.nvme_path:
-            raise DeepSpeedConfigError(f'{path}.device "nvme" needs {path}.nvme_path, a directory on the device.')
