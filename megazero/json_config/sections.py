@@ -7,7 +7,6 @@ from typing import Any
 
 from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
-from megazero.nvme import AioConfig
 from megazero.optim.optimizers import optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 
@@ -126,20 +125,6 @@ class AioSection:
     single_submit: bool = key(False, NO_EFFECT, _NVME + ": every request is a call of its own")
     overlap_events: bool = key(True, OBEYED, _NVME + ": false makes one transfer at a time")
     use_gds: bool = key(False, REFUSED, "GPUDirect storage is not built")
-
-    @property
-    def config(self) -> AioConfig:
-        """The settings of the swap file.
-
-        Raises:
-            ValueError: block_size is not a whole number of pages.
-        """
-        return AioConfig(
-            block_size=self.block_size,
-            queue_depth=self.queue_depth,
-            overlap_events=self.overlap_events,
-            thread_count=self.intra_op_parallelism,
-        )
 
 
 @dataclass(frozen=True)
