@@ -31,12 +31,7 @@ Places = dict[str, Place]  # by the name that a parameter has in the module
 
 
 def capture(
-    state: TrainingState,
-    client_state: dict[str, Any],
-    *,
-    save_optimizer: bool,
-    save_rng: bool,
-    exclude_frozen: bool,
+    state: TrainingState, client_state: dict[str, Any], *, save_optimizer: bool, save_rng: bool, exclude_frozen: bool
 ) -> tuple[Snapshot, dict[str, Any]]:
     """What this rank has to write, and the index for `Saver.save`. Collective over the world.
 

@@ -33,11 +33,7 @@ class Pieces:
     """
 
     def __init__(
-        self,
-        rows: Sequence[Sequence[Any]],
-        entry: TensorEntry,
-        size: int,
-        files: Sequence[CheckedFile],
+        self, rows: Sequence[Sequence[Any]], entry: TensorEntry, size: int, files: Sequence[CheckedFile]
     ) -> None:
         self._files, self._dtypes, dtypes = files, entry.states, entry.states.values()
         shape, cut = entry.shape, entry.cut
