@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm, zero
-from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
+from megazero.compat.wrappers import EngineModule, EngineOptimizer, join
+from megazero.deepspeed.api import initialize
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.option import check_known
 
@@ -92,13 +93,14 @@ def initialize_engine(
     if chunk is not None:
         section["sub_group_size"] = chunk
     document = {
+        "train_micro_batch_size_per_gpu": 1,  # a batch may have any number of samples
         "optimizer": _optimizer(settings.get("optimizer", {})),
         "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 means none in PatrickStar
         "zero_optimization": section,
     }
     if fp16:
         document["fp16"] = fp16
-    engine = PatrickStarEngine(model, build_engine(model, document))
+    engine = PatrickStarEngine(model, initialize(model=model, config=document)[0])
     return engine, engine.optimizer
 
 

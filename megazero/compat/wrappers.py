@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from megazero import comm
-from megazero.deepspeed.api import initialize
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.logging import setup_logging
 from megazero.nested import moved
-from megazero.optim.loss_scaler import LossScaler
 
 logger = logging.getLogger(__name__)
 
@@ -24,32 +22,6 @@ def join(backend: str | None = None) -> None:
     comm.init_distributed(backend)
     if not logger.hasHandlers():
         setup_logging(comm.world().rank())
-
-
-def build_engine(
-    model: nn.Module,
-    config: dict[str, Any],
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss_scaler: LossScaler | None = None,
-    zero_units: Sequence[nn.Module] | None = None,
-) -> DeepSpeedEngine:
-    """The engine that a configuration in DeepSpeed's keys describes. Batch sizes are up to the caller.
-
-    Args:
-        optimizer: an optimizer over the model's parameters. It is given the engine's flat slices and stays the same object.
-        loss_scaler: replaces the configuration's.
-        zero_units: see `Engine`.
-
-    Raises:
-        ValueError: the configuration is wrong, or the optimizer does not belong to the model.
-    """
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **config}
-    engine = initialize(model=model, optimizer=optimizer, config=config, zero_units=zero_units)[0]
-    if loss_scaler is not None:
-        engine.optimizer.loss_scaler = loss_scaler
-        logger.info("the loss scale is that of %s: %g at first", type(loss_scaler).__name__, loss_scaler.scale)
-    return engine
 
 
 class EngineModule(nn.Module):

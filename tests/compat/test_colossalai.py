@@ -427,6 +427,7 @@ def test_a_policy_that_does_less_than_it_says_is_logged(one_rank):
         model = ShardedModelV2(mlp(shard_param), TensorShardStrategy(), tensor_placement_policy=policy)
         with messages("megazero.compat.colossalai.sharded") as records:
             optimizer = ShardedOptimizerV2(model, HybridAdam(model.parameters()), gpu_margin_mem_ratio=ratio)
+        records = [record for record in records if "tensor_placement_policy" in record]
         assert all(part in " ".join(records) for part in said) and bool(records) == bool(said)
         homes = optimizer.engine.zero.offload_optimizer, optimizer.engine.zero.offload_param
         assert homes == (

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from megazero import comm
 from megazero.compat.colossalai.grad_scaler import DynamicGradScaler
 from megazero.compat.colossalai.shard_strategy import BucketTensorShardStrategy
-from megazero.compat.wrappers import EngineModule, EngineOptimizer, build_engine, join
+from megazero.compat.wrappers import EngineModule, EngineOptimizer, join
+from megazero.deepspeed.api import initialize
 from megazero.logging import ALIKE, get_logger
 from megazero.zero.registry import bucket_of
 
@@ -104,6 +105,8 @@ class ShardedModelV2(EngineModule):
         homes = _homes(self.tensor_placement_policy, stage, gpu_margin_mem_ratio)
         factor = self.gradient_predivide_factor
         config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # a batch may have any number of samples
+            "gradient_clipping": 0.0,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "zero_optimization": {"stage": stage, **homes},
             half: {"enabled": True},
@@ -112,7 +115,10 @@ class ShardedModelV2(EngineModule):
             "gradient_predivide_factor": _root_of(comm.world().size()) if factor is None else factor,
         }
         units = self.shard_strategy.units(self.module)
-        self._engine = build_engine(self.module, config, optimizer=optimizer, loss_scaler=scaler, zero_units=units)
+        self._engine = initialize(model=self.module, optimizer=optimizer, config=config, zero_units=units)[0]
+        if scaler is not None:
+            self._engine.optimizer.loss_scaler = scaler
+            logger.info("the loss scale is that of %s: %g at first", type(scaler).__name__, scaler.scale)
 
 
 class ShardedOptimizerV2(EngineOptimizer):
