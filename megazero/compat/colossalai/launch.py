@@ -145,8 +145,7 @@ class Engine:
         with torch.set_grad_enabled(not forward_only):
             output = self._forward(data)
             loss = self._loss(output, label) if return_loss or not forward_only else None
-        if not forward_only:
-            assert loss is not None, "it was just computed"
+        if loss is not None and not forward_only:
             self.backward(loss)
         kept = (output, label) if return_output_label else (None, None)
         return *kept, loss.detach() if loss is not None and return_loss else None

@@ -64,8 +64,6 @@ def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
 
 def disable_existing_loggers(include: Iterable[str] | None = None, exclude: Iterable[str] = ("colossalai",)) -> None:
     """Sets existing loggers to WARNING: those that `include` names, or by default all except those in `exclude`."""
-    names = list(logging.root.manager.loggerDict) if include is None else list(include)
-    left_alone = set(exclude) if include is None else set()
+    names = set(logging.root.manager.loggerDict).difference(exclude) if include is None else include
     for name in names:
-        if name not in left_alone:
-            logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.WARNING)
