@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
 from megazero.checkpoint.importers.deepspeed_partitions import SavedOptimizer, is_vector, read_optimizer_files
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read, loss_scaler_state
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
 
@@ -181,8 +181,4 @@ def _loss_scaler(state: dict[str, Any]) -> dict[str, Any] | None:
         return None
     # DeepSpeed doubles the scale one step after `scale_window` clean ones: it counts the clean steps before the present one.
     clean_steps = max(scaler["cur_iter"] - scaler["last_overflow_iter"] - 2, 0)
-    return {
-        "scale": float(scaler["cur_scale"]),
-        "hysteresis_left": int(scaler.get("cur_hysteresis", 1)),
-        "clean_steps": int(clean_steps),
-    }
+    return loss_scaler_state(scaler["cur_scale"], scaler.get("cur_hysteresis", 1), clean_steps)

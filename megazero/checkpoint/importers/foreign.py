@@ -62,6 +62,11 @@ class ForeignCheckpoint:
     client_state: dict[str, Any] = field(default_factory=dict)
 
 
+def loss_scaler_state(scale: Any, hysteresis_left: Any, clean_steps: Any) -> dict[str, Any]:
+    """The state of our `LossScaler`, from which a dynamic loss scale continues."""
+    return {"scale": float(scale), "hysteresis_left": int(hysteresis_left), "clean_steps": int(clean_steps)}
+
+
 def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
 

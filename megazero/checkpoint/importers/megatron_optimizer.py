@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.importers.foreign import loss_scaler_state
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAMPLE = 256  # leading elements that are compared
 
@@ -59,19 +61,12 @@ def read_optimizer(
 
 def _loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:
     if later := optimizer.get("grad_scaler"):  # {} of a static scale
-        return {
-            "scale": float(later["scale"]),
-            "hysteresis_left": int(later["hysteresis_tracker"]),
-            "clean_steps": int(later["growth_tracker"]),
-        }
+        return loss_scaler_state(later["scale"], later["hysteresis_tracker"], later["growth_tracker"])
     if not optimizer.get("dynamic_loss_scale") or "loss_scaler" not in optimizer:
         return None
     scaler = vars(optimizer["loss_scaler"])
-    return {
-        "scale": float(scaler["cur_scale"]),
-        "hysteresis_left": int(scaler.get("cur_hysteresis", 1)),
-        "clean_steps": int(scaler["cur_iter"] - scaler["last_overflow_iter"] - 1),
-    }
+    clean_steps = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
+    return loss_scaler_state(scaler["cur_scale"], scaler.get("cur_hysteresis", 1), clean_steps)
 
 
 def _adam(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
