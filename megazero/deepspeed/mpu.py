@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megazero import comm
+from megazero.checkpoint.format import bytes_of, crc32
 from megazero.json_config import DeepSpeedConfigError
 from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
@@ -105,7 +106,9 @@ def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
     for name, parameter in model.named_parameters():
         grad = None if name in cuts else safe_get_local_grad(parameter)
         if grad is not None:
-            mine, first = _beside_the_firsts(grad, groups)
+            mine = grad.to(comm.local_device())
+            first = mine.clone()  # the first model-parallel rank's, after the broadcast
+            comm.broadcast_(first, groups.model)
             names.append(name)
             rows.append(torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()]))
     if not names:
@@ -150,34 +153,21 @@ def _cut(parameter: nn.Parameter, dim: int, size: int) -> Partition:
 
 
 def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
-    """Compares unmarked parameters with the first model-parallel rank's, bit for bit: only one copy of each is saved."""
+    """Compares unmarked parameters with those of the other model-parallel ranks: only one copy of each is saved."""
     cuts = partitions(model)
-    common = {name: p for name, p in model.named_parameters() if name not in cuts}
-    mine = {name: (tuple(shape_of(p)), str(p.dtype)) for name, p in common.items()}
+    mine = {name: _described(p) for name, p in model.named_parameters() if name not in cuts}
     everyones = comm.all_gathered_objects(mine, groups.model)
-    _refuse_differing({name for theirs in everyones for name, what in theirs.items() ^ mine.items()}, groups)
-    differing = [name for name, p in common.items() if not _equals_the_firsts(p, groups)]
-    _refuse_differing({n for names in comm.all_gathered_objects(differing, groups.model) for n in names}, groups)
-
-
-def _equals_the_firsts(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    # For a parameter that `zero.Init` has sharded, compare shards: model-parallel peers have the same data-parallel rank.
-    values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
-    return torch.equal(*_beside_the_firsts(values.contiguous().view(-1).view(torch.uint8), groups))
-
-
-def _beside_the_firsts(values: Tensor, groups: ParallelGroups) -> tuple[Tensor, Tensor]:
-    """A contiguous tensor of this rank and the first model-parallel rank's counterpart, both on the device. Collective."""
-    mine = values.to(comm.local_device())
-    first = mine.clone()
-    comm.broadcast_(first, groups.model)
-    return mine, first
-
-
-def _refuse_differing(names: set[str], groups: ParallelGroups) -> None:
-    if names:
+    differing = {name for theirs in everyones for name, _ in theirs.items() ^ mine.items()}
+    if differing:
         raise DeepSpeedConfigError(
-            f"{', '.join(sorted(names))}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not marked "
-            "as parts of larger parameters. Set parameter.model_parallel = True and parameter.partition_dim on those that are; "
-            "the others must start with the same values, so give model-parallel ranks one seed."
+            f"{', '.join(sorted(differing))}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not "
+            "marked as parts of larger parameters. Set parameter.model_parallel = True and parameter.partition_dim on those that "
+            "are; the others must start with the same values, so give model-parallel ranks one seed."
         )
+
+
+def _described(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Shape, dtype and the checksum of the values, which is equal for the same bits."""
+    # Of a parameter that `zero.Init` has sharded, the shard's: model-parallel peers have the same data-parallel rank.
+    values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
+    return tuple(shape_of(parameter)), str(parameter.dtype), crc32(bytes_of(values.cpu().contiguous()).data)
