@@ -87,30 +87,17 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-class _RankFilter(logging.Filter):
-    """Lets INFO through on rank 0 only; marks other ranks' lines with their rank."""
+class _Formatter(logging.Formatter):
+    """INFO without a prefix, which reads best in a training log; other levels with their name, and the rank unless it is 0."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank = rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether this rank prints the record."""
-        if self.rank == 0:
-            return True
-        if record.levelno < logging.WARNING:
-            return record.levelno <= logging.DEBUG
-        record.msg = f"[rank {self.rank}] {record.msg}"
-        return True
-
-
-class _Formatter(logging.Formatter):
-    """Formats INFO without a prefix, which reads best in a training log, and other levels with their name."""
+        self._rank = f"[rank {rank}] " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line to print."""
         text = super().format(record)
-        return text if record.levelno == logging.INFO else f"{record.levelname}: {text}"
+        return text if record.levelno == logging.INFO else f"{record.levelname}: {self._rank}{text}"
 
 
 class _Output(logging.StreamHandler):
@@ -146,8 +133,8 @@ def _drop_output() -> None:
 def setup_logging(rank: int, level: int = logging.INFO) -> None:
     """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all."""
     handler = _Output()
-    handler.addFilter(_RankFilter(rank))
-    handler.setFormatter(_Formatter("%(message)s"))
+    handler.setFormatter(_Formatter(rank))
+    handler.addFilter(lambda record: rank == 0 or not logging.DEBUG < record.levelno < logging.WARNING)
     root = logging.getLogger("megazero")
     root.handlers[:] = [handler]
     root.setLevel(level)
