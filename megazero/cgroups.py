@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,21 +53,13 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             names, cache = ("memory.max", "memory.current"), "inactive_file"
         limit, used = (_number(folder / name) for name in names)
         if limit is not None and limit < UNLIMITED:
-            yield limit, max(0, (used or 0) - _cached(folder / "memory.stat", cache))
+            yield limit, max(0, (used or 0) - (_number(folder / "memory.stat", cache) or 0))
 
 
-def _number(path: Path) -> int | None:
-    """The number in a file; None if there is none ("max")."""
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None
-
-
-def _cached(path: Path, key: str) -> int:
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, _, value = line.partition(" ")
-        if name == key:
-            return int(value)
-    return 0
+def _number(path: Path, key: str = "") -> int | None:
+    """The number in a file, or the one behind a key in it; None if there is none ("max")."""
+    found = re.search(rf"^{key}\s*(\d+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return int(found[1]) if found else None
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
