@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
 
@@ -97,8 +97,10 @@ class Call:
         args, kwargs = self._arguments.filled(tensors)
         del tensors
         with ExitStack() as stack:
-            if not torch.is_grad_enabled():
-                stack.enter_context(_first_run())
+            if (
+                not torch.is_grad_enabled()
+            ):  # tensors have graphs all the same, because autograd records the call as a whole
+                stack.callback(_is_first_run.reset, _is_first_run.set(True))
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
             return self.function(*args, **kwargs)
@@ -188,16 +190,6 @@ class _Frame:
 
 
 _is_first_run: ContextVar[bool] = ContextVar("in the first run of a checkpointed function", default=False)
-
-
-@contextmanager
-def _first_run() -> Iterator[None]:
-    """Inside, grad mode is off and tensors have graphs, because autograd records the call as a whole."""
-    token = _is_first_run.set(True)
-    try:
-        yield
-    finally:
-        _is_first_run.reset(token)
 
 
 def refuse_graph(args: tuple, kwargs: dict[str, Any]) -> None:

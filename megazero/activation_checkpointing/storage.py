@@ -7,7 +7,7 @@ swap file. So a call costs one copy to put away, and one copy and one all-gather
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
@@ -68,8 +68,8 @@ class _Arena:
         self.nbytes, self.count, self.memory = nbytes, count, memory
         self.free = list(range(count))[::-1]
 
-    def take(self) -> tuple[int, Tensor]:
-        """A free slot: its number and its bytes.
+    def take(self) -> tuple[Tensor, Callable[[], None]]:
+        """The bytes of a free slot, and what gives the slot back.
 
         Raises:
             RuntimeError: all slots are in use.
@@ -82,14 +82,15 @@ class _Arena:
                 "own."
             )
         index = self.free.pop()
-        return index, self.memory[index * self.nbytes : (index + 1) * self.nbytes]
+        return self.memory[index * self.nbytes : (index + 1) * self.nbytes], lambda: self.free.append(index)
 
 
 class _InMemory:
     """The bytes of one call in memory, where the device computes."""
 
-    def __init__(self, home: Tensor, arena: _Arena | None = None, slot: int = 0) -> None:
-        self.home, self._arena, self._slot = home, arena, slot
+    def __init__(self, home: Tensor, free: Callable[[], None]) -> None:
+        """`free` gives `home` back."""
+        self.home, self.free = home, free
 
     def buffer(self) -> Tensor:
         """Where the bytes are written to, on the device."""
@@ -102,17 +103,12 @@ class _InMemory:
         """The bytes, where they rest."""
         return self.home
 
-    def free(self) -> None:
-        """Gives the slot back."""
-        if self._arena is not None:
-            self._arena.free.append(self._slot)
-
 
 class _OnHost(_InMemory):
     """The bytes of one call in pinned memory of the host, over a link."""
 
-    def __init__(self, link: Link, home: Tensor, arena: _Arena | None, slot: int) -> None:
-        super().__init__(home, arena, slot)
+    def __init__(self, link: Link, home: Tensor, free: Callable[[], None]) -> None:
+        super().__init__(home, free)
         self._link, self.vector = link, MemoryVector(home, link)
 
     def buffer(self) -> Tensor:
@@ -281,13 +277,11 @@ class Storage:
         if self.link is not None:
             self.link.to_device.finish()  # of the backward before, so that its pages are there again
             self.link.to_host.make_room()  # before the device's memory is taken that the next ones are sent from
-        arena, slot = None, 0
         if settings.contiguous_checkpointing:
-            arena = self._arena(nbytes)
-            slot, home = arena.take()
+            home, free = self._arena(nbytes).take()
         else:
-            home = self._memory(nbytes)
-        return _InMemory(home, arena, slot) if self.link is None else _OnHost(self.link, home, arena, slot)
+            home, free = self._memory(nbytes), lambda: None
+        return _InMemory(home, free) if self.link is None else _OnHost(self.link, home, free)
 
     def _arena(self, nbytes: int) -> _Arena:
         arena = self._arenas.get(nbytes)
