@@ -154,10 +154,11 @@ def last_word_accuracy(
             wanted = torch.zeros(len(batch), longest - 1, dtype=torch.bool)
             for row, (ids, word_tokens) in enumerate(batch):
                 wanted[row, len(ids) - 1 - word_tokens : len(ids) - 1] = True
-            logits = model(tokens[:, :-1].contiguous())
-            predicted = _global_argmax(logits, wanted.to(device), vocab_size, groups)
-            is_right = torch.ones_like(wanted, device=device)
-            is_right[wanted.to(device)] = predicted == tokens[:, 1:][wanted.to(device)]
+            wanted = wanted.to(device)
+            logits = model(tokens[:, :-1].contiguous())  # [b, s, v_padded/t]
+            full = mpu.gather_from_model_parallel_region(logits[wanted], groups.model)  # [number wanted, v_padded]
+            is_right = torch.ones_like(wanted)
+            is_right[wanted] = full[:, :vocab_size].argmax(dim=-1) == tokens[:, 1:][wanted]
             correct += (is_right.all(dim=1) & is_real.to(device)).sum()
     return LastWordAccuracy(correct=int(comm.all_reduced(correct, groups.data)), total=len(texts))
 
@@ -189,12 +190,6 @@ def _share(count: int, batch_size: int, groups: mpu.ParallelGroups) -> Iterator[
     for start in range(0, count, step):
         index = torch.arange(batch_size) + start + batch_size * groups.data_parallel_rank
         yield index.clamp(max=count - 1), index < count
-
-
-def _global_argmax(logits: Tensor, wanted: Tensor, vocab_size: int, groups: mpu.ParallelGroups) -> Tensor:
-    """Likeliest token at each wanted place, [number wanted], from this rank's part of the logits [b, s, v_padded/t]."""
-    full = mpu.gather_from_model_parallel_region(logits[wanted], groups.model)  # [number wanted, v_padded]
-    return full[:, :vocab_size].argmax(dim=-1)
 
 
 @contextmanager

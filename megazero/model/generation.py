@@ -112,7 +112,8 @@ def generate(
             logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
     finally:
         model.train(was_training)
-    return [_until(row, eod) for row in torch.stack(steps, dim=1).tolist()]
+    rows = torch.stack(steps, dim=1).tolist()
+    return [row[: row.index(eod)] if eod in row else row for row in rows]
 
 
 def _draw(
@@ -123,10 +124,6 @@ def _draw(
     drawn = sample(logits, temperature, top_k, top_p, generator)
     comm.broadcast_(drawn, model.group)
     return drawn
-
-
-def _until(row: list[int], eod: int | None) -> list[int]:
-    return row[: row.index(eod)] if eod in row else row
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:

@@ -29,12 +29,9 @@ def draw_normal_(weight: Tensor, std: float) -> None:
     else:
         pieces = weight.detach().view(-1).split(PIECE_NUMEL)
         seeds = torch.empty(len(pieces), dtype=torch.int64).random_().tolist()
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(partial(_draw, std), pieces, seeds))
-
-
-def _draw(std: float, piece: Tensor, seed: int) -> None:
-    piece.normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
+            list(pool.map(lambda piece, generator: piece.normal_(0.0, std, generator=generator), pieces, generators))
 
 
 def normal_init(config: GPT2Config) -> InitMethod:
