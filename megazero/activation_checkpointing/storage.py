@@ -85,39 +85,26 @@ class _Arena:
         return self.memory[index * self.nbytes : (index + 1) * self.nbytes], lambda: self.free.append(index)
 
 
-class _InMemory:
-    """The bytes of one call in memory, where the device computes."""
+class _InMemory(MemoryVector):
+    """The bytes of one call in memory: where the device computes, or on the host, beyond a link."""
 
-    def __init__(self, home: Tensor, free: Callable[[], None]) -> None:
-        """`free` gives `home` back."""
-        self.home, self.free = home, free
+    def __init__(self, home: Tensor, link: Link | None, give_back: Callable[[], None]) -> None:
+        """`give_back` is called when `home` is free again."""
+        super().__init__(home, link)
+        self._give_back = give_back
 
     def buffer(self) -> Tensor:
         """Where the bytes are written to, on the device."""
-        return self.home
+        return self.resident if self.link is None else torch.empty_like(self.resident, device=self.link.device)
 
     def put(self, buffer: Tensor) -> None:
-        """They are where they rest."""
+        """Starts to copy them, unless they are where they rest."""
+        if self.link is not None:
+            self.send(buffer)
 
-    def bring(self) -> Tensor:
-        """The bytes, where they rest."""
-        return self.home
-
-
-class _OnHost(_InMemory):
-    """The bytes of one call in pinned memory of the host, over a link."""
-
-    def __init__(self, link: Link, home: Tensor, free: Callable[[], None]) -> None:
-        super().__init__(home, free)
-        self._link, self.vector = link, MemoryVector(home, link)
-
-    def buffer(self) -> Tensor:
-        """Memory of the device, from which they are sent."""
-        return torch.empty_like(self.home, device=self._link.device)
-
-    def put(self, buffer: Tensor) -> None:
-        """Starts to copy them."""
-        self.vector.send(buffer)
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._give_back()
 
 
 class _OnDrive:
@@ -217,8 +204,8 @@ class Kept:
         """The buffers of all ranks on the device, when the work is done."""
         whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
         part = whole.view(self._parts, -1)[self._part]
-        if isinstance(rest, _OnHost):
-            return whole, Arrival(whole.device, comes_ahead=False).fill(rest.vector, part, partial(self._gather, whole))
+        if isinstance(rest, _InMemory):
+            return whole, Arrival(whole.device, comes_ahead=False).fill(rest, part, partial(self._gather, whole))
         part.copy_(rest.bring())  # from a drive it came into a buffer that goes now: the copy has ended
         return whole, self._gather(whole)
 
@@ -278,10 +265,10 @@ class Storage:
             self.link.to_device.finish()  # of the backward before, so that its pages are there again
             self.link.to_host.make_room()  # before the device's memory is taken that the next ones are sent from
         if settings.contiguous_checkpointing:
-            home, free = self._arena(nbytes).take()
+            home, give_back = self._arena(nbytes).take()
         else:
-            home, free = self._memory(nbytes), lambda: None
-        return _InMemory(home, free) if self.link is None else _OnHost(self.link, home, free)
+            home, give_back = self._memory(nbytes), lambda: None
+        return _InMemory(home, self.link, give_back)
 
     def _arena(self, nbytes: int) -> _Arena:
         arena = self._arenas.get(nbytes)

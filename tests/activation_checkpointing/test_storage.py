@@ -173,7 +173,7 @@ def test_contiguous_checkpoints_lie_in_one_storage_that_is_used_again(one_rank):
         y = x
         for _ in range(3):
             y = ours.checkpoint(torch.sin, y)
-        buffers = [call.kept._rest.home for call in calls_of(y)]
+        buffers = [call.kept._rest.resident for call in calls_of(y)]
         (arena,) = ours.storage._arenas.values()
         assert {b.untyped_storage().data_ptr() for b in buffers} == {arena.memory.data_ptr()}
         assert [b.storage_offset() for b in buffers] == [512, 256, 0] and arena.memory.numel() == 3 * 256
@@ -288,7 +288,7 @@ def test_on_a_device_every_mode_is_bit_equal_and_cpu_is_pinned(one_rank, mode):
             assert_same(run(blocks, x, None, call), want)
     y = ours.checkpoint(blocks[0], x)
     if "cpu" in mode:
-        assert calls_of(y)[0].kept._rest.home.is_pinned() and ours.storage.link is not None
+        assert calls_of(y)[0].kept._rest.resident.is_pinned() and ours.storage.link is not None
     y.sum().backward()
     assert ours.storage.kept_bytes == 0
 
