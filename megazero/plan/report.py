@@ -147,12 +147,8 @@ def _traffic(plan: JobPlan) -> str:
 
 def _verdict(plan: JobPlan, limits: Limits) -> str:
     setup = plan.setup
-    known = {"device": limits.device, "host": limits.host, "disk": limits.disk}
-    rows = [
-        (f"{name} memory" if name != "disk" else name, size(value))
-        for name, value in known.items()
-        if value is not None
-    ]
+    known = {"device memory": limits.device, "host memory": limits.host, "disk": limits.disk}
+    rows = [(name, size(value)) for name, value in known.items() if value is not None]
     if not rows:
         return table("fit", [("limits", "none known: give --gpu-memory, --host-memory and --nvme")])
     problems = check_fits(plan, limits)
