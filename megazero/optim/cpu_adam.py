@@ -32,6 +32,8 @@ class CPUAdam(torch.optim.Optimizer):
         ValueError: amsgrad is asked for, or a number is out of its range.
     """
 
+    _on_any_device = False
+
     def __init__(
         self,
         model_params: Iterable[Any],
@@ -112,15 +114,12 @@ class CPUAdam(torch.optim.Optimizer):
                 if value is not None and value.dtype == torch.float32 and parameter.dtype in SIXTEEN_BITS:
                     self.state[parameter][key] = value.to(parameter.device)
 
-    def _check_device(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
+    def _check(self, parameter: nn.Parameter) -> None:
+        if parameter.device.type != "cpu" and not self._on_any_device:
             raise AssertionError(  # DeepSpeed's class of error
-                f"{type(self).__name__} updates what lies on the CPU, got a tensor on {tensor.device}. Offload the optimizer "
+                f"{type(self).__name__} updates what lies on the CPU, got a tensor on {parameter.device}. Offload the optimizer "
                 '("offload_optimizer": {"device": "cpu"}), or use HybridAdam or FusedAdam.'
             )
-
-    def _check(self, parameter: nn.Parameter) -> None:
-        self._check_device(parameter)
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(
                 f"{type(self).__name__} takes dense gradients, got a sparse one. Use torch.optim.SparseAdam."
@@ -174,5 +173,4 @@ class CPUAdam(torch.optim.Optimizer):
 class HybridAdam(CPUAdam):
     """CPUAdam whose parameters may lie on any device, each updated where it lies (Colossal-AI's class of that name)."""
 
-    def _check_device(self, tensor: Tensor) -> None:
-        """Every device has a kernel."""
+    _on_any_device = True
