@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -49,7 +50,7 @@ def check_space(folder: str | Path, nbytes: int) -> None:
         OSError: ENOSPC with what was asked, what is free and what to change; or what `check_folder` raises.
     """
     check_folder(folder)
-    free = _free_bytes(Path(folder))
+    free = shutil.disk_usage(folder).free
     if nbytes > free:
         text = f"nvme_path needs {nbytes} bytes for swap files, {free} are free. {_ADVICE}"
         raise OSError(errno.ENOSPC, text, str(folder))
@@ -237,7 +238,7 @@ class SwapFile:
     def _grow(self, size: int) -> None:
         descriptor, end = self._file.fileno(), self._regions.end
         try:
-            if size > _free_bytes(self.path.parent):  # asked first: trying would fill the disk for everybody on the way
+            if size > shutil.disk_usage(self.path.parent).free:  # asked first: trying would fill the disk for all
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._reserves and not _reserve(descriptor, end, size):
                 self._reserves = False
@@ -246,7 +247,7 @@ class SwapFile:
                 os.ftruncate(descriptor, end + size)
         except OSError as error:
             os.ftruncate(descriptor, end)  # what was reserved of it
-            free = _free_bytes(self.path.parent)
+            free = shutil.disk_usage(self.path.parent).free
             text = f"rank {self.rank}: {size} bytes more than the {end} it has: {error.strerror}; {free} are free"
             advice = "Raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else _ADVICE
             raise OSError(error.errno, f"{text}. {advice}", str(self.path)) from error
@@ -273,8 +274,3 @@ def _reserve(descriptor: int, offset: int, size: int) -> bool:
             raise
         return False
     return True
-
-
-def _free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -79,5 +79,4 @@ def free_disk(path: str) -> int:
                 f"--nvme-path {path}: there is no such folder, nor any above it. Name one on a local disk."
             )
         folder = folder.parent
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return shutil.disk_usage(folder).free

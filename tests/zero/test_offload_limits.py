@@ -333,13 +333,13 @@ def test_a_directory_that_is_not_there_is_one_line_before_training(corpus, tmp_p
     assert done.returncode != 0 and line.startswith("error: --nvme-path ") and f"{tmp_path}/absent" in line, line
 
 
-Filesystem = namedtuple("Filesystem", ["f_bavail", "f_frsize", "f_blocks"])
+Filesystem = namedtuple("Filesystem", ["f_bavail", "f_frsize", "f_blocks", "f_bfree"])
 
 
 def refused_case(arguments: list[str], free: int) -> str:
     """What a job says that finds `free` times 1000 bytes on the disk of --nvme-path."""
     sys.argv[1:] = arguments
-    statvfs, os.statvfs = os.statvfs, lambda _: Filesystem(free, 1000, 10**9)
+    statvfs, os.statvfs = os.statvfs, lambda _: Filesystem(free, 1000, 10**9, free)
     try:
         main(check(torch.distributed.get_world_size()))
     except (ValueError, OSError) as error:
