@@ -174,9 +174,8 @@ def build_job(
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
     )
     engine.reduction_timers = timers
-    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak)
-    if weighs_tokens:
-        job.count_tokens = count_tokens
+    counts = count_tokens if weighs_tokens else None
+    job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak, count_tokens=counts)
     seed_dropout(job)
     if config.model.recompute == "auto":
         _decide_recompute(job)

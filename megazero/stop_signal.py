@@ -47,11 +47,3 @@ class StopSignal:
         return OtherRankError(
             f"torchrun (process {self._launcher}) was killed, and without it no rank can save. The last checkpoint is good."
         )
-
-    def check_launcher(self) -> None:
-        """Raises OtherRankError if torchrun has ended.
-
-        It holds the store where ranks meet for a save, so all steps from here on would be lost.
-        """
-        if (error := self.lost_launcher) is not None:
-            raise error

@@ -160,7 +160,8 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
         FloatingPointError: some rank's loss is not finite. Raised on every rank; the message names that rank and its samples.
         OtherRankError: torchrun was killed.
     """
-    job.stop.check_launcher()
+    if (lost := job.stop.lost_launcher) is not None:  # and with it the store where ranks meet for a save
+        raise lost
     engine, timers = job.engine, job.timers
     steps = job.accumulation_steps(job.consumed_samples)
     if steps != engine.gradient_accumulation_steps():  # --rampup-batch-size
