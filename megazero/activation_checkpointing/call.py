@@ -97,9 +97,8 @@ class Call:
         args, kwargs = self._arguments.filled(tensors)
         del tensors
         with ExitStack() as stack:
-            if (
-                not torch.is_grad_enabled()
-            ):  # tensors have graphs all the same, because autograd records the call as a whole
+            # Tensors have graphs all the same, because autograd records the call as a whole.
+            if not torch.is_grad_enabled():
                 stack.callback(_is_first_run.reset, _is_first_run.set(True))
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
