@@ -215,8 +215,8 @@ class Transformer(nn.Module):
 
     def _run(self, start: int, stop: int) -> Callable[[Tensor, Tensor | None], Tensor]:
         def run(x: Tensor, mask: Tensor | None) -> Tensor:
-            for layer in self.layers[start:stop]:
-                x = layer(x, mask)
+            for block in self.blocks[start:stop]:  # a list: a slice of self.layers would be a new module
+                x = block(x, mask)
             return x
 
         return run
