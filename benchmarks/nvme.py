@@ -13,7 +13,7 @@
 What is measured is one `BucketOptimizer.step()` over buckets whose master weights, moments and reduced gradients rest in the home
 that the name says: fp32 all of them, so an update reads 16 bytes per parameter and writes 12. The weights that the model computes
 with are in memory. The ways take turns in an order that rotates, on one drive, each with files of its own; at the end all states
-must be equal bit for bit. Prints one JSON line. `targets` are those of issue 6.
+must be equal bit for bit. Prints one JSON line, with the ratios and their `targets`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Figures of every way, the ratios of issue 6 within each round, and what they were taken on."""
+    """Figures of every way, the ratios that have targets within each round, and what they were taken on."""
     numel, swapped = ways["memory"].numel, ways["pipelined"]
     moved = (READ + WRITTEN) * numel
     ratios = {}
