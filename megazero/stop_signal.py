@@ -16,13 +16,17 @@ from megazero.comm import OtherRankError
 class StopSignal:
     """Why this rank wants to end: SIGTERM, SIGINT or a time limit. The loop then finishes its step and saves before it ends.
 
-    It also checks whether torchrun is alive. It is the handler of both signals, and tells `megazero.entry` which one has come.
+    Until `take_signals`, both signals have their default action, and end the process. From then on, this is their handler, and
+    tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None  # the signal
         self._end, self._limit = math.inf, ""  # in the time of time.monotonic()
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
+
+    def take_signals(self) -> None:
+        """Makes SIGTERM and SIGINT reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self)
 

@@ -94,6 +94,7 @@ def pretrain(
     if train is not None:
         warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:
+        job.stop.take_signals()  # not earlier: tokenizing the data may take hours
         with progress_bar(job) as bar, tells_out_of_memory(config, job):
             _train(job, metrics, train, valid, bar)
     else:

@@ -430,6 +430,30 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_when_a_rank_is_killed(c
     assert "continuing after iteration 5" in after and "iteration       10/      10 |" in after, output
 
 
+WAITS_FOR_ITS_DATA = """
+import runpy, time
+from megazero import training
+
+def datasets(job):
+    with open(__file__ + ".waits", "a") as file:
+        file.write("once ")
+    time.sleep(60)
+
+training.datasets = datasets
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+def test_a_signal_before_the_first_step_ends_a_job_at_once(corpus, tmp_path):
+    script, waits = tmp_path / "script.py", tmp_path / "script.py.waits"
+    script.write_text(WAITS_FOR_ITS_DATA)
+    process = start_job(flags(corpus, tmp_path / "saved", 5), 1, str(script), PYTHONPATH=str(ROOT))
+    wait_for(waits.exists)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and waits.read_text() == "once ", output
+
+
 def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
