@@ -444,10 +444,10 @@ runpy.run_path("pretrain_gpt2.py", run_name="__main__")
 """
 
 
-def test_a_signal_before_the_first_step_ends_a_job_at_once(corpus, tmp_path):
+def test_a_signal_before_the_first_step_ends_a_job_at_once_and_no_restart_undoes_it(corpus, tmp_path):
     script, waits = tmp_path / "script.py", tmp_path / "script.py.waits"
     script.write_text(WAITS_FOR_ITS_DATA)
-    process = start_job(flags(corpus, tmp_path / "saved", 5), 1, str(script), PYTHONPATH=str(ROOT))
+    process = start_job(flags(corpus, tmp_path / "saved", 5), 1, str(script), MAX_RESTARTS="1", PYTHONPATH=str(ROOT))
     wait_for(waits.exists)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)

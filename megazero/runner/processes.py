@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.1
+RESTART_POLL_S = 1.0  # a rank takes longer to import torch
 GRACE_S = 2.0  # after the first node has failed: ranks elsewhere that lost a partner may be writing why
 LAST_S = 60.0  # after that, until agents are killed; torchrun kills ranks that do not end within 30 s
 KILLED = 128 + signal.SIGKILL
@@ -39,12 +41,28 @@ class Node:
     def __init__(self, command: Sequence[str], stdin: int | None = None) -> None:
         known = {**os.environ, "MEGAZERO_LAUNCHER": str(os.getpid())}  # megazero.launch ends with this process
         self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=known)
+        self._is_stopping = False
 
     def stop(self) -> None:
-        """Sends SIGTERM to the ranks, or to torchrun itself if there are none yet."""
-        for pid in children(self.process.pid) or [self.process.pid]:
+        """Sends SIGTERM to the ranks, or to torchrun itself if there are none yet; --max-restarts starts none of them again."""
+        ranks = children(self.process.pid)
+        for pid in ranks or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+        if ranks and not self._is_stopping:
+            self._is_stopping = True
+            threading.Thread(target=self._end_if_restarted, args=(set(ranks),), daemon=True).start()
+
+    def _end_if_restarted(self, ranks: set[int]) -> None:
+        """Ends torchrun when it has other ranks than those that were told to end.
+
+        A rank that SIGTERM ends, because it does not handle the signal yet, has failed for torchrun.
+        """
+        while self.process.poll() is None:
+            if set(children(self.process.pid)) - ranks:
+                self.end()
+                return
+            time.sleep(RESTART_POLL_S)
 
     def end(self) -> None:
         """Makes torchrun end its ranks, with SIGKILL after 30 seconds."""
