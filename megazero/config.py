@@ -32,7 +32,10 @@ class ParallelConfig:
         None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
     )
     distributed_timeout_s: float = option(
-        600.0, "seconds after which a collective raises an error because some rank never entered it", above=0
+        600.0,
+        "seconds after which a collective raises an error because some rank never entered it",
+        above=0,
+        at_most=1_000_000_000,
     )
     local_rank: int | None = option(
         None,
