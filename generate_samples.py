@@ -40,7 +40,7 @@ class SampleConfig:
         flag="--top_p",
         aliases=("--top-p",),
     )
-    seed: int = option(1234, "seed for sampling")
+    seed: int = option(1234, "seed for sampling", at_least=0, at_most=2**64 - 1)
 
     def __post_init__(self) -> None:
         if self.prompt and self.sample_input_file:
@@ -54,7 +54,9 @@ class SampleConfig:
         """The texts to continue, each repeated --num-samples times."""
         texts = self.prompt or [""]
         if self.sample_input_file:
-            texts = read_text(self.sample_input_file, "--sample-input-file").splitlines()
+            # not by splitlines(), which also divides at form feeds and Unicode's separators
+            content = read_text(self.sample_input_file, "--sample-input-file").removesuffix("\n")
+            texts = content.split("\n") if content else []
         if not texts:
             raise ValueError(
                 f"--sample-input-file {self.sample_input_file} is empty: write one prompt a line. A launcher and its ranks all "

@@ -233,6 +233,14 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
         SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()
     with pytest.raises(ValueError, match="--temperature is -1"):
         SampleConfig(temperature=-1)
+    with pytest.raises(ValueError, match="--seed must be at most"):
+        SampleConfig(seed=2**64)
+
+
+def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
+    (tmp_path / "prompts").write_bytes("a form\x0cfeed\r\n\nand a\u2028separator\n".encode())
+    prompts = SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()
+    assert prompts == ["a form\x0cfeed", "", "and a\u2028separator"]
 
 
 @pytest.mark.parametrize(
