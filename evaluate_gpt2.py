@@ -22,7 +22,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
-from megazero.logging import table
+from megazero.logging import counted, table
 from megazero.model.config import GPT2Config
 from megazero.option import check_options, option
 from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
@@ -86,6 +86,13 @@ def main(checked: Checked) -> None:
         texts = load_texts(task.valid_data, task.text_key)
     else:
         text = read_text(task.valid_data, "--valid-data")
+        original_words = word_count(text)
+        tokens = tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text)
+        if len(tokens) < 2:
+            found = counted(len(tokens), "token")
+            raise ValueError(
+                f"--valid-data {task.valid_data} has {found}; the first is not predicted: give a longer text."
+            )
     model, groups = load_model(config, reader)
     seq_length = task.window(client_state(reader), model.config)
     if is_lambada:
@@ -101,10 +108,9 @@ def main(checked: Checked) -> None:
         )
         rows = [("last words", f"{words.correct} of {words.total}"), ("accuracy", f"{words.accuracy:.4f}")]
     else:
-        original_words = word_count(text)
         result = sliding_window_perplexity(
             model,
-            tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text),
+            tokens,
             seq_length=seq_length,
             overlapping_eval=task.overlapping_eval,
             batch_size=task.batch_size,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import evaluate_gpt2
 import generate_samples
 from megazero import mpu
 from megazero.checkpoint.folder import CheckpointFolder
@@ -152,6 +153,14 @@ def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded
     assert len(request.prompts[0]) + request.new_tokens == 32, (
         "what is asked for by default is cut to the room there is"
     )
+
+
+@pytest.mark.parametrize("text, found", [("", "0 tokens"), ("t", "1 token")])
+def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whole, tmp_path, monkeypatch, text, found):
+    (tmp_path / "short").write_text(text)
+    monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "short")])
+    with pytest.raises(ValueError, match=f"--valid-data .*short has {found}; the first is not predicted"):
+        evaluate_gpt2.main(evaluate_gpt2.check(1))
 
 
 @pytest.mark.parametrize("flag, precision", [("--tf32", "high"), ("--no-tf32", "highest")])
