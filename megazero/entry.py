@@ -42,6 +42,9 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
+# What a rank sees when gloo cannot connect it to another one.
+UNCONNECTED = re.compile(r"connectFullMesh failed with \[[^]]*\] (.*)")
+
 # What a rank sees when it may start no more threads, from C++ and from Python; neither says which limit was reached.
 NO_THREADS = ("Resource temporarily unavailable", "can't start new thread")
 
@@ -97,6 +100,11 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     except RuntimeError as error:
         if any(text in str(error) for text in LOST_RANK):
             _exit(error, rank, waits=True, has_lost=True)
+        if match := UNCONNECTED.search(str(error)):
+            what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"
+            ways = "name the interface between the hosts (NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME for gloo alone)"
+            why = f"That rank has ended, or its address or a port is closed to this host: open it, or {ways}."
+            _exit(RuntimeError(f"{what}. {why}"), rank, waits=True, has_lost=True)
         if str(error).startswith(NO_THREADS):
             what = f"no more threads can be started ({error})"
             ways = "Raise `ulimit -u` or `ulimit -v`, or the limit on processes of the container (docker run --pids-limit)."

@@ -770,6 +770,26 @@ def test_a_rank_that_has_waited_for_another_says_so_in_one_line(tmp_path, what, 
     assert re.search(one, done.stdout, re.MULTILINE), done.stdout
 
 
+UNCONNECTED = """
+from megazero import entry
+
+def work(_):
+    raise RuntimeError("Gloo connectFullMesh failed with [/gloo/pair.cc:152] timed out connecting: SO_ERROR: Connection refused")
+
+entry.WAIT_S = 0
+entry.run_script(lambda world_size: None, work)
+"""
+
+
+def test_a_rank_that_gloo_cannot_connect_says_so_in_one_line(tmp_path):
+    script = tmp_path / "unconnected.py"
+    script.write_text(UNCONNECTED)
+    done = run_script(1, str(script), [])
+    what = r"over gloo \(timed out connecting: SO_ERROR: Connection refused\)\. .*GLOO_SOCKET_IFNAME"
+    assert done.returncode == 1 and re.match(f"error: no connection to another rank {what}", done.stdout), done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_data_of_another_vocabulary_foreign_and_truncated_files_are_refused(corpus, tmp_path):
     prefix = Path(corpus[corpus.index("--train-data") + 1])
     foreign = tmp_path / "foreign"
