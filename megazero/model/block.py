@@ -73,30 +73,31 @@ def _sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: L
 
     They leave their biases to be added here, so that one message sums the gradients of all six parameters used on slices.
     """
-    p, training = block.hidden_dropout, block.training
     group = block.attention.dense.group
     shared = mpu.copy_parameters_to_sequence_parallel_region(block.parameters_of_slices(), group)
     weight_1, bias_1, weight_2, bias_2, attention_bias, mlp_bias = shared
     out, _ = block.attention(normalise_slice(block.input_layernorm, x, weight_1, bias_1), mask)
-    with own_stream(training and p > 0.0):
-        x = x + F.dropout(out + attention_bias, p, training)
+    x = _add_slice(block, x, out + attention_bias)
     out, _ = block.mlp(normalise_slice(block.post_attention_layernorm, x, weight_2, bias_2))
-    with own_stream(training and p > 0.0):
-        return x + F.dropout(out + mlp_bias, p, training)
+    return _add_slice(block, x, out + mlp_bias)
 
 
 def _tiled_sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
     """`_sequence_body` of children that ZeRO gathers one by one: each sums the gradients of its own parameters."""
-    p, training = block.hidden_dropout, block.training
     group = block.attention.dense.group
     for norm, inner in (
         (block.input_layernorm, lambda x: block.attention(x, mask)),
         (block.post_attention_layernorm, block.mlp),
     ):
-        out = inner(norm(x, group))
-        with own_stream(training and p > 0.0):
-            x = x + F.dropout(out, p, training)
+        x = _add_slice(block, x, inner(norm(x, group)))
     return x
+
+
+def _add_slice(block: TransformerBlock, x: Tensor, out: Tensor) -> Tensor:
+    """x + dropout(out) of slices of the sequence, whose dropout draws from the rank's own stream."""
+    p, training = block.hidden_dropout, block.training
+    with own_stream(training and p > 0.0):
+        return x + F.dropout(out, p, training)
 
 
 @functools.cache

@@ -103,7 +103,7 @@ class GPT2Model(nn.Module):
         """
         s = tokens.size(1)
         first = cache.length if cache is not None else 0
-        in_slices = self.config.sequence_parallel and self.group.size() > 1
+        in_slices = self.transformer.sequence_parallel
         if in_slices and cache is not None:
             raise ValueError(
                 "a sequence-parallel model cannot use a cache: generation reads one token at a time, which cannot be cut. Build "
