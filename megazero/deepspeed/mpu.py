@@ -7,13 +7,14 @@ gives only the size of a part, in an attribute of the layer (`output_size_per_pa
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import nn
 
 from megazero import comm
-from megazero.checkpoint.format import bytes_of, crc32
+from megazero.checkpoint.format import bytes_of
 from megazero.json_config import DeepSpeedConfigError
 from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
@@ -153,7 +154,7 @@ def _cut(parameter: nn.Parameter, dim: int, size: int) -> Partition:
 
 
 def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
-    """Compares unmarked parameters with those of the other model-parallel ranks: only one copy of each is saved."""
+    """Compares unmarked parameters with those of the other model-parallel ranks, bit for bit: only one copy of each is saved."""
     cuts = partitions(model)
     mine = {name: _described(p) for name, p in model.named_parameters() if name not in cuts}
     everyones = comm.all_gathered_objects(mine, groups.model)
@@ -167,7 +168,8 @@ def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
 
 
 def _described(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Shape, dtype and the checksum of the values, which is equal for the same bits."""
+    """Shape, dtype and the hash of the values, which is equal for the same bits alone."""
     # Of a parameter that `zero.Init` has sharded, the shard's: model-parallel peers have the same data-parallel rank.
     values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()
-    return tuple(shape_of(parameter)), str(parameter.dtype), crc32(bytes_of(values.cpu().contiguous()).data)
+    digest = hashlib.sha256(bytes_of(values.cpu().contiguous()).data).hexdigest()
+    return tuple(shape_of(parameter)), str(parameter.dtype), digest
