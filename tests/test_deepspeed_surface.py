@@ -150,6 +150,15 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
         deepspeed.initialize(model=make_model(), config={"train_batch_size": 2}, dist_init_required=False)
 
 
+@pytest.mark.parametrize("minutes", ["soon", "1e14"])
+def test_a_timeout_in_the_environment_that_is_no_time_is_one_line(no_world, minutes):
+    no_world.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(
+        ValueError, match=f"DEEPSPEED_TIMEOUT='{minutes}' in the environment must be a number of minutes"
+    ):
+        deepspeed.init_distributed("gloo")
+
+
 @pytest.mark.parametrize(
     ("to_nccl", "to_gloo", "used"),
     [

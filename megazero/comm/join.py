@@ -169,8 +169,10 @@ def _default_timeout() -> timedelta:
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     try:
         return timedelta(minutes=float(minutes))
-    except ValueError:
-        raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be a number of minutes.") from None
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be a number of minutes, no more than a timedelta holds."
+        ) from None
 
 
 def _adopt_open_mpi(port: int) -> None:
