@@ -1,12 +1,13 @@
-"""Reads GPT-2 checkpoints of Megatron-LM, whatever number of ranks wrote them: from its first release (2019) on, where the model
-is not megatron-core's; of its distributed optimizer, which saves apart, the weights.
+"""Reads GPT-2 checkpoints of Megatron-LM in its format "torch", whatever number of ranks wrote them.
+
+All releases are read, from the first (2019) to megatron-core; of the distributed optimizer, which saves apart, only the weights.
 
     DIR/latest_checkpointed_iteration.txt            an iteration, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt   one file for each model-parallel rank; or DIR/release/mp_rank_00/...
 
 The first release saves weights by flat names ("transformer.layers.0. ...") and neither its arguments nor a version; later ones
-nest them ("language_model", "embedding", ...) and save "args" and "checkpoint_version". The version says in which order each
-rank has the rows of query_key_value, for its heads of size d:
+nest them ("language_model", "embedding", ...) and save "args" and "checkpoint_version"; megatron-core has flat names again
+("decoder.layers.0. ..."). The version says in which order each rank has the rows of query_key_value, for its heads of size d:
 
     0  [3, heads, d], which is ours            1  [heads, d, 3]            2 and 3  [heads, 3, d]
 """
@@ -38,7 +39,21 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _QUERY_KEY_VALUE = ".attention.query_key_value."
 # Wrappers and levels that our names do not have, and words that later versions use for the same things.
 _LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
-_LATER_WORDS = (("encoder.", "transformer."), (".self_attention.", ".attention."), ("_norm.", "_layernorm."))
+_LATER_WORDS = (
+    ("encoder.", "transformer."),
+    ("decoder.", "transformer."),
+    # Transformer Engine has a norm in the layer behind it.
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".post_attention_layernorm."),
+    (".self_attention.", ".attention."),
+    (".linear_qkv.", ".query_key_value."),
+    (".linear_proj.", ".dense."),
+    (".linear_fc1.", ".dense_h_to_4h."),
+    (".linear_fc2.", ".dense_4h_to_h."),
+    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
+    ("_norm.", "_layernorm."),
+)
+_EXTRA_STATE = "_extra_state"  # of Transformer Engine's layers: scales of fp8
 
 
 def read_megatron(
@@ -69,7 +84,7 @@ def read_megatron(
     config = megatron_config(shards, args, vocab_size, num_attention_heads, folder)
     shapes = config.full_shapes()
     cuts = _checked_cuts(shards, shapes, folder)
-    optimizer = _optimizer(files, shards, list(shapes), folder)
+    optimizer = _optimizer(files, shards, folder)
     held = optimizer.states if optimizer else [{name: {"master": shard[name]} for name in shapes} for shard in shards]
     version = float(files[0].get("checkpoint_version") or 0)
 
@@ -116,6 +131,11 @@ def _folder(directory: Path, iteration: int | None) -> Path:
 def _rank_files(folder: Path) -> list[Path]:
     found = {path.name: path / "model_optim_rng.pt" for path in folder.glob("mp_rank_*")}
     wanted = [f"mp_rank_{rank:02d}" for rank in range(len(found))]
+    if not found and any(folder.glob("*.distcp")):
+        raise ValueError(
+            f"{folder} is in Megatron-LM's format torch_dist. Let Megatron-LM convert it: add --ckpt-convert-format torch and "
+            "--ckpt-convert-save DIR to the command that continues the run, and import DIR."
+        )
     if not found:
         raise FileNotFoundError(f"{folder} holds no checkpoint: there is no {folder / 'mp_rank_00'}.")
     if found.keys() != set(wanted):
@@ -130,6 +150,8 @@ def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """The weights by our names, whatever is nested."""
     flat: dict[str, Tensor] = {}
     for key, value in model.items():
+        if key.endswith(_EXTRA_STATE):
+            continue
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{key}."))
         elif isinstance(value, Tensor):
@@ -182,13 +204,13 @@ def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:
 
 
 def _optimizer(
-    files: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Tensor]], names: list[str], folder: Path
+    files: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Tensor]], folder: Path
 ) -> MegatronOptimizer | None:
     if folder.name == "release" or "optimizer" not in files[0]:
         logger.info("%s: weights only, it has no state of an optimizer", folder)
         return None
     try:
-        return read_optimizer([file["optimizer"] for file in files], shards, names)
+        return read_optimizer([file["optimizer"] for file in files], shards)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         logger.warning(
             "%s: weights only, the optimizer would start anew: its state is in no known form (%r)", folder, error

@@ -2,8 +2,9 @@
 
 Megatron's optimizer numbers its parameters: first the weights, which decay, then norms and biases, which do not, each in the
 order in which modules are registered. With 16-bit parameters it keeps fp32 copies in the same order: FP16_Optimizer, and the
-optimizers of the releases after v1.1.5, which save the same under other names. That a number is given the right name is seen
-from shapes, and from the copies: rounded to 16 bits they are the model's weights.
+optimizers of the releases after v1.1.5, which save the same under other names. The file's own weights are in that order, too
+(megatron-core registers a layer's output projection before its Q, K and V). That a number is given the right name is seen from
+shapes, and from the copies: rounded to 16 bits they are the model's weights.
 """
 
 from __future__ import annotations
@@ -38,20 +39,17 @@ class MegatronOptimizer:
     loss_scaler: dict[str, Any] | None
 
 
-def read_optimizer(
-    saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]], names: Sequence[str]
-) -> MegatronOptimizer:
+def read_optimizer(saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]]) -> MegatronOptimizer:
     """The optimizer of all ranks.
 
     Args:
         saved: what each rank saved as "optimizer".
-        weights: what each rank holds of the model.
-        names: of the parameters, in the model's order.
+        weights: what each rank holds of the model, in the file's order.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError, IndexError: it is not what these optimizers save for this model.
     """
-    read = [_read_rank(optimizer, shard, names) for optimizer, shard in zip(saved, weights, strict=True)]
+    read = [_read_rank(optimizer, shard) for optimizer, shard in zip(saved, weights, strict=True)]
     steps = {step for _, rank_steps in read for step in rank_steps}
     if len(steps) != 1:
         raise ValueError(f"parameters have taken different numbers of steps: {sorted(steps)[:5]}")
@@ -75,15 +73,15 @@ def _adam(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_rank(
-    optimizer: Mapping[str, Any], weights: Mapping[str, Tensor], names: Sequence[str]
+    optimizer: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], list[float]]:
     """The states of one rank by parameter, and the number of steps of each."""
     adam = _adam(optimizer)
     copies = optimizer.get("fp32_from_fp16", optimizer.get("fp32_from_fp16_params"))
-    is_undecayed = {name: "layernorm" in name or name.endswith(".bias") for name in names}
+    is_undecayed = {name: "layernorm" in name or name.endswith(".bias") for name in weights}
     states, steps = {}, []
     for i, group in enumerate(adam["param_groups"]):
-        in_group = [name for name in names if is_undecayed[name] == bool(i)]
+        in_group = [name for name in weights if is_undecayed[name] == bool(i)]
         copies_of_group = iter(copies[i] if copies else ())
         for name, number in zip(in_group, group["params"], strict=True):
             state, weight = adam["state"][number], weights[name]
@@ -92,8 +90,8 @@ def _read_rank(
             _check(name, found, weight)
             states[name] = found
             steps.append(float(state["step"] if "step" in state else group["step"]))
-    if states.keys() != set(names):
-        raise ValueError(f"it has {len(states)} of {len(names)} parameters")
+    if states.keys() != weights.keys():
+        raise ValueError(f"it has {len(states)} of {len(weights)} parameters")
     return states, steps
 
 

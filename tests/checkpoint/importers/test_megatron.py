@@ -33,6 +33,24 @@ HEADS, HEAD_SIZE = 4, 6
 COLUMN_PARALLEL = ("dense_h_to_4h.weight", "dense_h_to_4h.bias")
 ROW_PARALLEL = ("attention.dense.weight", "dense_4h_to_h.weight")
 KNOWN = {"vocab_size": 131, "num_attention_heads": 4}
+# The beginnings of a layer's names, ours and megatron-core's, in the order in which it registers them: with modules of its own,
+# and with those of Transformer Engine.
+CORE_LAYER = (
+    ("input_layernorm.", "input_layernorm."),
+    ("attention.dense.", "self_attention.linear_proj."),
+    ("attention.query_key_value.", "self_attention.linear_qkv."),
+    ("post_attention_layernorm.", "pre_mlp_layernorm."),
+    ("mlp.dense_h_to_4h.", "mlp.linear_fc1."),
+    ("mlp.dense_4h_to_h.", "mlp.linear_fc2."),
+)
+TRANSFORMER_ENGINE_LAYER = (
+    ("attention.dense.", "self_attention.linear_proj."),
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("attention.query_key_value.", "self_attention.linear_qkv."),
+    ("post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("mlp.dense_h_to_4h.", "mlp.linear_fc1."),
+    ("mlp.dense_4h_to_h.", "mlp.linear_fc2."),
+)
 
 
 def args_of_v1(**changes):
@@ -89,6 +107,18 @@ def nested(weights, encoder="transformer", attention="attention"):
     return {"language_model": {"embedding": embedding, encoder: transformer}}
 
 
+def core_names(layer):
+    """Our names and megatron-core's, in its order."""
+    names = {f"{name}_embeddings.weight": f"embedding.{name}_embeddings.weight" for name in ("word", "position")}
+    beginnings = [
+        (f"transformer.layers.{i}.{ours}", f"decoder.layers.{i}.{theirs}") for i in range(2) for ours, theirs in layer
+    ]
+    beginnings.append(("transformer.final_layernorm.", "decoder.final_layernorm."))
+    for ours, theirs in beginnings:
+        names.update({ours + kind: theirs + kind for kind in ("weight", "bias")})
+    return names
+
+
 def parameter_groups(model):
     """Names in the order in which Megatron hands parameters to its optimizer."""
     decayed, others = [], []
@@ -99,11 +129,16 @@ def parameter_groups(model):
     return decayed, others
 
 
-def trained(dtype):
-    """A model after three steps of Adam: its fp32 weights by name, what the ranks save as weights, and Adam's state by name."""
+def trained(dtype, order=None):
+    """A model after three steps of Adam: its fp32 weights by name, what the ranks save as weights, and Adam's state by name.
+
+    `order` lists the names as the optimizer gets them, if that is not our order.
+    """
     model = PlainGPT2(CONFIG)
     randomize(model)
     names = parameter_groups(model)
+    if order is not None:
+        names = tuple(sorted(group, key=order.index) for group in names)
     parameters = dict(model.named_parameters())
     groups = [
         {"params": [parameters[n] for n in group], "weight_decay": d}
@@ -262,6 +297,41 @@ def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwi
     assert checkpoint.loss_scaler == (scale if dtype == torch.float16 else None)
     assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
     assert checkpoint.lr_scheduler is None, "its steps are samples"
+
+
+@pytest.mark.parametrize("layer", [CORE_LAYER, TRANSFORMER_ENGINE_LAYER], ids=["own", "transformer-engine"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_megatron_core_has_flat_names_in_an_order_of_its_own(tmp_path, layer, ranks, dtype):
+    theirs = core_names(layer)
+    masters, weights, adam, names = trained(dtype, list(theirs))
+    extra = {"decoder.layers.0.mlp.linear_fc1._extra_state": None}
+    contents = []
+    for rank in range(ranks):
+        own = rank_weights(weights, rank, ranks, 3)
+        optimizer = later_form(optimizer_of_rank(masters, adam, names, rank, ranks, 3), dtype)
+        contents.append(
+            {
+                "args": args_of_v1(),
+                "checkpoint_version": 3.0,
+                "iteration": 12,
+                "model": {core: own[ours] for ours, core in theirs.items()} | extra,
+                "optimizer": optimizer if dtype == torch.bfloat16 else optimizer["optimizer"],
+            }
+        )
+    checkpoint = read_megatron(save(tmp_path, contents), vocab_size=131)
+    assert_state(checkpoint, "master", {name: masters[name] for name in CONFIG.full_shapes()})
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert_state(checkpoint, key, adam_state(adam, names, key))
+    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
+
+
+def test_the_form_that_only_megatron_reads_is_named_with_what_converts_it(tmp_path):
+    save(tmp_path, [])
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "iter_0000012" / "__0_0.distcp").touch()
+    with pytest.raises(ValueError, match="format torch_dist.*--ckpt-convert-format torch"):
+        read_megatron(tmp_path, **KNOWN)
 
 
 def test_the_imported_model_computes_what_megatron_had_trained(tmp_path):
