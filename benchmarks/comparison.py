@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import sys
+from importlib.metadata import distributions, version
 from typing import Any
 
 import torch
@@ -87,9 +88,14 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "malloc": args.malloc,
         "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
+        **{name: version(name) for name in ("deepspeed", "megatron-core") if _is_installed(name)},
         "steps": args.steps,
         "measured": MEASURED,
     }
+
+
+def _is_installed(package: str) -> bool:
+    return next(iter(distributions(name=package)), None) is not None
 
 
 def finish(result: dict[str, Any], groups: dict[str, dict[str, dict]]) -> None:

@@ -1,4 +1,4 @@
-"""Step time, memory and traffic of megazero's ZeRO stages beside torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
+"""Step time, memory and traffic of megazero's ZeRO stages beside torch's DDP, ZeRO-1 and FSDP2, DeepSpeed and Megatron-LM.
 
     python benchmarks/data_parallel.py                                              # 6 x 384, fp32, 2 ranks
     python benchmarks/data_parallel.py --layers 12 --hidden 768 --heads 12 --bf16
@@ -13,19 +13,20 @@ rotates, while the others sleep (with --together pair, one side and DDP: 12 x 76
 tables on stderr. CPU only, on Linux with glibc 2.33 or newer.
 
 DeepSpeed takes part when it can be imported. It wants a compiler, for C++ that it builds at its first use (half a minute), and
-DS_ACCELERATOR=cpu in the environment where it would find a GPU.
+DS_ACCELERATOR=cpu in the environment where it would find a GPU. So does Megatron-LM's library (`pip install --no-deps
+megatron-core`): megatron_side.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
+import megatron_side
 import torch
 from comparison import COLUMNS, conditions, finish, summary
 from harness import MIB, in_turns, kernel_bytes, make_parser, model_line, table
@@ -113,6 +114,9 @@ def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
     for stage in range(4) if bf16 else ():
         ours[f"megazero-{stage}-grad16"] = Entry(stage, partial(Megazero, stage=stage, grad_dtype="compute"))
     peers = available_peers()
+    if megatron_side.is_installed():
+        peers["megatron-0"] = Entry(0, megatron_side.Megatron)
+        peers["megatron-1"] = Entry(1, partial(megatron_side.Megatron, shards_optimizer=True))
     return {**({REFERENCE: peers[REFERENCE]} if muon else peers), **ours}
 
 
@@ -157,7 +161,6 @@ def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]
         "model": model_line(args),
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length} per rank",
         "optimizer": "Muon beside AdamW" if args.muon else "AdamW",
-        "deepspeed": importlib.metadata.version("deepspeed") if any("deepspeed" in name for name in sides) else None,
         **conditions(args),
         "groups": groups,
     }

@@ -1,4 +1,4 @@
-"""Step time, memory and traffic of tensor parallelism: megazero's layers beside torch's own (`parallelize_module`, DTensor).
+"""Step time, memory and traffic of tensor parallelism: megazero beside Megatron-LM and torch (`parallelize_module`, DTensor).
 
     python benchmarks/tensor_parallel.py                                              # 6 x 384, fp32, 2 ranks
     python benchmarks/tensor_parallel.py --layers 12 --hidden 768 --heads 12 --bf16 --steps 6 --warmup 1
@@ -8,6 +8,8 @@ All sides split the same GPT-2 of the same weights over the same ranks by Megatr
 tied head with a vocabulary-parallel loss, and blocks of a column-parallel and a row-parallel layer each. "-sequence" also cuts
 norms and residuals along the sequence. They are alive together and take turns, a step each, in processes of their own, and must
 agree in loss and gradient norm. Prints one JSON line, and a table on stderr. Linux and CPU only.
+
+Megatron-LM takes part when its library can be imported (`pip install --no-deps megatron-core`); megatron_side.py says how.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import megatron_side
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from comparison import conditions, finish
 from data_parallel import EngineSide, play
 from harness import gpt2_config, make_parser, model_line
-from peers import CLIP, DECAY, LR, Entry, Job, TorchSide
+from peers import CLIP, DECAY, LR, Entry, Job, Side, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -149,12 +153,15 @@ class Megazero(EngineSide):
         return self.engine(tokens, targets=targets).mean()
 
 
-SIDES = {
-    REFERENCE: Entry(0, Torch),
-    "torch-sequence": Entry(0, partial(Torch, sequence_parallel=True)),
-    "megazero": Entry(0, Megazero),
-    "megazero-sequence": Entry(0, partial(Megazero, sequence_parallel=True)),
-}
+def available_sides() -> dict[str, Entry]:
+    """Every system that can be imported here, by name."""
+    sides: dict[str, Callable[..., Side]] = {REFERENCE: Torch, "megazero": Megazero}
+    if megatron_side.is_installed():
+        sides["megatron"] = megatron_side.MegatronGPT2
+    return {
+        **{name: Entry(0, side) for name, side in sides.items()},
+        **{f"{name}-sequence": Entry(0, partial(side, sequence_parallel=True)) for name, side in sides.items()},
+    }
 
 
 def main() -> None:
@@ -166,9 +173,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
     job = SameBatch(**{name: getattr(args, name) for name in sizes}, bf16=args.bf16)
-    rows = play("tensor parallel", SIDES, job, args)
+    rows = play("tensor parallel", available_sides(), job, args)
     result = {
-        "question": "step time, memory and traffic of tensor parallelism, megazero and torch",
+        "question": "step time, memory and traffic of tensor parallelism, megazero and others",
         "model": model_line(args),
         "batch": f"{args.accumulation} x {args.batch} x {args.seq_length}",
         **conditions(args),
