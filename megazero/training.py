@@ -131,13 +131,16 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
         if job.iteration % flags.log_interval == 0:
             log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
-        if valid is not None and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
+        is_evaluated = job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters
+        if valid is not None and is_evaluated and not stop:
             begin = time.perf_counter()
-            evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
+            stop = evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
             start += time.perf_counter() - begin  # logged step times cover training alone
         if config.checkpoint.save and job.iteration % config.checkpoint.save_interval == 0:
             begin = time.perf_counter()
             save(job)
+            if not stop and _ask_to_stop(job).read():
+                stop = _why_stop(job)
             saved_at, start = job.iteration, start + time.perf_counter() - begin
         if flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters:
             stop = stop or f"--exit-interval {flags.exit_interval}"
@@ -192,7 +195,18 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     job.consumed_samples += job.global_batch_size
     loss_value = mean / torch.distributed.get_world_size()
     job.first_loss = loss_value if job.first_loss is None else job.first_loss
-    return loss_value, (job.stop.reason or "another rank was signalled") if stops else None
+    return loss_value, _why_stop(job) if stops else None
+
+
+def _ask_to_stop(job: Job) -> comm.Readout:
+    """How many ranks were asked to stop. Collective over the world; read late, it keeps the device busy meanwhile."""
+    asked = torch.full((), float(job.stop.reason is not None), device=job.device)
+    return comm.Readout(comm.all_reduced(asked, comm.world()))
+
+
+def _why_stop(job: Job) -> str:
+    """Why all ranks stop, where one of them was asked to."""
+    return job.stop.reason or "another rank was signalled"
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
@@ -220,26 +234,32 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     )
 
 
-def evaluate(job: Job, dataset: Any) -> float:
+def evaluate(job: Job, dataset: Any) -> float | None:
     """The mean loss over --eval-iters batches, always the same first ones, so that evaluations are comparable.
 
-    With --calculate-per-token-loss it is the mean over all their counted tokens.
+    With --calculate-per-token-loss it is the mean over all their counted tokens. If a rank is asked to stop, all ranks leave
+    after the same batch, and the result is None.
     """
     engine, flags = job.engine, job.config.training
     iterator = batches(job, dataset, "evaluation", job.config.eval_batch_size)
     training_timers, job.timers = job.timers, Timers(job.device)  # an evaluation's phases are not a training step's
     engine.eval()
-    total, tokens = torch.zeros((), device=job.device), 0
+    total, tokens, is_stopped = torch.zeros((), device=job.device), 0, False
     with torch.no_grad():
         for _ in range(flags.eval_iters):
+            asked = _ask_to_stop(job)
             if job.count_tokens is None:
                 total += job.forward_step(job, iterator)
             else:
                 batch, (count,) = take_counted(job, iterator, 1)
                 total = total + job.forward_step(job, batch).double() * count
                 tokens += count
+            if is_stopped := bool(asked.read()):
+                break
     engine.train()
     job.timers = training_timers
+    if is_stopped:
+        return None
     if job.count_tokens is not None:  # tensor-parallel ranks other than the first have counted nothing
         sums = torch.stack([total, torch.full_like(total, tokens)])
         loss, counted = comm.all_reduced(sums, comm.world()).tolist()
@@ -247,17 +267,25 @@ def evaluate(job: Job, dataset: Any) -> float:
     return float(comm.all_reduced(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
 
 
-def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> None:
-    """Evaluates and logs Megatron-LM's validation line; does nothing without data or with --eval-iters 0."""
+def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> str | None:
+    """Evaluates and logs Megatron-LM's validation line; does nothing without data or with --eval-iters 0.
+
+    Returns:
+        A reason to stop now, if any rank has one: then the evaluation was not finished.
+    """
     if dataset is None or job.config.training.eval_iters == 0:
-        return
+        return None
     loss = evaluate(job, dataset)
     name = "validation" if section == "valid" else section
+    if loss is None:
+        logger.info("no %s loss at %s: %s", name, where, _why_stop(job))
+        return _why_stop(job)
     line = f" {name} loss at {where} | LM loss: {loss:.6E} | LM PPL: {perplexity(loss):.6E}"
     logger.info("-" * len(line))
     logger.info(line)
     logger.info("-" * len(line))
     metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
+    return None
 
 
 def _finish(job: Job, metrics: MetricsWriter) -> None:

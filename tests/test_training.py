@@ -166,6 +166,23 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
+@pytest.mark.parametrize("iters", [100, 2], ids=["in between", "at the end"])
+def test_signal_to_one_rank_ends_an_evaluation_on_all_ranks_without_another_step(corpus, tmp_path, iters):
+    """The evaluation would take minutes. Its last batch is done, and the training stays where it was."""
+    evaluations = ("--eval-interval", "2", "--eval-iters", "100000", "--calculate-per-token-loss")
+    process = start_job(flags(corpus, tmp_path, iters, *evaluations), 2)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 2)
+    time.sleep(1)
+    (torchrun,) = children(process.pid)
+    os.kill(max(children(torchrun)), signal.SIGTERM)  # the second rank, where process ids do not wrap
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    where = "iteration 2" if iters > 2 else "the end of training"
+    assert f"no validation loss at {where}: another rank was signalled" in output and "LM PPL" not in output, output
+    assert ("stopping after iteration 2: another rank was signalled" in output) == (iters > 2), output
+    assert list(metrics(tmp_path)) == [1, 2] and (tmp_path / "latest").read_text() == "global_step2"
+
+
 def test_sigterm_to_every_process_of_a_job_saves_too(corpus, tmp_path):
     """As `timeout` does, and batch systems that know no tasks: the data loader's workers get it beside their rank."""
     command = [sys.executable, "pretrain_gpt2.py", *flags(corpus, tmp_path, 100_000, "--num-workers", "2")]
