@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
+from megazero.data.gpt2_index import refuse_too_many
 
 _CHUNK = 1 << 20  # samples that are merged at a time: this takes several times the memory that their places do
 
@@ -63,6 +64,7 @@ class BlendOrder:
         self._arguments = (weights, num_samples, name, cache)
 
         def build() -> dict[str, np.ndarray]:
+            refuse_too_many(name, num_samples, (2 + 8) * num_samples)
             return dict(zip(("dataset_index", "sample_index"), blend_indices(weights, num_samples), strict=True))
 
         numbers = {"weights": [float(w) for w in weights], "num_samples": num_samples}

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.cache import ArrayCache
-from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs
+from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs, refuse_too_many
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.logging import counted
 
@@ -78,6 +78,9 @@ class GPT2Dataset:
                 seq_length,
                 counted(epochs, "epoch"),
             )
+            # doc_idx, the sizes of its documents and their ends; sample_idx and shuffle_idx.
+            nbytes = (4 + 4 + 8) * epochs * (documents[1] - documents[0]) + (8 + 4) * num_samples
+            refuse_too_many(name, num_samples, nbytes)
             return build_index(indexed.sizes, documents, num_samples, seq_length, seed)._asdict()
 
         self.index = GPT2Index(**(build() if cache is None else cache.load_or_build(description, build)))

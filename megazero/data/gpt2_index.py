@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megazero.cgroups import available_host_memory
 
 # The last epoch is shuffled apart from the others when less than this share of its samples is needed.
 _WHOLE_EPOCH_SHARE = 0.80
@@ -71,6 +74,26 @@ def split_ranges(weights: Sequence[float], num_documents: int) -> list[tuple[int
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     """The smallest E >= 1 with E * tokens_per_epoch >= num_samples * seq_length + 1."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def refuse_too_many(name: str, num_samples: int, nbytes: int) -> None:
+    """Raises if the order of the samples of a split takes more than the host's memory: it is in memory while it is built.
+
+    Args:
+        nbytes: what the order takes at least.
+
+    Raises:
+        ValueError: there is less.
+    """
+    free = available_host_memory(Path("/"))
+    if free is not None and nbytes > free:
+        flags = "--train-iters, --global-batch-size or --batch-size"
+        if name != "train":
+            flags = "--eval-iters, --eval-batch-size or --batch-size"
+        raise ValueError(
+            f"{num_samples} {name} samples were asked for: their order alone takes {nbytes / 1e9:.1f} GB of host memory, and "
+            f"{free / 1e9:.1f} GB are there. Lower {flags}."
+        )
 
 
 def build_index(

@@ -11,6 +11,7 @@ from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
+MOST_ERROR = 10  # an estimate of activations is not wrong by this factor
 MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # the most that are tried: a plan of so many layers takes seconds
 
 
@@ -38,7 +39,7 @@ class _Need:
     certain: int  # bytes of the states alone
     in_all: int  # bytes, activations included
     available: int | None
-    setting: Callable[[bool], str]  # what to change; its argument: whether the problem is certain
+    setting: Callable[[bool], str]  # what to change; its argument: whether the states alone are too large
     limit_flag: str | None = None  # flag of `python -m megazero.plan` that sets `available`
 
     @property
@@ -77,14 +78,16 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
 def check_fits(plan: JobPlan, limits: Limits) -> list[Problem]:
     """What does not fit; empty if everything does, as far as the limits are known.
 
-    A problem is certain if the states alone, counted to the byte, are too large; activations are an estimate.
+    A problem is certain if the states alone, counted to the byte, are too large, or if all of it is, by far; activations are an
+    estimate.
     """
     problems = []
     for need in _needs(plan, limits):
         if need.excess and need.available is not None:
-            is_certain = need.certain > need.available
-            needed = need.certain if is_certain else need.in_all
-            problems.append(Problem(need.resource, needed, need.available, need.setting(is_certain), is_certain))
+            is_of_states = need.certain > need.available
+            needed = need.certain if is_of_states else need.in_all
+            is_certain = is_of_states or needed > MOST_ERROR * need.available
+            problems.append(Problem(need.resource, needed, need.available, need.setting(is_of_states), is_certain))
     return problems
 
 
@@ -94,8 +97,8 @@ def unchecked(plan: JobPlan, limits: Limits) -> list[tuple[str, int, str]]:
     return [(need.resource, need.in_all, need.limit_flag) for need in unknown if need.limit_flag is not None]
 
 
-def _for_device(setup: Setup, is_certain: bool) -> str:
-    ways = [change.flags for change in changes(setup) if change.is_of_states or not is_certain]
+def _for_device(setup: Setup, is_of_states: bool) -> str:
+    ways = [change.flags for change in changes(setup) if change.is_of_states or not is_of_states]
     return f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model."
 
 

@@ -27,7 +27,8 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
         limits: of this machine; measured by default.
 
     Raises:
-        ValueError: the states alone exceed what device, host or disk offer; the message says what to change.
+        ValueError: the states alone exceed what device, host or disk offer, or the activations do many times over; the message
+            says what to change.
     """
     plan = plan_job(_setup(config, world_size, device))
     if limits is None:

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from megazero.data import gpt2_index
+from megazero.data.blend import BlendOrder
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -49,6 +51,23 @@ def test_samples_are_pieces_of_the_stream(tmp_path_factory, sizes, seq_length, n
         assert text.dtype == np.int64 and text.shape == (seq_length + 1,)
         assert np.array_equal(text, stream[sample * seq_length : sample * seq_length + seq_length + 1])
     assert len(dataset) >= num_samples
+
+
+def test_more_samples_than_memory_has_room_for_are_refused_before_they_are_ordered(tmp_path, monkeypatch):
+    indexed = corpus(tmp_path, [7] * 10)
+    with pytest.raises(ValueError, match="^1000000000000000 valid samples .* GB are there. Lower --eval-iters"):
+        GPT2Dataset(indexed, (0, 10), "valid", 10**15, 4, 0)
+    with pytest.raises(ValueError, match="^1000000000000000 train samples .* GB are there. Lower --train-iters"):
+        BlendOrder([1.0, 2.0], 10**15, "train", None)
+    # 3 epochs of 10 documents, and 16 samples of them: the order in memory is what is counted, or more.
+    order = GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0).index
+    counted = 16 * 30 + 12 * 16
+    assert sum(array.nbytes for array in order) <= counted
+    monkeypatch.setattr(gpt2_index, "available_host_memory", lambda root: counted)
+    GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0)
+    monkeypatch.setattr(gpt2_index, "available_host_memory", lambda root: counted - 1)
+    with pytest.raises(ValueError, match="^16 train samples"):
+        GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0)
 
 
 def test_split_parts_do_not_overlap(tmp_path):
