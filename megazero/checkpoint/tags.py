@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from megazero.checkpoint.format import CheckpointError
@@ -75,10 +76,12 @@ def checkpoint_path(directory: str | Path, tag: str) -> Path:
 
 def list_tags(directory: str | Path) -> list[str]:
     """Tags of the checkpoints in `directory`, in the order in which they were written."""
-    whole = {path.parent.name: path for path in Path(directory).glob("*/index.json") if path.parent.name[0] != "."}
-    for path in Path(directory).glob(".*.replaced/index.json"):  # a save of the same tag died between its two renames
-        whole.setdefault(tag_at(path.parent), path)
-    return sorted(whole, key=lambda tag: whole[tag].stat().st_mtime_ns)
+    written: dict[str, int] = {}
+    for pattern in ("[!.]*/index.json", ".*.replaced/index.json"):  # the latter died between its two renames
+        for path in Path(directory).glob(pattern):
+            with suppress(FileNotFoundError):  # a job that saves here has just deleted it
+                written.setdefault(tag_at(path.parent), path.stat().st_mtime_ns)
+    return sorted(written, key=written.__getitem__)
 
 
 def tags_to_go_back_to(directory: str | Path, newest: str | None = None) -> list[str]:

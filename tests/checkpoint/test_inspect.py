@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tensor_file import CheckedFile
 from tests.checkpoint.checkpoints import TAG, make
 
 
@@ -46,6 +48,35 @@ def test_ls_lists_the_checkpoints_of_a_directory(saved, capsys):
     assert (star, tag, steps, ranks, stage) == ("*", "global_step10", "10", "1 x 3", "1") and size.endswith("kB")
     assert any(line.startswith(f"{TAG}: ") and "rank_00000" in line for line in lines)
     assert lines[-1] == ".global_step12.partial is being written, or its save has died"
+
+
+def delete_in(monkeypatch, owner, name, path) -> None:
+    """A job that saves there deletes the checkpoint at `path` as soon as `owner.name` is called; a glob still finds it."""
+    original = getattr(owner, name)
+
+    def call(*args):
+        found = list(original(*args)) if name == "glob" else None
+        shutil.rmtree(path, ignore_errors=True)
+        return found or original(*args)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Path, "glob"), (Reader, "__init__"), (CheckedFile, "check_size")], ids=["list", "open", "read"]
+)
+def test_a_checkpoint_that_its_job_deletes_meanwhile_is_not_listed(saved, capsys, monkeypatch, owner, name):
+    make(saved, 1, 3, tag="global_step10", global_steps=10)
+    delete_in(monkeypatch, owner, name, saved / TAG)
+    status, lines = run(capsys, "ls", saved)
+    assert not (saved / TAG).exists()
+    assert status == 0 and len(lines) == 4 and lines[1].split()[:2] == ["*", "global_step10"], lines
+
+
+def test_verify_of_a_checkpoint_that_its_job_deletes_meanwhile(saved, monkeypatch):
+    delete_in(monkeypatch, CheckedFile, "found_size", saved / TAG)
+    with pytest.raises(FileNotFoundError, match=f"{TAG} was deleted while it was read, as by a job with --keep-last"):
+        verify(saved, TAG)
 
 
 @pytest.mark.parametrize("arguments", [["--tag", TAG], []], ids=["--tag", "path"])

@@ -486,7 +486,9 @@ def test_the_job_refuses_activations_that_are_far_too_large():
     argv = [*(f for f in FLAGS if f not in ("--gpus", "8")), "--zero-stage", "1", "--batch-size", "1000000000"]
     config, cuda = load_config(argv, world_size=8), torch.device("cuda")
     enough = plan_job(Setup.of(config, 8, 8, "cuda")).device_states
-    with pytest.raises(ValueError, match=r"needs .* TB of device memory .* It fits with .*--batch-size [0-9]{2,3}( |\.)"):
+    with pytest.raises(
+        ValueError, match=r"needs .* TB of device memory .* It fits with .*--batch-size [0-9]{2,3}( |\.)"
+    ):
         refuse_what_cannot_fit(config, 8, cuda, Limits(device=2 * enough))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,13 @@ def describe_directory(directory: str | Path) -> list[str]:
     except CheckpointError as error:
         errors.append(str(error))
     for tag in tags:
-        try:
-            summary = _summary(Reader(directory, tag))
-        except CheckpointError as error:
-            summary = ("", _saved(checkpoint_path(directory, tag)), "", "", "", "cannot be read")
-            errors.append(f"{tag}: {error}")
-        rows.append(("*" if tag == latest else "", tag, *summary))
+        with suppress(FileNotFoundError):  # a job that saves here has just deleted it
+            try:
+                summary = _summary(Reader(directory, tag))
+            except CheckpointError as error:
+                summary = ("", _saved(checkpoint_path(directory, tag)), "", "", "", "cannot be read")
+                errors.append(f"{tag}: {error}")
+            rows.append(("*" if tag == latest else "", tag, *summary))
     lines = columns(("", "TAG", "STEPS", "SAVED", "MP x DP", "ZERO", "SIZE", ""), rows, right=(2, 5, 6)) if tags else []
     lines += ["", *errors] if errors else []
     if latest is not None:

@@ -46,7 +46,7 @@ def verify(directory: str | Path, tag: str) -> Verification:
     """What is wrong with a checkpoint: sizes and checksums of its files, and whether they hold every parameter exactly once.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: there is no such checkpoint, or it has been deleted meanwhile.
         OSError: a file cannot be read.
     """
     found = Verification(checkpoint_path(directory, tag))
@@ -62,6 +62,8 @@ def verify(directory: str | Path, tag: str) -> Verification:
                     found.problems.append(f"{name}: {missing:,} of its {numel:,} elements are in no file")
         if not found.problems:
             client_state(reader)
+    if found.problems and not found.path.exists():
+        raise FileNotFoundError(f"{found.path} was deleted while it was read, as by a job with --keep-last.")
     return found
 
 
