@@ -100,7 +100,7 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
                 lists = list(content.values()) if isinstance(content, dict) else [None]
                 if not all(isinstance(each, list) and all(isinstance(x, kind) for x in each) for each in lists):
                     raise ValueError("another kind of line")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}; expected a list of {what}.") from error
             yield content
             progress.update(1, len(line), disk.tell() - before)

@@ -69,6 +69,8 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
             f"{name}, line {error.lineno}, column {error.colno}: {error.msg}: {line!r} is not JSON, even with comments and "
             f"trailing commas dropped.{hint}"
         ) from error
+    except RecursionError:
+        raise DeepSpeedConfigError(f"{name} nests objects or lists deeper than Python can read.") from None
     except DeepSpeedConfigError as error:
         raise DeepSpeedConfigError(f"{name}: {error}") from None
     if not isinstance(document, dict):

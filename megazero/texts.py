@@ -33,7 +33,7 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # also if the line is not UTF-8
+            except (ValueError, RecursionError) as error:  # also if the line is not UTF-8, or is nested too deep
                 raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
             text = record.get(text_key) if isinstance(record, dict) else None
             if not isinstance(text, str):

@@ -201,9 +201,10 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path.write_text('{"text": "a b"}\n{"txt": "c d"}\n')
     with pytest.raises(ValueError, match=r"passages.jsonl:2: expected an object"):
         load_texts(path)
-    path.write_text("a b\n")
-    with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
-        load_texts(path)
+    for line in ("a b\n", "[" * 10**5):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=r"passages.jsonl:1: not JSON"):
+            load_texts(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match=r"passages.jsonl is empty: expected lines like"):
         load_texts(path)

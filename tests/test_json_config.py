@@ -107,6 +107,7 @@ def test_comments_and_trailing_commas_pass_and_strings_stay():
         (" ", "x is empty: write a JSON object"),
         ("{'a': 1}", r"x, line 1, column 2: .* trailing commas dropped\.$"),
         ('{"a": /* never closed', "x, line 1"),
+        pytest.param('{"a": ' * 10**5 + "1" + "}" * 10**5, "x nests objects or lists deeper than Python", id="nested"),
     ],
 )
 def test_what_is_not_json_is_located(text, message):

@@ -98,7 +98,7 @@ def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes
 def _read_vocabulary(path: Path) -> dict[str, int]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--vocab-file {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
         raise ValueError(f"--vocab-file {path} is not a table from token to id, as encoder.json and vocab.json are")

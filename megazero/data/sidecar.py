@@ -120,6 +120,6 @@ def _load(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None

@@ -161,8 +161,10 @@ def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
         FileNotFoundError, match="--tokenizer-path .*absent: there is no such file or folder. .*train a vocab"
     ):
         build_tokenizer("GPT2BPETokenizer", tokenizer_path=tmp_path / "absent")
-    with pytest.raises(ValueError, match="is not JSON"):
-        build_tokenizer("GPT2BPETokenizer", merges, merges)
+    (tmp_path / "nested.json").write_text("[" * 10**5)
+    for path in (merges, tmp_path / "nested.json"):
+        with pytest.raises(ValueError, match="is not JSON"):
+            build_tokenizer("GPT2BPETokenizer", path, merges)
     with pytest.raises(ValueError, match="is not a table"):
         build_tokenizer("GPT2BPETokenizer", gpt2_folder / "tokenizer.json", merges)
     with pytest.raises(ValueError, match=":1: expected two tokens"):

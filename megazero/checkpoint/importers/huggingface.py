@@ -126,7 +126,7 @@ def _open(path: Path) -> dict[str, _Saved]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} where an object is expected. Download it again.")
