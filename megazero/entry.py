@@ -112,7 +112,9 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         if not any(text in str(error) for text in TIMED_OUT):
             raise
         where = " > ".join(_our_calls(error)[-4:])
-        _exit(RuntimeError(f"waited in vain for another rank, in {where}: {error}"), rank, waits=is_later)
+        what = f"waited in vain for another rank, in {where}: {str(error).rstrip('.')}"
+        why = "That rank hangs, runs something else, or needs longer than the time limit (in training, --distributed-timeout-s)."
+        _exit(RuntimeError(f"{what}. {why}"), rank, waits=is_later)
 
 
 def _refuse_idle_gpus() -> None:
