@@ -61,7 +61,11 @@ class RunOptions(WorkOptions):
 
 
 def size(text: str) -> int:
-    """Bytes of "512M", "2G", "1.5G" or "1000000"; raises what argparse wants of a type."""
+    """Bytes of "512M", "2G", "1.5G" or "1000000"; raises what argparse wants of a type.
+
+    Units are powers of 1024, with "iB", "B" or nothing behind the letter, as in `sort -S 2G` and `docker -m 2g`, and as
+    --block-kb and --max-line-mb count. `megazero.plan` plans for devices, whose makers count in powers of 1000: there 2G is 2e9.
+    """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
@@ -89,7 +93,11 @@ def add_run_options(parser: argparse.ArgumentParser, *names: str) -> argparse._A
     """Adds those of --workers, --memory, --strict, --block-kb and --max-line-mb that are named, or all."""
     flags: dict[str, dict[str, Any]] = {
         "--workers": {"type": int, "default": available_cores(), "help": "maximum number of processes"},
-        "--memory": {"type": size, "default": "2G", "help": "memory limit for all processes together, such as 512M"},
+        "--memory": {
+            "type": size,
+            "default": "2G",
+            "help": "memory limit for all processes together, such as 2G (2 GiB)",
+        },
         "--strict": {
             "action": "store_true",
             "help": "stop at the first line that holds no document, instead of leaving it out",

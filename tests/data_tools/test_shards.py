@@ -21,7 +21,7 @@ from data_tools.__main__ import main
 from data_tools.documents import dump
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Dropped
-from data_tools.options import RunOptions
+from data_tools.options import RunOptions, size
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
 from megazero.data.cache import ArrayCache
@@ -389,6 +389,10 @@ def test_progress_without_a_terminal_logs_rates_and_the_time_left(caplog):
     progress.update(3, 150, 100)
     progress.close()
     assert re.search(r"clean: 50%, [\d,]+ documents/s, [\d.]+ MB/s, ETA 00:00", caplog.text)
+
+
+def test_sizes_are_in_powers_of_1024():
+    assert [size(text) for text in ("2G", "2gb", "2 GiB", "1.5K", "7")] == [2 << 30] * 3 + [1536, 7]
 
 
 def test_memory_bounds_the_number_of_workers():
