@@ -150,10 +150,7 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
     keys = optimizer.state_keys_everywhere()[bucket]
     if key not in keys:
         raise KeyError(f"the optimizer has no state {key!r} of this parameter: it has {keys}, after its first step.")
-    for tile in bucket.tiles:
-        with optimizer.state_at_hand(tile, [key], writes=True) as states:
-            for view, place in optimizer.parts_of(states, tile, key, segment):
-                view.copy_(values.reshape(-1)[place])
+    _set_state(bucket, segment, optimizer, key, values.reshape(-1), first=0)
 
 
 def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
@@ -177,18 +174,17 @@ def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
 
 def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
     """Writes this rank's part of the state `key`: 1-D, with the size that the getter returns. Collective, like the getter."""
+    if key == MASTER:
+        safe_set_local_fp32_param(parameter, values)
+        return
     part = safe_get_local_optimizer_state(parameter, key)
     found = _find(parameter)
     if found is None or part is None:
         raise KeyError(f"the parameter has no state {key!r} (yet).")
+    _refuse_other_shape(part, values)
     bucket, segment, optimizer = found
-    if part.shape != values.shape:
-        raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
     first = max(segment.start, bucket.owned_range.start) - segment.start
-    for tile in bucket.tiles:
-        with optimizer.state_at_hand(tile, [key], writes=True) as states:
-            for view, place in optimizer.parts_of(states, tile, key, segment):
-                view.copy_(values[place.start - first : place.stop - first])
+    _set_state(bucket, segment, optimizer, key, values, first)
 
 
 def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
@@ -203,10 +199,24 @@ def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
         _set_local(bucket.owned_part(owned, segment)[0], values * (optimizer.cur_scale / bucket.gradient.to_mean))
 
 
+def _set_state(
+    bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str, values: Tensor, first: int
+) -> None:
+    """Writes this rank's part of one state from `values`, the elements of the flattened parameter from `first` on."""
+    for tile in bucket.tiles:
+        with optimizer.state_at_hand(tile, [key], writes=True) as states:
+            for view, place in optimizer.parts_of(states, tile, key, segment):
+                view.copy_(values[place.start - first : place.stop - first])
+
+
 def _set_local(part: Tensor, values: Tensor) -> None:
+    _refuse_other_shape(part, values)
+    part.detach().copy_(values)
+
+
+def _refuse_other_shape(part: Tensor, values: Tensor) -> None:
     if part.shape != values.shape:
         raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
-    part.detach().copy_(values)
 
 
 def _to_set(

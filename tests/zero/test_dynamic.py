@@ -378,6 +378,8 @@ def access_case(dtype: torch.dtype) -> None:
         assert (engine.state_dict()["blocks.1.up.weight"] == torch.tensor(0.1).to(dtype)).all()
         utils.safe_set_local_fp32_param(weight, torch.full_like(parts, 0.2))
         assert (engine.state_dict()["blocks.1.up.weight"] == torch.tensor(0.2).to(dtype)).all()
+        utils.safe_set_local_optimizer_state(weight, torch.full_like(parts, 0.3), "master")
+        assert (engine.state_dict()["blocks.1.up.weight"] == torch.tensor(0.3).to(dtype)).all()
         one_step(engine, my_batch(1))
         with pytest.raises(ValueError, match="shape"):
             utils.safe_set_full_fp32_param(weight, torch.ones(2))
