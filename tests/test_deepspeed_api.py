@@ -426,6 +426,31 @@ def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
     assert (engine.module_state_dict()["head.weight"] == 2.0).all()
 
 
+class Counting(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_modules_extra_state_is_part_of_the_state_dictionary(stage, one_rank):
+    model = nn.Sequential(Counting(4, 4))
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
+    model[0].count = 3
+    state = engine.module_state_dict()
+    model[0].count = 4
+    engine.load_module_state_dict(state)
+    assert model[0].count == 3
+    engine.load_module_state_dict({"0.bias": state["0.bias"]}, strict=False)
+    assert model[0].count == 3 and state["0._extra_state"] == {"count": 3}
+
+
 def test_adagrad_of_the_callers_own_and_models_that_cannot_work(one_rank):
     model = make_model()
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}

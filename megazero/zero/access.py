@@ -6,8 +6,10 @@ Getters are collective over the data-parallel group: every rank calls them, for 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -252,23 +254,25 @@ def _to_set(
     return bucket, segment, optimizer
 
 
-def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Tensor]:
-    """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective."""
+def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Any]:
+    """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective.
+
+    What modules' `get_extra_state` returns is in it, as in torch.
+    """
     names: dict[int, list[str]] = {}
-    out: dict[str, Tensor] = {}
+    out: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
         if not isinstance(value, nn.Parameter):
-            out[name] = value.detach().cpu().clone()
+            out[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     ids = {name: id(parameter) for bucket in buckets for name, parameter in bucket.parameters.items()}
     with torch.no_grad():
         for name, value in full_parameters(buckets):
-            copy = value.cpu().clone()
-            out.update(dict.fromkeys(names[ids[name]], copy))
+            out.update(dict.fromkeys(names[ids[name]], value.cpu().clone()))
     return {name: out[name] for name in module.state_dict(keep_vars=True)}
 
 
-def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Tensor], strict: bool = True) -> None:
+def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Any], strict: bool = True) -> None:
     """Writes full values, the same on every rank, into parameters and buffers, master weights included.
 
     Raises:
@@ -280,13 +284,16 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, T
         raise RuntimeError(
             f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
         )
-    for name in known.keys() & state.keys():
+    extra = {name: state[name] for name in known.keys() & state.keys() if name.rpartition(".")[2] == "_extra_state"}
+    for name in known.keys() & state.keys() - extra.keys():
         if tuple(state[name].shape) != (shape := shape_of(known[name])):
             raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(state[name].shape)}.")
     with torch.no_grad():
         for name, value in known.items():
-            if not isinstance(value, nn.Parameter) and name in state:
+            if not isinstance(value, nn.Parameter) and name in state and name not in extra:
                 value.copy_(state[name])
+        if extra:
+            module.load_state_dict(extra, strict=False)  # hands them to their modules' set_extra_state
         # A tied parameter gets the value under the last of its names, as in torch.
         given = {id(value): state[name] for name, value in known.items() if name in state}
         saved = {own: given.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
