@@ -41,7 +41,7 @@ from megazero.throughput import keep_freed_memory
 from megazero.zero.build import build_buckets
 from megazero.zero.config import ZeroConfig
 from megazero.zero.home import Home, MemoryHome
-from megazero.zero.homes import Homes, tile_numel
+from megazero.zero.homes import FP32_BYTES, Homes, tile_numel
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.units import plan_buckets, select_units
@@ -156,7 +156,7 @@ def make_ways(args: argparse.Namespace, folder: str) -> dict[str, Way | RawIO]:
 
     def swapped(pipelined: bool, transport: type[FileTransport] = FileTransport) -> Way:
         swap = SwapFile(folder, 0, aio, transport=transport)
-        return Way(args, NvmeHome(swap, tile, most, reads_ahead=pipelined, writes_behind=pipelined), tile)
+        return Way(args, NvmeHome(swap, tile * FP32_BYTES, most, reads_ahead=pipelined, writes_behind=pipelined), tile)
 
     memory = Way(args, MemoryHome(torch.device("cpu")), None)
     return {

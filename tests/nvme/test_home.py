@@ -16,7 +16,7 @@ NUMEL = PAGE // 4  # fp32 elements of a page
 
 
 def home_of(swap, buffers=6, **options):
-    return NvmeHome(swap, NUMEL, buffers, **options)
+    return NvmeHome(swap, PAGE, buffers, **options)
 
 
 def update(vectors, before=lambda i: None):
