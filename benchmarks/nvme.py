@@ -150,7 +150,7 @@ def unit_numel(args: argparse.Namespace) -> int:
 def make_ways(args: argparse.Namespace, folder: str) -> dict[str, Way | RawIO]:
     """What is compared, by name."""
     numel = unit_numel(args)
-    tile = tile_numel([numel] * args.units, int(args.sub_group_size))
+    tile = tile_numel(numel * args.units, int(args.sub_group_size))
     aio = AioConfig(block_size=args.block_size, queue_depth=args.queue_depth)
     most = ZeroConfig().optimizer_buffer_count * 3
 

@@ -99,7 +99,7 @@ class Gemini(Residency):
         sizes: Sequence[int],
         limits: GatherLimits,
         *,
-        nbytes: Sequence[int],
+        nbytes: Mapping[int, int],
         meter: Meter,
         model_bytes: Callable[[], int],
         group: comm.ProcessGroup,
@@ -108,9 +108,8 @@ class Gemini(Residency):
         margin_ratio: float,
     ) -> None:
         super().__init__(sizes, limits)
-        self._nbytes, self._meter, self._model_bytes, self._group = dict(enumerate(nbytes)), meter, model_bytes, group
-        self._optimizer_bytes, self._shard_bytes = dict(optimizer_bytes), dict(shard_bytes)
-        self._margin_ratio = margin_ratio
+        self._nbytes, self._meter, self._model_bytes, self._group = nbytes, meter, model_bytes, group
+        self._optimizer_bytes, self._shard_bytes, self._margin_ratio = optimizer_bytes, shard_bytes, margin_ratio
         self.plan: Plan | None = None
         # An iteration is traced, or follows the plan, or has left it; then both are None until its end.
         self._tracer: Tracer | None = self._new_tracer()

@@ -179,8 +179,6 @@ def plan_placement(
     if not 0 <= gpu_margin_mem_ratio <= 1:
         raise ValueError(f"gpu_margin_mem_ratio must lie in [0, 1], got {gpu_margin_mem_ratio}.")
     optimizer_bytes, shard_bytes = optimizer_bytes or {}, shard_bytes or {}
-    for now in range(len(trace.moments)):
-        _check_room(trace, now, budget)
     margin = max(0, budget - max(_working_sets(trace), default=0))
     room = margin * gpu_margin_mem_ratio
     optimizers = first_that_fit(optimizer_bytes, room)

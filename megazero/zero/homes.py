@@ -97,7 +97,7 @@ class Homes:
 
 def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
     """The least that this rank's swap file will hold: master weights, Adam's two moments, and shards of P."""
-    states = 3 * FP32_BYTES * sum(_offloaded(config, plans)) if config.offload_optimizer == "nvme" else 0
+    states = 3 * FP32_BYTES * _offloaded_numel(config, plans) if config.offload_optimizer == "nvme" else 0
     shards = [plan.layout.shard_numel * plan.dtype.itemsize for plan in plans if config.offload_param == "nvme"]
     return states + sum(shards)
 
@@ -114,10 +114,10 @@ def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[i
     return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()
 
 
-def _offloaded(config: ZeroConfig, plans: Sequence[BucketPlan]) -> list[int]:
-    """For each bucket whose O leaves the device, the elements of O that do."""
+def _offloaded_numel(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
+    """Elements of O that leave the device."""
     kept = kept_on_device(plans, config.offload_optimizer_ratio)
-    return [plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept]
+    return sum(plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept)
 
 
 def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
@@ -134,13 +134,13 @@ def param_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int,
 
 def offloaded_tile(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
     """Elements of O that an offloaded update brings to hand at a time."""
-    return tile_numel(_offloaded(config, plans), config.sub_group_size)
+    return tile_numel(_offloaded_numel(config, plans), config.sub_group_size)
 
 
-def tile_numel(shards: Sequence[int], sub_group_size: int = 0) -> int:
-    """Elements of O that an offloaded update brings to hand at a time.
+def tile_numel(numel: int, sub_group_size: int = 0) -> int:
+    """The same for a rank that updates `numel` elements of O elsewhere.
 
-    An eighth of the rank's, at most `sub_group_size` (MOST_TILE if that is 0), rounded up to a multiple of TILE_MULTIPLE.
+    An eighth of them, at most `sub_group_size` (MOST_TILE if that is 0), rounded up to a multiple of TILE_MULTIPLE.
     """
-    wanted = min(-(-sum(shards) // TILES), sub_group_size or MOST_TILE)
+    wanted = min(-(-numel // TILES), sub_group_size or MOST_TILE)
     return max(1, -(-wanted // TILE_MULTIPLE)) * TILE_MULTIPLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -60,30 +61,35 @@ class Placement:
         group: comm.ProcessGroup,
     ) -> None:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
-        units = range(len(schedule.unit_sizes))
-        self._trained = {unit: [b for b in schedule.buckets_of(unit) if b.is_trainable] for unit in (*units, ROOT)}
-        self._sharded = {
-            unit: [b for b in schedule.buckets_of(unit) if b.weights.shard is not None] for unit in (*units, ROOT)
-        }
+        self._trained = [bucket for bucket in schedule.buckets if bucket.is_trainable]
+        self._sharded = [bucket for bucket in schedule.buckets if bucket.weights.shard is not None]
+        units = (*range(len(schedule.unit_sizes)), ROOT)  # in the order in which their states get room
+
+        def by_unit(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict[int, int]:
+            total = dict.fromkeys(units, 0)
+            for bucket in buckets:
+                total[bucket.unit] += nbytes(bucket)
+            return total
+
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
             config.gather_limits,
-            nbytes=[sum(b.weights.flat.nbytes for b in self._sharded[unit]) for unit in units],
+            nbytes=by_unit(self._sharded, lambda bucket: bucket.weights.flat.nbytes),
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,
-            optimizer_bytes={unit: sum(map(_state_bytes, of_unit)) for unit, of_unit in self._trained.items()},
-            shard_bytes={unit: sum(map(_shard_bytes, of_unit)) for unit, of_unit in self._sharded.items()},
+            optimizer_bytes=by_unit(self._trained, _state_bytes),
+            shard_bytes=by_unit(self._sharded, _shard_bytes),
             margin_ratio=config.gpu_margin_mem_ratio,
         )
         self._done: Plan | None = None
 
     def model_bytes(self) -> int:
         """Bytes on the device that a plan decides on: gathered units, and states that rest there."""
-        placed = [b for of_unit in self._trained.values() for b in of_unit if not b.is_offloaded]
+        placed = [bucket for bucket in self._trained if not bucket.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
-        shards = (b for of_unit in self._sharded.values() for b in of_unit if not b.weights.is_offloaded)
+        shards = (bucket for bucket in self._sharded if not bucket.weights.is_offloaded)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, shards))
 
     def follow(self) -> None:
@@ -95,11 +101,13 @@ class Placement:
         self._optimizer.is_torn = True  # until its slices refer to O's new memory
         torch.cuda.empty_cache()  # else what comes would cut up the blocks that activations come back for
         for is_coming in (False, True):  # states that leave make room for those that come
-            for unit in self._trained:
-                if (unit in plan.optimizer_units) == is_coming:
-                    self._move_optimizer(unit, is_coming)
-                if (unit in plan.shard_units) == is_coming:
-                    self._move_shards(unit, is_coming)
+            home = None if is_coming else self._host
+            for bucket in self._trained:
+                if bucket.is_offloaded == is_coming and (bucket.unit in plan.optimizer_units) == is_coming:
+                    bucket.move_states(home)
+            for bucket in self._sharded:
+                if bucket.weights.is_offloaded == is_coming and (bucket.unit in plan.shard_units) == is_coming:
+                    bucket.weights.move(home)
         self._optimizer.refresh()
         self._optimizer.is_torn = False
 
@@ -107,16 +115,6 @@ class Placement:
         """Drops Gemini, which refers to this object, so that the buckets are freed together with the engine."""
         self._schedule.residency = Residency(self.gemini.sizes, self.gemini.limits)
         del self.gemini
-
-    def _move_optimizer(self, unit: int, is_coming: bool) -> None:
-        for bucket in self._trained[unit]:
-            if bucket.is_offloaded == is_coming:
-                bucket.move_states(None if is_coming else self._host)
-
-    def _move_shards(self, unit: int, is_coming: bool) -> None:
-        for bucket in self._sharded[unit]:
-            if bucket.weights.is_offloaded == is_coming:
-                bucket.weights.move(None if is_coming else self._host)
 
 
 def _state_bytes(bucket: Bucket) -> int:

@@ -342,10 +342,10 @@ def test_a_model_whose_states_a_disk_held_in_part_keeps_its_weights_for_another_
 
 
 def test_an_update_has_at_least_eight_tiles_where_there_is_enough():
-    assert tile_numel([10**6] * 4) == -(-500_000 // TILE_MULTIPLE) * TILE_MULTIPLE
-    assert tile_numel([10**6] * 4, sub_group_size=8192) == 8192
-    assert tile_numel([10**6] * 4, sub_group_size=10**9) == tile_numel([10**6] * 4)
-    assert tile_numel([]) == tile_numel([5]) == TILE_MULTIPLE
+    assert tile_numel(4 * 10**6) == -(-500_000 // TILE_MULTIPLE) * TILE_MULTIPLE
+    assert tile_numel(4 * 10**6, sub_group_size=8192) == 8192
+    assert tile_numel(4 * 10**6, sub_group_size=10**9) == tile_numel(4 * 10**6)
+    assert tile_numel(0) == tile_numel(5) == TILE_MULTIPLE
 
 
 def tiles_case(dtype: torch.dtype | None, stage: int) -> list[int]:

@@ -179,7 +179,7 @@ class Scripted:
 def test_a_peak_in_the_last_moment_does_not_make_the_device_larger(one_rank):
     meter = Scripted(100, [0, 5, 60], now=5)
     settings = {"group": comm.world(), "optimizer_bytes": {}, "shard_bytes": {}, "margin_ratio": 0.0}
-    gemini = Gemini([1, 1], GatherLimits(), nbytes=[10, 10], meter=meter, model_bytes=lambda: 0, **settings)
+    gemini = Gemini([1, 1], GatherLimits(), nbytes={0: 10, 1: 10}, meter=meter, model_bytes=lambda: 0, **settings)
     for unit in (0, 1):
         gemini.ahead(unit, 1, 0)
     gemini.finish()
