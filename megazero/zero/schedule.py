@@ -325,10 +325,6 @@ class Schedule:
             for bucket in self._of_unit[unit]:
                 bucket.weights.prefetch()
 
-    def buckets_of(self, unit: int) -> list[Bucket]:
-        """The buckets of one unit, given by its index in forward order."""
-        return self._of_unit[unit]
-
     @property
     def gathered_bytes(self) -> int:
         """Bytes of units' sharded parameters that are gathered or on their way; excludes the root."""

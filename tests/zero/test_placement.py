@@ -69,7 +69,7 @@ def block_bytes(engine) -> int:
 def watched(engine, batches) -> tuple[dict, list[int], int]:
     """The trace, the gathers of units in each step, and the most bytes of units that were gathered."""
     gathers, most = [], [0]
-    units = [bucket for unit in range(4) for bucket in engine.schedule.buckets_of(unit)]
+    units = [bucket for bucket in engine.buckets if bucket.unit != ROOT]
     for bucket in units:
 
         def gather(bucket=bucket, original=bucket.weights.gather):
@@ -99,8 +99,8 @@ def placement_case(
     compare(got, want, f"budget of {blocks} blocks", bitwise=True)
     plan = engine.placement.gemini.plan
     assert plan.peak_bytes <= plan.budget == blocks * block_bytes(engine)
-    units = (*range(4), ROOT)
-    on_device = [u for u in units if not any(b.is_offloaded for b in engine.schedule.buckets_of(u))]
+    offloaded = {bucket.unit for bucket in engine.buckets if bucket.is_offloaded}
+    on_device = [unit for unit in (*range(4), ROOT) if unit not in offloaded]
     assert on_device == list(plan.optimizer_units)
     return gathers, most / block_bytes(engine), on_device, list(plan.shard_units)
 
