@@ -82,8 +82,7 @@ class Transfer:
         Raises:
             OSError: a request failed, or the transfer that this one comes after. The first error, of this or any later call.
         """
-        if (error := self.error()) is not None:
-            raise error
+        self.ended.result()
 
     def error(self) -> BaseException | None:
         """Waits; what `wait` would raise."""

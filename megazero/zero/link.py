@@ -196,7 +196,7 @@ class Outbox:
     """
 
     def __init__(self, way: Way, pin: bool) -> None:
-        self._way, self._is_pinned = way, pin and torch.cuda.is_available()
+        self._way, self._pin = way, pin
         self._sent: deque[tuple[Tensor, Crossing]] = deque()
 
     @property
@@ -228,7 +228,7 @@ class Outbox:
             crossing.wait()
             if buffer.nbytes >= nbytes:
                 return buffer
-        return aligned_empty(nbytes, pin=True) if self._is_pinned else torch.empty(nbytes, dtype=torch.uint8)
+        return aligned_empty(nbytes, self._pin)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class NvmeHome:
         self._memory = MemoryHome(self.device, pin, link)  # for `bring`, whose vectors go to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
-        self._free: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
+        self._spare: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
         self._writes: deque[Transfer] = deque()  # oldest first
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a delayed update also reads and writes here, in its own thread
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +98,11 @@ class NvmeHome:
         Raises:
             OSError: a write has failed, now or earlier; the message names file, offset and rank.
         """
-        while (write := self._oldest_write()) is not None:
+        while True:
+            with self._lock:
+                if not self._writes:
+                    break
+                write = self._writes.popleft()
             write.wait()
         self.swap.raise_failure()
 
@@ -114,26 +118,19 @@ class NvmeHome:
             return aligned_empty(nbytes, self.pin)
         while True:
             with self._lock:
-                if self._free:
-                    return self._free.pop()
-                may_make = self._made < self._most
-                self._made += may_make
-            write = None if may_make else self._oldest_write()
-            if write is None:
-                with self._lock:
-                    self._made += not may_make  # more are at hand than buffer_count, and no write will return one
-                return aligned_empty(self.buffer_nbytes, self.pin)
+                if self._spare:
+                    return self._spare.pop()
+                if self._made < self._most or not self._writes:  # no write: more are at hand than buffer_count
+                    self._made += 1
+                    break
+                write = self._writes.popleft()
             write.wait()
-
-    def _oldest_write(self) -> Transfer | None:
-        """Removes and returns the oldest write. Takes the lock, because a delayed update also writes here, in its own thread."""
-        with self._lock:
-            return self._writes.popleft() if self._writes else None
+        return aligned_empty(self.buffer_nbytes, self.pin)
 
     def give_back(self, buffer: Tensor) -> None:
         """Returns a buffer for reuse; a larger one than the others is freed instead."""
         if buffer.nbytes == self.buffer_nbytes:
-            self._free.append(buffer)  # no lock: a finalizer may run while this thread has it
+            self._spare.append(buffer)  # no lock: a finalizer may run while this thread has it
 
     def written(self, transfer: Transfer) -> None:
         """Records a write that has begun; waits for it unless `writes_behind`."""
@@ -154,8 +151,8 @@ class SwappedVector:
         self._region = home.swap.allocate(numel * dtype.itemsize)
         self._ahead: dict[_Place, tuple[Tensor, Transfer]] = {}
         self._behind: dict[_Place, Transfer] = {}
-        self._free = weakref.finalize(self, _free, home, self._region, self._ahead)
-        self._free.atexit = False  # the file ends with the process anyway
+        self._finalizer = weakref.finalize(self, _free, home, self._region, self._ahead)
+        self._finalizer.atexit = False  # the file ends with the process anyway
 
     @property
     def resident(self) -> None:
@@ -219,7 +216,7 @@ class SwappedVector:
 
     def free(self) -> None:
         """Returns the place in the file."""
-        self._free()
+        self._finalizer()
 
     @property
     def _end(self) -> int:
