@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -176,7 +177,11 @@ class Requests:
                 transfer.end(error)
                 return
             for start in starts:
-                self._submit(transfer, kind, view[start : start + block], offset + start, ready)
+                request = partial(self._move, kind, view[start : start + block], offset + start, ready)
+                try:
+                    self._threads.submit(transfer.run, request)
+                except RuntimeError as refusal:  # the interpreter is shutting down: nobody may wait for ever
+                    transfer.finish(refusal)
 
         self._under_way.add(transfer.ended)
         transfer.ended.add_done_callback(self._under_way.discard)
@@ -210,21 +215,10 @@ class Requests:
                 code, text = errno.EIO, f"rank {self._rank}: a write failed: {error}. {_LOST}"
             self._failure = code, text, str(self._path)
 
-    def _submit(
-        self, transfer: Transfer, kind: Kind, view: memoryview, offset: int, ready: Callable[[], None] | None
-    ) -> None:
-        def request() -> None:
-            if ready is not None:
-                ready()
-            self._move(kind, view, offset)
-
-        try:
-            self._threads.submit(transfer.run, request)
-        except RuntimeError as error:  # the interpreter is shutting down: nobody may wait for ever
-            transfer.finish(error)
-
-    def _move(self, kind: Kind, view: memoryview, offset: int) -> None:
+    def _move(self, kind: Kind, view: memoryview, offset: int, ready: Callable[[], None] | None) -> None:
         """All bytes of one request. A system call may move fewer: the next one goes on where it ended."""
+        if ready is not None:
+            ready()
         call = getattr(self._transport, kind)
         moved = 0
         while moved < len(view):

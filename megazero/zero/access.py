@@ -68,18 +68,6 @@ def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
     return bucket, segment, bucket.gradient.to_mean / optimizer.cur_scale
 
 
-def full_parameters(buckets: list[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    """(name, full P) of every parameter; gathers one bucket at a time. Collective. The tensors are views: copy what you keep."""
-    for bucket in buckets:
-        was_gathered = bucket.weights.is_gathered
-        bucket.weights.gather()
-        bucket.weights.wait_gathered()
-        for segment in bucket.layout.segments:
-            yield segment.name, bucket.parameters[segment.name].detach()
-        if not was_gathered:
-            bucket.weights.release()
-
-
 def safe_get_full_fp32_param(parameter: nn.Parameter) -> Tensor | None:
     """A copy of the full fp32 master weight; None if the parameter is not trained. Collective."""
     return safe_get_full_optimizer_state(parameter, MASTER)
@@ -257,19 +245,26 @@ def _to_set(
 def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Any]:
     """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective.
 
-    What modules' `get_extra_state` returns is in it, as in torch.
+    What modules' `get_extra_state` returns is in it, as in torch. Parameters are gathered one bucket at a time.
     """
-    names: dict[int, list[str]] = {}
-    out: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(name)
+    known = module.state_dict(keep_vars=True)
+    copies: dict[int, Any] = {}  # by id, so that a tied parameter stays one tensor
+    for value in known.values():
         if not isinstance(value, nn.Parameter):
-            out[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    ids = {name: id(parameter) for bucket in buckets for name, parameter in bucket.parameters.items()}
-    with torch.no_grad():
-        for name, value in full_parameters(buckets):
-            out.update(dict.fromkeys(names[ids[name]], value.cpu().clone()))
-    return {name: out[name] for name in module.state_dict(keep_vars=True)}
+            copies[id(value)] = _copied(value)
+    for bucket in buckets:
+        was_gathered = bucket.weights.is_gathered
+        bucket.weights.gather()
+        bucket.weights.wait_gathered()
+        for parameter in bucket.parameters.values():
+            copies[id(parameter)] = _copied(parameter)
+        if not was_gathered:
+            bucket.weights.release()
+    return {name: copies[id(value)] for name, value in known.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Any], strict: bool = True) -> None:

@@ -41,10 +41,9 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self.modifier_rank = modifier_rank
-        parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         self.buckets: list[Bucket] = []
-        self._parameters = parameters
-        for parameter in parameters if enabled else []:
+        for parameter in self._parameters if enabled else []:
             bucket = bucket_of(parameter)
             if bucket is not None and bucket not in self.buckets:
                 self.buckets.append(bucket)
