@@ -148,7 +148,7 @@ class Transfer(SlowTransfer):
         return is_done
 
     def error(self) -> BaseException | None:
-        if not self.ended.done():
+        if not super().done():
             with self._cuda.on(self._thread):
                 if self._after is not None:
                     self._after.error()

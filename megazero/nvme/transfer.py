@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,13 +65,10 @@ class Transfer:
 
     Args:
         requests: that it consists of.
-
-    Attributes:
-        ended: holds the error, if any.
     """
 
     def __init__(self, requests: int) -> None:
-        self.ended: Future[None] = Future()
+        self._ended = threading.Event()
         self._lock = threading.RLock()  # `then` may be called by a finalizer, which runs while this thread has it
         self._left = requests
         self._error: BaseException | None = None
@@ -83,20 +80,22 @@ class Transfer:
         Raises:
             OSError: a request failed, or the transfer that this one comes after. The first error, of this or any later call.
         """
-        self.ended.result()
+        if (error := self.error()) is not None:
+            raise error
 
     def error(self) -> BaseException | None:
         """Waits; what `wait` would raise."""
-        return self.ended.exception()
+        self._ended.wait()
+        return self._error
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return self.ended.done()
+        return self._ended.is_set()
 
     def then(self, call: Callable[[BaseException | None], None]) -> None:
         """Calls `call(error)` when the last request has ended, in the thread that ended it, or now if it has.
 
-        That is before `wait` returns. `call` is dropped then, with what it refers to: a Future would keep it.
+        That is before `wait` returns. `call` is dropped then, with what it refers to.
         """
         with self._lock:
             if self._calls is not None:
@@ -130,10 +129,7 @@ class Transfer:
             for call in calls:  # first: who has waited for a transfer finds its buffer given back
                 call(error)
         finally:
-            if error is None:
-                self.ended.set_result(None)
-            else:
-                self.ended.set_exception(error)
+            self._ended.set()
 
 
 class Requests:
@@ -144,8 +140,7 @@ class Requests:
         self._failure: tuple[int, str, str] | None = None
         self._transport, self._aio, self._path, self._rank = transport, aio, path, rank
         self._threads = _start_threads(aio.threads, rank)
-        self._lock = threading.Lock()
-        self._under_way: set[Future[None]] = set()
+        self._under_way: set[Transfer] = set()
 
     def start(
         self,
@@ -183,8 +178,8 @@ class Requests:
                 except RuntimeError as refusal:  # the interpreter is shutting down: nobody may wait for ever
                     transfer.finish(refusal)
 
-        self._under_way.add(transfer.ended)
-        transfer.ended.add_done_callback(self._under_way.discard)
+        self._under_way.add(transfer)
+        transfer.then(lambda _: self._under_way.discard(transfer))
         begin(None) if after is None else after.then(begin)
         return transfer
 
@@ -199,8 +194,8 @@ class Requests:
 
     def drain(self) -> None:
         """Waits until nothing is under way; errors stay with their transfers."""
-        for ended in list(self._under_way):
-            ended.exception()
+        for transfer in list(self._under_way):
+            transfer.error()
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
@@ -224,8 +219,6 @@ class Requests:
         while moved < len(view):
             try:
                 count = call(view[moved:], offset + moved)
-            except InterruptedError:
-                continue
             except OSError as error:
                 raise self._error(kind, view, offset, moved, error.errno or errno.EIO, error.strerror) from error
             if count == 0:

@@ -66,7 +66,7 @@ def goes_direct(folder):
     return True
 
 
-def test_interrupted_and_short_calls_go_on_where_they_ended(tmp_path):
+def test_short_calls_go_on_where_they_ended(tmp_path):
     with SwapFile(tmp_path, 0, transport=Short) as swap:
         round_trip(swap, 40 * PAGE + 1)
 
