@@ -35,7 +35,7 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[npt.NDArr
     for start in range(0, num_samples, _CHUNK):
         stop = min(start + _CHUNK, num_samples)
         # Due times up to stop + k / 2 hold every sample that can be among the first `stop`, see the bound above.
-        ends = ((stop + len(shares) / 2 + 1) * shares).astype(np.int64) + 1
+        ends = ((stop + len(shares) / 2) * shares).astype(np.int64) + 1
         # Divided by the weight, not by the share: times that are equal, like 4.5 / 60 and 7.5 / 100, then round alike.
         due = [(np.arange(*own) + 0.5) / weight for *own, weight in zip(taken, ends, array, strict=True)]
         # A stable sort merges runs that are sorted already: linear, and equal times stay in the order of the datasets.

@@ -73,7 +73,7 @@ def split_ranges(weights: Sequence[float], num_documents: int) -> list[tuple[int
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     """The smallest E >= 1 with E * tokens_per_epoch >= num_samples * seq_length + 1."""
-    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+    return -(-(num_samples * seq_length + 1) // tokens_per_epoch)
 
 
 def refuse_too_many(name: str, num_samples: int, nbytes: int) -> None:
@@ -130,8 +130,7 @@ def build_sample_idx(sizes: npt.NDArray[np.int32], seq_length: int, num_samples:
     Token k of the stream lies in the first document whose end is beyond k: one binary search per sample over the ends.
     """
     ends = np.cumsum(sizes, dtype=np.int64)
-    is_wide = max(len(sizes), int(sizes.max())) > _MAX_INT32
-    index = np.empty((num_samples + 1, 2), dtype=np.int64 if is_wide else np.int32)
+    index = np.empty((num_samples + 1, 2), dtype=np.int64 if len(sizes) > _MAX_INT32 else np.int32)
     for first in range(0, len(index), _CHUNK):
         rows = index[first : first + _CHUNK]
         first_tokens = np.arange(first, first + len(rows), dtype=np.int64) * seq_length
@@ -152,6 +151,5 @@ def _shuffled_samples(first: int, total: int, random: np.random.RandomState) -> 
     """0..total in random order, the samples before `first` among themselves and the rest among themselves."""
     order = np.arange(total, dtype=np.uint32 if total < _MAX_UINT32 - 1 else np.int64)
     random.shuffle(order[:first])
-    if first < total:
-        random.shuffle(order[first:])
+    random.shuffle(order[first:])
     return order
