@@ -39,7 +39,13 @@ def golden(tmp_path):
     return tmp_path / "g"
 
 
-def test_writer_equals_the_hand_made_file(tmp_path):
+@pytest.fixture(params=[1 << 20, 1])
+def chunk(request, monkeypatch):
+    """How many entries of an index are worked off at a time."""
+    monkeypatch.setattr(mmidx, "_CHUNK", request.param)
+
+
+def test_writer_equals_the_hand_made_file(tmp_path, chunk):
     with IndexedDatasetWriter(tmp_path / "new" / "w", np.uint16) as writer:
         writer.add_sequence(TOKENS[0])
         writer.add_sequence(np.array(TOKENS[1]))
@@ -87,6 +93,13 @@ def test_what_is_written_is_read(tmp_path_factory, documents, dtype):
     data = IndexedDataset(prefix)
     assert [data.get(i).tolist() for i in range(len(data))] == [s for d in documents for s in d]
     assert np.diff(data.doc_idx).tolist() == [len(d) for d in documents]
+
+
+def test_sequences_that_are_documents_need_no_boundaries(tmp_path, chunk):
+    parts = [(np.array(sizes, np.int32), None) for sizes in ([3, 1], [], [2])]
+    write_index(tmp_path / "a.idx", np.dtype("<u2"), parts)
+    write_index(tmp_path / "b.idx", np.dtype("<u2"), [(np.array([3, 1, 2], np.int32), np.arange(4))])
+    assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
 
 
 def test_megatrons_choice_of_dtype():
@@ -160,7 +173,7 @@ SIZES, POINTERS, DOCS = 34, 34 + 12, 34 + 12 + 24
         (patched(DOCS + 8, struct.pack("<q", 4)), "do not rise from 0 to 3"),
     ],
 )
-def test_damaged_index_is_one_clear_error(golden, content, message):
+def test_damaged_index_is_one_clear_error(golden, content, message, chunk):
     golden.with_suffix(".idx").write_bytes(content)
     with pytest.raises(ValueError, match=f"g.idx .*{message}.*preprocess_data.py"):
         IndexedDataset(golden)

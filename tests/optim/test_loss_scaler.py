@@ -56,6 +56,12 @@ def test_overflow_at_the_smallest_scale_raises_with_advice():
         scaler.update(True)
 
 
+def test_the_last_halving_stops_at_the_smallest_scale():
+    scaler = LossScaler(3.0, dynamic=True, min_scale=2.0, hysteresis=1)
+    scaler.update(True)
+    assert scaler.scale == 2.0
+
+
 def test_static_scale_never_moves_and_a_broken_run_ends():
     scaler = LossScaler(8.0)
     for overflow in [True, False] * 30 + [True] * 19:
@@ -74,6 +80,13 @@ def test_state_continues_exactly():
         a.update(outcome)
         b.update(outcome)
     assert a.scale == b.scale == 256.0
+
+
+@pytest.mark.parametrize("was_dynamic, is_dynamic", [(False, True), (True, False)])
+def test_a_scale_of_another_kind_is_not_continued(was_dynamic, is_dynamic):
+    scaler = LossScaler(256.0, dynamic=is_dynamic)
+    scaler.load_state_dict(LossScaler(1.0, dynamic=was_dynamic).state_dict())
+    assert scaler.scale == 256.0
 
 
 @pytest.mark.parametrize(
