@@ -257,6 +257,7 @@ def static_case() -> None:
             broken = step == 1 and rank == 0
             one_step(engine, x_of(rank, torch.float16), times=float("inf") if broken else 1.0)
             assert optimizer.overflow == (step == 1)
+            assert optimizer.loss_scale_config.cur_iter == step + 1
         results.append((engine.module_state_dict(), engine.skipped_steps, scales))
         assert engine.dynamic_loss_scale() == ("loss_scale" not in section) and engine.loss_scale() == 128.0
     (static, *rest), (dynamic, *others) = results

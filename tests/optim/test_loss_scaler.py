@@ -71,15 +71,16 @@ def test_static_scale_never_moves_and_a_broken_run_ends():
         scaler.update(True)
 
 
-def test_state_continues_exactly():
+@pytest.mark.parametrize("before, after, scale", [("..x", "x...", 256.0), ("..", ".", 512.0), ("...", ".", 512.0)])
+def test_state_continues_exactly(before, after, scale):
     a, b = (LossScaler(256.0, dynamic=True, window=3) for _ in range(2))
-    for outcome in (False, False, True):
-        a.update(outcome)
+    for outcome in before:
+        a.update(outcome == "x")
     b.load_state_dict(a.state_dict())
-    for outcome in (True, False, False, False):
-        a.update(outcome)
-        b.update(outcome)
-    assert a.scale == b.scale == 256.0
+    for outcome in after:
+        a.update(outcome == "x")
+        b.update(outcome == "x")
+    assert a.scale == b.scale == scale
 
 
 @pytest.mark.parametrize("was_dynamic, is_dynamic", [(False, True), (True, False)])
@@ -102,3 +103,7 @@ def test_a_scale_of_another_kind_is_not_continued(was_dynamic, is_dynamic):
 def test_contradictory_precision_flags_are_refused(flags):
     with pytest.raises(ValueError, match="--"):
         PrecisionConfig(**flags)
+
+
+def test_a_loss_scale_of_0_is_dynamic():
+    assert LossScaler.from_config(PrecisionConfig(fp16=True, loss_scale=0.0)).dynamic
