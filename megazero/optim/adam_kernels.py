@@ -197,7 +197,7 @@ def _threads(process: int, number: int) -> ThreadPoolExecutor:
 def split(numel: int, parts: int, multiple: int) -> list[tuple[int, int]]:
     """Ranges [start, stop) that cover `numel` elements, at most `parts`, cut at multiples of `multiple`."""
     size = max(1, -(-numel // (parts * multiple))) * multiple
-    return [(start, min(numel, start + size)) for start in range(0, numel, size)] or [(0, 0)]
+    return [(start, min(numel, start + size)) for start in range(0, numel, size)]
 
 
 def _coefficients(settings: AdamSettings, step: float, scale: float) -> tuple[Any, ...]:
