@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import comm, mpu
+from megazero import comm, mpu, utils
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
@@ -197,6 +197,17 @@ def test_bf16_weights_follow_fp32_master_weights(one_rank):
     assert model.weight.item() == 1.0625
 
 
+@pytest.mark.parametrize(("clip", "want"), [(0.0, 1.0), (0.25, 0.25), (4.0, 1.0)])
+def test_gradients_are_scaled_to_the_largest_norm_only_where_they_exceed_it(one_rank, clip, want):
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    engine = make_engine(model, factory=lambda groups: torch.optim.SGD(groups, lr=1.0), clip_grad=clip)
+    engine.backward(engine(torch.ones(1, 1)).sum())
+    engine.step()
+    assert engine.get_global_grad_norm() == 1.0
+    assert before - model.weight.item() == pytest.approx(want, rel=1e-5)
+
+
 def test_overflow_skips_step_and_halves_scale_and_a_clean_step_is_applied(one_rank, caplog):
     caplog.set_level("INFO")
     torch.manual_seed(0)
@@ -214,6 +225,16 @@ def test_overflow_skips_step_and_halves_scale_and_a_clean_step_is_applied(one_ra
     assert engine.was_step_applied() and engine.lr_scheduler.steps == 1
     torch.testing.assert_close(engine.get_global_grad_norm(), (2 * 0.25**2 + 1) ** 0.5)
     torch.testing.assert_close(model.weight.detach(), (before.float() - 0.3 * 0.25).half(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("wide", [0, 1])
+def test_master_weights_keep_what_16_bits_cannot_hold_of_each_fp32_parameter(one_rank, stage, wide):
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1 - wide].to(torch.bfloat16)
+    before = model[wide].weight.detach().clone()
+    engine = make_engine(model, zero=ZeroConfig(stage=stage), zero_units=[], dtype=torch.bfloat16)
+    assert len(engine.buckets) == 1 and torch.equal(utils.safe_get_full_fp32_param(engine.module[wide].weight), before)
 
 
 class CountingScheduler:

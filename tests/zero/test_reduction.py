@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megazero import mpu
 from tests.ranks import run_ranks
@@ -81,6 +82,35 @@ def check_what_is_gathered(overlap: bool) -> None:
 
 def test_the_next_unit_is_gathered_while_one_computes():
     run_ranks(2, ahead_case)
+
+
+class Branches(nn.Module):
+    """Two units, of which a loss reaches those that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+        return torch.stack([self.branches[index](x).sum() for index in wanted]).sum()
+
+
+def second_loss_case() -> None:
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    x = torch.tensor([[1.0, 2.0, 4.0]]) * (1 + rank)
+    for stage in (0, 1, 2):
+        engine = make_engine(Branches(), stage, zero_units=[nn.Linear])
+        engine.backward(engine(x, [0, 1]))
+        engine.backward(engine(x, [rank]))  # the other branch's sum is there already, and nothing is to be added here
+        for index in (0, 1):
+            factor = ((1 + 2) + (1 + index)) / 2  # both ranks' first loss, and the second of one of them
+            got = engine.full_grad(f"branches.{index}.weight")
+            assert torch.equal(got, factor * torch.tensor([[1.0, 2.0, 4.0]])), stage
+
+
+def test_a_second_loss_before_the_step_is_added_once_on_whichever_ranks_it_reaches_a_unit():
+    run_ranks(2, second_loss_case)
 
 
 def division_case() -> None:
