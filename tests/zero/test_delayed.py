@@ -132,6 +132,18 @@ def test_a_write_beside_a_delayed_update_is_refused_instead_of_lost(one_rank):
         engine.optimizer.finish()
 
 
+def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank):
+    engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1}, dtype=torch.bfloat16)
+    frozen, trained = engine.module.blocks[0][0].weight, engine.module.blocks[0][2].weight
+    frozen.requires_grad_(False)
+    before = frozen.clone(), trained.clone()
+    for ids in token_batches(3, 1, 1)[:, 0, 0]:
+        engine.backward(engine(ids))
+        engine.step()
+    engine.optimizer.finish()
+    assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
+
+
 def hooked_adamw(groups) -> torch.optim.Optimizer:
     adamw = torch.optim.AdamW(groups, fused=True)
     adamw.register_step_post_hook(lambda *_: None)

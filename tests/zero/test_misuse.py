@@ -12,6 +12,7 @@ from torch import nn
 
 from megazero import mpu, utils, zero
 from megazero.engine import Engine, EngineStateError
+from megazero.zero.access import load_state_dict
 from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, run, token_batches
@@ -61,12 +62,13 @@ def test_gathered_parameters_leave_the_fp32_weights_of_what_did_not_change():
 def held_case() -> None:
     mpu.initialize_model_parallel(1)
     engine = fresh(3)
-    weight = engine.module.blocks[0].up.weight
+    weight, values = engine.module.blocks[0].up.weight, engine.module_state_dict()
     engine.backward(engine(my_batch()))
     for action in (
         engine.step,
         lambda: utils.safe_set_full_fp32_param(weight, torch.zeros(15, 5)),
         lambda: utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight)),
+        lambda: load_state_dict(engine.module, engine.buckets, values),
     ):
         with pytest.raises(RuntimeError, match="inside of GatheredParameters"), zero.GatheredParameters(weight):
             action()

@@ -102,6 +102,8 @@ def placement_case(
     offloaded = {bucket.unit for bucket in engine.buckets if bucket.is_offloaded}
     on_device = [unit for unit in (*range(4), ROOT) if unit not in offloaded]
     assert on_device == list(plan.optimizer_units)
+    assert {b.unit for b in engine.buckets if not b.weights.is_offloaded} == set(plan.shard_units)
+    assert all(b.gradient.home is b.optimizer_home for b in engine.buckets)
     return gathers, most / block_bytes(engine), on_device, list(plan.shard_units)
 
 
