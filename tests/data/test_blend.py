@@ -104,5 +104,8 @@ def test_too_short_datasets_are_refused(tmp_path):
     short = make_blend(tmp_path, None).datasets
     with pytest.raises(ValueError, match="samples, the blend needs 25 of it"):
         BlendedDataset(short, BlendOrder([1.0, 3.0], 100, "train"))
+    order = BlendOrder([1.0, 3.0], 100, "train")
+    order.counts = [len(dataset) for dataset in short]
+    BlendedDataset(short, order)  # just long enough
     with pytest.raises(ValueError, match="1 datasets, but weights for 2"):
         BlendedDataset(short[:1], BlendOrder([1.0, 3.0], 4, "train"))

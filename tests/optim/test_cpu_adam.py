@@ -176,6 +176,23 @@ def test_threads_do_not_change_a_bit(kernel, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(results(one), results(many), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "is_decoupled"),
+    [
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.Adam, {}, False),
+        (torch.optim.Adam, {"decoupled_weight_decay": True}, True),
+        (torch.optim.AdamW, {"fused": False}, None),
+        (torch.optim.AdamW, {"amsgrad": True}, None),
+        (torch.optim.AdamW, {"maximize": True}, None),
+    ],
+)
+def test_only_torchs_plain_fused_adam_is_stepped_by_these_kernels(kind, options, is_decoupled):
+    optimizer = kind(random_parameters([3]), **{"fused": True, **options})
+    settings = AdamSettings.of(optimizer, optimizer.param_groups[0])
+    assert (settings and settings.is_decoupled) == is_decoupled
+
+
 @pytest.mark.parametrize("numel, parts", [(0, 1), (64, 3), (640, 3), (1024, 4), (64 * 7, 16)])
 def test_split_covers_everything_once_in_whole_blocks(numel, parts):
     bounds = split(numel, parts, 64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megazero.optim.cpu_adam import CPUAdam
 from megazero.optim.muon import Muon, orthogonalized
 from megazero.zero.param_groups import hidden_matrices
 
@@ -96,6 +97,32 @@ def test_hooks_run_once_in_a_step():
     loss_of(model, torch.zeros(2, 5, dtype=torch.int64)).backward()
     optimizer.step()
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("kind", [Muon, CPUAdam])
+def test_a_closure_runs_first_with_gradients_and_its_value_is_returned(kind):
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    called, plain = make_model(), make_model()
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(called, tokens)
+        loss.backward()
+        return loss
+
+    loss = kind(called.parameters()).step(closure)
+    optimizer = kind(plain.parameters())
+    want = loss_of(plain, tokens)
+    want.backward()
+    optimizer.step()
+    torch.testing.assert_close((loss, called.state_dict()), (want, plain.state_dict()), rtol=0, atol=0)
+
+
+def test_a_matrix_without_a_gradient_stays():
+    used, unused = (nn.Parameter(torch.eye(2)) for _ in range(2))
+    optimizer = Muon([{"params": [unused, used], "use_muon": True}])
+    used.sum().backward()
+    optimizer.step()
+    assert torch.equal(unused, torch.eye(2)) and not torch.equal(used, torch.eye(2))
 
 
 def test_an_orthogonalized_matrix_has_singular_values_near_1_and_the_same_singular_vectors():
