@@ -35,7 +35,9 @@ def script(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", ["merge_jsons", "group_duplicates_url"])
+@pytest.mark.parametrize(
+    "name", ["merge_jsons", "group_duplicates_url", "group_duplicate_url", "filter_ngrams", "merge_data"]
+)
 def test_the_scripts_run_as_modules_too(name):
     command = [sys.executable, "-m", f"data_tools.{name}", "--help"]
     done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
