@@ -189,9 +189,6 @@ def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> M
     )
 
 
-GRADIENTS = "  (from backward to the update)"
-
-
 def memory_rows(plan: MemoryPlan, measured: Mapping[str, int]) -> list[tuple[str, str]]:
     """Planned and measured bytes side by side, as (name, value) rows of a table.
 
@@ -206,7 +203,7 @@ def memory_rows(plan: MemoryPlan, measured: Mapping[str, int]) -> list[tuple[str
             f"gradients (G){_at(plan.optimizer_home) if plan.reduced else ''}",
             "G",
             plan.gradients + plan.reduced,
-            GRADIENTS,
+            "  (from backward to the update)",
         ),
         (f"optimizer (O){_at(plan.optimizer_home)}", "O", plan.optimizer, late),
         ("buffers, at most", "buffers", plan.transient, ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -70,11 +69,12 @@ class Orthogonal:
         """Replaces the directions of all matrices; the next bucket's are gathered while this one's are worked on."""
         buckets = self._buckets
         loads = [0] * self._optimizer.buckets[0].channel.num_ranks
-        coming = self._gather(buckets[0]) if buckets else None
+        gathers = map(self._gather, buckets)  # each starts when it is asked for
+        coming = next(gathers, None)
         leaving: tuple[Bucket, Tensor, Work] | None = None
-        for bucket, after in zip_longest(buckets, buckets[1:]):
+        for bucket in buckets:
             assert coming is not None
-            (whole, work), coming = coming, None if after is None else self._gather(after)
+            (whole, work), coming = coming, next(gathers, None)
             if work is not None:
                 work.wait()
             self._work_on(bucket, whole, loads)
