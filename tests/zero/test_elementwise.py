@@ -82,3 +82,50 @@ def test_this_list_is_the_engines():
     from megazero.zero.optimizer import _TORCH_ELEMENTWISE
 
     assert {kind.__name__ for kind in _TORCH_ELEMENTWISE} == set(OPTIMIZERS)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """As apex's: it counts steps in its groups, and its state has moments only."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.square(), 0.001)
+                root = (state["exp_avg_sq"] / (1 - 0.999**step)).sqrt().add_(1e-8)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - 0.9**step))
+
+
+FusedAdam.__module__ = "apex.optimizers.fused_adam"
+
+
+def apex_case(directory: str) -> None:
+    groups = mpu.initialize_model_parallel(1)
+    want, steps = plain("AdamW", groups.data_parallel_size), batches(groups.data_parallel_size)
+    for stage in (0, 2, 3):
+        for first in (0, 2):
+            model = make_model()
+            zero = ZeroConfig(stage=stage)
+            engine = Engine(model, groups, FusedAdam, *weight_decay_groups(model, DECAY), zero=zero)
+            if first:
+                engine.load_checkpoint(f"{directory}/{stage}")
+            for batch in steps[first : first + 2]:
+                engine.backward(engine(batch[groups.data_parallel_rank]).square().mean())
+                engine.step()
+            engine.save_checkpoint(f"{directory}/{stage}")
+            got = engine.state_dict()
+            engine.destroy()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_apexs_adam_continues_its_count_of_steps_from_a_checkpoint(tmp_path):
+    run_ranks(2, apex_case, str(tmp_path))
