@@ -93,7 +93,7 @@ def column_linear(
     """
     if group.size() == 1:
         return F.linear(x, weight, bias)
-    x, weight, bias = as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias)
+    x, weight = as_autocast(x), as_autocast(weight)
     if sequence_parallel:
         return outside_graphs(_ColumnLinear.apply, x, weight, bias, group, True)
     if overlap and not torch.compiler.is_compiling():
