@@ -47,6 +47,27 @@ def mapping_case():
             (got_grad,) = torch.autograd.grad(got, form, incoming)
             assert_close(got_grad, want_grad.to(form.dtype), **tolerance)
             assert torch.equal(form, before) and torch.equal(incoming, incoming_before), "its input was written to"
+            assert all(y.untyped_storage().nbytes() == y.nbytes for y in (got, got_grad)), "more is kept than it needs"
+
+
+def kept_case():
+    group = dist.group.WORLD
+    layer = mpu.ColumnParallelLinear(4, 3 * group.size(), gather_output=False, sequence_parallel=True, group=group)
+    x = shared(2, 5, 4, seed=group.rank()).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).sum(), x)
+    assert grad.untyped_storage().nbytes() == x.nbytes
+    for is_trained in (True, False):
+        layer.weight.requires_grad_(is_trained)
+        kept: list[torch.Size] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved, kept=kept: kept.append(saved.shape), lambda _: None
+        ):
+            layer(x)
+        assert (x.shape in kept) == is_trained
+
+
+def test_a_column_layer_keeps_its_slice_and_that_only_for_the_gradient_of_its_weight():
+    run_ranks(2, kept_case)
 
 
 def second_derivative_case():
