@@ -74,8 +74,8 @@ class Engine:
         reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
-        ValueError: data-parallel ranks start with different weights, nothing is trainable, two units share a parameter, the
-            optimizer is not elementwise, or the groups do not make up the world.
+        ValueError: data-parallel ranks start with different weights, nothing is trainable, the optimizer is not elementwise, or
+            the groups do not make up the world.
     """
 
     optimizer: Any

@@ -134,7 +134,7 @@ def plan_memory(
             process's.
 
     Raises:
-        ValueError: a size is out of range, or two units share a parameter.
+        ValueError: a size is out of range.
     """
     settings = StateSettings(
         zero,

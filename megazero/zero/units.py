@@ -171,6 +171,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
 
+    A parameter that several units share is the root's.
     Small buckets may be merged afterwards: see `share_buckets`.
 
     Args:
@@ -180,9 +181,6 @@ def plan_buckets(
         dtype: of the buckets' P, to which floating-point parameters are converted; None keeps the parameters' own dtypes.
         matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
             AdamW two.
-
-    Raises:
-        ValueError: two units share a parameter.
     """
     unit_of, whole = _units_of_parameters(model, units), _persistent(model, zero)
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
@@ -263,18 +261,12 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
 
 
 def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
-    """The index of the unit that each parameter belongs to; the root's parameters are left out."""
-    names = {module: name for name, module in model.named_modules()}
+    """The index of the unit that each parameter belongs to. The root's are left out, and with them what several units share."""
     unit_of: dict[nn.Parameter, int] = {}
+    shared: set[nn.Parameter] = set()
     for index, unit in enumerate(units):
-        for name, parameter in unit.named_parameters():
-            if unit_of.setdefault(parameter, index) != index:
-                first, second = names[units[unit_of[parameter]]], names[unit]
-                raise ValueError(
-                    f"Parameter {name!r} is shared by units {first!r} and {second!r} of the model. A tied weight must lie in one "
-                    "unit, or in none: give zero_units=[...] with one module that holds both uses, or without these two."
-                )
-    return unit_of
+        shared.update(parameter for parameter in unit.parameters() if unit_of.setdefault(parameter, index) != index)
+    return {parameter: index for parameter, index in unit_of.items() if parameter not in shared}
 
 
 def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:

@@ -156,6 +156,17 @@ class FrozenToy(Toy):
         self.blocks[0].up.weight.requires_grad_(False)
 
 
+class TiedBlocksToy(Toy):
+    """Blocks share weights: the second has no other than the first's, the third one of them."""
+
+    def __init__(self, run: str = "plain") -> None:
+        super().__init__(run)
+        first, second, third = self.blocks
+        second.norm, second.up, second.down = first.norm, first.up, nn.Linear(15, 5)
+        second.down.weight, second.down.bias = first.down.weight, first.down.bias
+        third.up.weight = first.up.weight
+
+
 class Mlp(nn.Sequential):
     """OneFlow's example: 256-128-10 on vectors that the token ids choose."""
 
@@ -205,6 +216,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen layers": FrozenToy,
     "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
     "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),
+    "blocks that share weights": TiedBlocksToy,
+    "weights used twice, reentrant": lambda: TiedBlocksToy("reentrant"),
     "mlp 256-128-10": Mlp,
 }
 if find_spec("transformers"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from megazero import comm, mpu, utils
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
+from megazero.zero.units import ROOT
 from tests.model.plain_gpt2 import decay_groups
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Toy, token_batches
@@ -260,12 +263,36 @@ def test_non_elementwise_optimizer_is_refused_by_name(one_rank):
         make_engine(nn.Linear(2, 2), factory=lambda groups: torch.optim.LBFGS(groups[0]["params"]))
 
 
-def test_weight_shared_by_two_units_is_refused_by_name(one_rank):
-    model = nn.Module()
-    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    model.blocks[1].weight = model.blocks[0].weight
-    with pytest.raises(ValueError, match="'weight' is shared by units 'blocks.0' and 'blocks.1'"):
-        make_engine(model)
+class TiedUnits(nn.Module):
+    """Two units with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x).tanh())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_units_share_is_the_roots_and_trains_as_in_plain_torch(one_rank, stage):
+    torch.manual_seed(0)
+    model, x = TiedUnits(), torch.randn(4, 3)
+    plain = copy.deepcopy(model)
+    sgd = OPTIMIZERS["sgd"](plain.parameters())
+    engine = make_engine(model, zero=ZeroConfig(stage=stage))
+    homes = {segment.name: bucket.plan.unit for bucket in engine.buckets for segment in bucket.layout.segments}
+    assert homes["blocks.0.weight"] == ROOT != homes["blocks.0.bias"]
+    for _ in range(3):
+        loss, want = engine(x).square().sum(), plain(x).square().sum()
+        torch.testing.assert_close(loss, want)
+        engine.backward(loss)
+        engine.step()
+        sgd.zero_grad()
+        want.backward()
+        sgd.step()
+    torch.testing.assert_close(engine.state_dict(), plain.state_dict())
 
 
 def test_without_a_factory_nothing_is_trained_whatever_the_groups_say(one_rank):
