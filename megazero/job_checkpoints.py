@@ -18,7 +18,7 @@ from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
-from megazero.model.config import UNSEEN_IN_SHAPES
+from megazero.model.config import GPT2Config
 from megazero.option import flag_of
 
 logger = get_logger(__name__)
@@ -195,17 +195,17 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
 
 
 def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
+    """Names the flags that would make another model of the checkpoint's weights; their shapes tell only of some, and no flag."""
     saved = client.get("model")
-    if not isinstance(saved, dict):  # a user's own script may store something else under this name
+    if (
+        not isinstance(saved, dict) or "num_layers" not in saved
+    ):  # a user's own script may store something else by this name
         return
-    for name in UNSEEN_IN_SHAPES:
-        was, now = saved.get(name), getattr(job.config.model, name)
-        if was is not None and was != now:
-            flag = flag_of(name)
-            raise ValueError(
-                f"The checkpoint {path} was trained with {flag} {was}, now {now}: its weights would be another model, which no "
-                f"shape shows. Give {flag} {was}."
-            )
+    others = GPT2Config.of_saved(client, path).differences(job.config.model)
+    if others:
+        differ = ", ".join(f"{flag_of(name)} {was}, now {now}" for name, (was, now) in others.items())
+        given = " ".join(f"{flag_of(name)} {was}" for name, (was, _) in others.items())
+        raise ValueError(f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}.")
 
 
 def save(job: Job) -> None:

@@ -179,9 +179,8 @@ def _check_shapes(state: TrainingState, reader: Reader, places: dict[str, Place]
         raise ValueError(
             f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
             f"{first}: saved {list(saved[first]) if first in saved else 'nothing'}, model "
-            f"{list(wanted[first]) if first in wanted else 'nothing'}. Make the model of the sizes that it was trained with "
-            "(--num-layers, --hidden-size, --max-position-embeddings, the vocabulary), or load what is there of it: a "
-            "program by load_module_strict=False."
+            f"{list(wanted[first]) if first in wanted else 'nothing'}. Make the model of the sizes that it was trained with, or "
+            "load what is there of it by load_module_strict=False."
         )
 
 

@@ -13,7 +13,8 @@ Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
 BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
 
-# Fields that no shape of a parameter shows, and that make the same weights another model.
+# Fields that make another model: those that the shapes of its parameters show, and those that none does.
+SEEN_IN_SHAPES = ("num_layers", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size")
 UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
 
 
@@ -186,6 +187,14 @@ class GPT2Config:
     def recompute_mode(self) -> Recompute:
         """What backward recomputes, from `recompute` and `checkpoint_activations`."""
         return self.recompute or ("full" if self.checkpoint_activations else "none")
+
+    def differences(self, other: GPT2Config) -> dict[str, tuple[Any, Any]]:
+        """The fields that make `other` another model, with the values of both."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*SEEN_IN_SHAPES, *UNSEEN_IN_SHAPES)}
+        found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if "intermediate_size" in found:  # None is a width, too
+            found["intermediate_size"] = self.mlp_size, other.mlp_size
+        return {name: (own, others) for name, (own, others) in found.items() if own != others}
 
     @property
     def recomputed_together(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.model.config import UNSEEN_IN_SHAPES, GPT2Config
+from megazero.model.config import SEEN_IN_SHAPES, UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
 from tests.model.plain_gpt2 import PlainGPT2
@@ -74,9 +74,16 @@ def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_t
     config = GPT2Config(**ODD)
     for name, value in OTHERS.items():
         other = replace(config, **{name: value})
-        assert (other.full_shapes() == config.full_shapes()) == (name in UNSEEN_IN_SHAPES), name
+        assert name in (UNSEEN_IN_SHAPES if other.full_shapes() == config.full_shapes() else SEEN_IN_SHAPES), name
+        assert config.differences(other) == {name: (getattr(config, name), value)}
         assert getattr(other.for_inference(), name) == value, name
         assert config_to_huggingface(other) != config_to_huggingface(config), name
+
+
+def test_a_width_of_the_mlp_that_is_not_given_differs_from_no_equal_one():
+    default = GPT2Config(hidden_size=12, num_attention_heads=3)
+    assert not default.differences(replace(default, intermediate_size=48))
+    assert default.differences(replace(default, intermediate_size=20)) == {"intermediate_size": (48, 20)}
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
