@@ -157,7 +157,7 @@ def progress_bar(job: Job) -> Iterator[tqdm]:
 
 
 def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int, seconds: float) -> None:
-    """Logs and records the averages of the iterations since the last log line.
+    """Logs and records the averages of the iterations since the last log line. Every rank calls it.
 
     Args:
         losses: one per iteration.

@@ -5,11 +5,16 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model.config import SEEN_IN_SHAPES, UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
+from megazero.plan import Shape, plan_activations
 from tests.model.plain_gpt2 import PlainGPT2
+from tests.plan.test_activations import saved_bytes
 
 ODD = {
     "num_layers": 2,
@@ -68,7 +73,7 @@ OTHERS = {
 }
 
 
-def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face():
+def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face(one_rank):
     unsorted = {field.name for field in fields(GPT2Config)} ^ {*ALIKE, *OTHERS}
     assert not unsorted, "do they make another model of the same weights?"
     config = GPT2Config(**ODD)
@@ -77,13 +82,35 @@ def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_t
         assert name in (UNSEEN_IN_SHAPES if other.full_shapes() == config.full_shapes() else SEEN_IN_SHAPES), name
         assert config.differences(other) == {name: (getattr(config, name), value)}
         assert getattr(other.for_inference(), name) == value, name
-        assert config_to_huggingface(other) != config_to_huggingface(config), name
+        assert told_to_huggingface(other) != told_to_huggingface(config), name
 
 
 def test_a_width_of_the_mlp_that_is_not_given_differs_from_no_equal_one():
     default = GPT2Config(hidden_size=12, num_attention_heads=3)
     assert not default.differences(replace(default, intermediate_size=48))
     assert default.differences(replace(default, intermediate_size=20)) == {"intermediate_size": (48, 20)}
+
+
+def told_to_huggingface(config):
+    """What their config.json says, or why there is none."""
+    try:
+        return config_to_huggingface(config)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_makes_another_model_is_counted(one_rank, name):
+    """In parameters, FLOPs, and the bytes that the planner says are saved for the backward."""
+    plain = GPT2Config(**ODD, make_vocab_size_divisible_by=1, attention_dropout=0.0, hidden_dropout=0.0)
+    config = replace(plain, **{name: OTHERS[name]})
+    model, s = GPT2Model(config), config.max_position_embeddings
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == config.full_shapes()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # flash attention's are not counted
+        model(torch.zeros(2, s, dtype=torch.int64))
+    assert config.flops_per_token(s) == 3 * counter.get_total_flops() // (2 * s)
+    plan = plan_activations(config, Shape(3, s, 1, torch.float32, "cpu"), CheckpointSettings())
+    assert saved_bytes(model, 3, s) == plan.saved
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
@@ -96,8 +123,6 @@ def test_a_vocabulary_that_fits_is_not_padded():
 
 
 def test_flops_per_token_are_three_times_what_torch_counts_in_the_forward_pass():
-    from torch.utils.flop_counter import FlopCounterMode
-
     config = GPT2Config(
         num_layers=3,
         hidden_size=24,
