@@ -88,11 +88,11 @@ def test_abbreviations_are_not_guessed():
 
 
 def test_flags_that_do_not_apply_hide_no_others():
-    refused = "^--train-samples does not apply here: .* Drop it. --swiglu does not apply here: .* Drop it. "
+    refused = "^--train-samples does not apply here: .* Drop it. --mock-data does not apply here: .* Drop it. "
     with pytest.raises(ValueError, match=refused + "Unknown flag --num-layer. Did you mean --num-layers.$"):
-        load_config("--train-samples 100 --num-layer 3 --swiglu".split())
+        load_config("--train-samples 100 --num-layer 3 --mock-data".split())
     with pytest.raises(ValueError, match=refused + "argument --num-layers: invalid int value: 'three'"):
-        load_config("--train-samples 100 --num-layers three --swiglu".split())
+        load_config("--train-samples 100 --num-layers three --mock-data".split())
 
 
 @pytest.mark.parametrize("flag", sorted(REFUSED))

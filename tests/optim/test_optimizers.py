@@ -85,16 +85,16 @@ def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, me
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        (OptimizerConfig, "optimizer", "--optimizer must be one of adamw, muon, apex-adamw, got 'lion'"),
+        (OptimizerConfig, "optimizer", "--optimizer must be one of adamw, muon, apex-adamw, got 'none'"),
         (
             LRScheduleConfig,
             "lr_decay_style",
-            "--lr-decay-style must be one of constant, linear, cosine, WSD, got 'lion'",
+            "--lr-decay-style must be one of constant, linear, cosine, WSD, got 'none'",
         ),
-        (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style must be one of .*, minus_sqrt, got 'lion'"),
+        (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style must be one of .*, minus_sqrt, got 'none'"),
     ],
 )
 def test_configurations_refuse_what_is_none_of_their_choices(config, field, message):
     """Also in a script of one's own: it would train with another optimizer, or at a constant rate."""
     with pytest.raises(ValueError, match=message):
-        config(**{field: "lion"})
+        config(**{field: "none"})
