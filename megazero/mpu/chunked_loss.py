@@ -145,7 +145,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         if grad_weight is not None:
             grad_weight[ctx.columns :] = 0.0
-        scale = grad.reshape(-1).to(z.dtype)  # [tokens], with the loss scale: 16-bit d is as large as without chunks
+        scale = grad.reshape(-1)  # [tokens], with the loss scale: 16-bit d is as large as without chunks
         for part, column, is_here in _chunks(ids, ctx.columns, ctx.chunk_size):
             own = weight[part]
             total = (

@@ -93,7 +93,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         rows, local, is_own, largest, z = ctx.saved_tensors
         out = torch.empty_like(rows)  # [tokens, v/t]
         if ctx.columns:
-            scale = grad.reshape(-1).to(z.dtype)
+            scale = grad.reshape(-1)
             write_gradient(rows, ctx.columns, local, is_own[:, 0], largest, z, scale, out)
         else:
             out.zero_()
