@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero.config import ZeroConfig
+from megazero.zero.optimizer import refuse_untested
 from tests.model.plain_gpt2 import decay_groups
 from tests.ranks import run_ranks
 
@@ -129,3 +131,9 @@ def apex_case(directory: str) -> None:
 
 def test_apexs_adam_continues_its_count_of_steps_from_a_checkpoint(tmp_path):
     run_ranks(2, apex_case, str(tmp_path))
+
+
+def test_another_class_with_the_name_of_apexs_adam_is_refused():
+    kind = type("FusedAdam", (torch.optim.SGD,), {"__module__": "elsewhere"})
+    with pytest.raises(ValueError, match=r"elsewhere\.FusedAdam is not known to be elementwise"):
+        refuse_untested(kind([torch.zeros(1, requires_grad=True)]))
