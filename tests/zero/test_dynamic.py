@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -341,6 +342,24 @@ def frozen_case() -> None:
 def test_frozen_weights_are_whole_until_nothing_needs_them():
     """Where they are frozen later, one graph has two backwards, torch.autograd.grad goes first, or two forwards come first."""
     run_ranks(2, frozen_case)
+
+
+def test_neighbors_without_padding_between_them_keep_their_own_count_of_steps(one_rank):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    adamw = OPTIMIZERS["adamw"]([{"params": list(plain.parameters()), "weight_decay": 0.1}])
+    engine = make_engine(model, 1, zero_units=[])
+    assert len(engine.buckets) == 1
+    for is_trained in (True, False, True, True):
+        for one in (model, plain):
+            one[0].requires_grad_(is_trained)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        adamw.zero_grad()
+        plain(x).square().mean().backward()
+        adamw.step()
+    torch.testing.assert_close(engine.state_dict(), dict(plain.state_dict()), rtol=1e-6, atol=1e-7)
 
 
 def access_case(dtype: torch.dtype) -> None:
