@@ -113,6 +113,16 @@ def test_a_second_loss_before_the_step_is_added_once_on_whichever_ranks_it_reach
     run_ranks(2, second_loss_case)
 
 
+def test_a_gradient_waits_for_the_others_unless_it_keeps_a_larger_tensor_alive(one_rank):
+    engine = make_engine(nn.Linear(64, 64), 0, zero_units=[], decay=0.0)
+    (bucket,) = engine.buckets
+    segment = bucket.segment_of(engine.module.bias)
+    for grad, waits in ((torch.ones(64), True), (torch.ones(64, 64)[0], False)):
+        bucket.gradient.accumulate(segment, grad)
+        assert (bucket.gradient.whole is None) == waits
+        bucket.gradient.zero()
+
+
 def division_case() -> None:
     """Divisions by powers of two are exact; else the mean is the same to round-off."""
     mpu.initialize_model_parallel(1)
