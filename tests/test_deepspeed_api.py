@@ -236,14 +236,14 @@ def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_ref
     with pytest.raises(ZeroDivisionError):
         deepspeed.initialize(model=model, optimizer=own, config=config, lr_scheduler=lambda _: 1 / 0)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, config=config)  # which has both again
-    for _ in range(2):  # micro-batches
+    for _ in range(4):  # micro-batches, of two steps
         engine.backward(loss_of(engine(torch.ones(2, 6))))
         with pytest.raises(RuntimeError, match=r"given to an engine.*would train nothing. Call engine\.step\(\)"):
             own.step()
         with pytest.raises(RuntimeError, match=r"moves the learning-rate schedule.* Call engine\.step\(\)"):
             optimizer.step()
         engine.step()
-    assert engine.global_steps == 1
+    assert engine.global_steps == 2
     engine.destroy()
     own.step()  # the caller's again
 
