@@ -274,7 +274,10 @@ def test_sizes_that_cannot_be_cut_are_named():
     run_ranks(2, uneven_case)
 
 
-def test_layers_use_the_model_parallel_group_by_default(one_rank):
-    layer = mpu.ColumnParallelLinear(3, 4)
+@pytest.mark.parametrize(
+    "kind", [mpu.ColumnParallelLinear, mpu.RowParallelLinear, mpu.VocabParallelEmbedding, mpu.ParallelEmbedding]
+)
+def test_layers_use_the_model_parallel_group_by_default(one_rank, kind):
+    layer = kind(3, 4)
     assert layer.group is mpu.get_model_parallel_group()
     assert "3, 4" in repr(layer) and "ranks=1" in repr(layer)
