@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class MetricsWriter:
             file.write(_as_json({"iteration": iteration, "section": section, **scalars}))
 
     def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+        if "://" not in self._board.log_dir:
+            os.stat(self._board.log_dir)  # if it is gone, raise here: TensorBoard's thread would print a traceback
         for name, value in scalars.items():
             self._board.add_scalar(f"{section}/{name}", value, iteration)
         self._board.flush()

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -958,6 +959,18 @@ def test_a_tensorboard_folder_that_is_not_utf8_names_the_ways_out(tmp_path):
         OSError, match="--tensorboard-dir .* takes names in UTF-8 alone.*PYTHONUTF8=1.*--no-tensorboard"
     ):
         MetricsWriter(None, os.fsdecode(os.fsencode(tmp_path) + b"/s\xe4ve"), 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_folder_that_vanishes_ends_the_log_with_one_warning_and_no_traceback(tmp_path, caplog):
+    metrics = MetricsWriter(None, str(tmp_path / "board"), 0)
+    metrics.write(1, {"loss": 8.0}, "train")
+    shutil.rmtree(tmp_path / "board")
+    for iteration in (2, 3):
+        metrics.write(iteration, {"loss": 7.0, "lr": 1.0}, "train")
+    metrics.close()
+    (end,) = [record.getMessage() for record in caplog.records]
+    assert f"the log in {tmp_path / 'board'} ends at iteration 2, training goes on" in end
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
