@@ -96,6 +96,14 @@ def in_place_case():
     assert copies.number == (t > 1)
 
 
+def in_place_of_a_saved_tensor_case():
+    """What a backward still needs is not given up silently: its gradient would be wrong."""
+    y = torch.ones(3, requires_grad=True).exp()  # whose backward needs its result
+    total = mpu.reduce_from_model_parallel_region(y, dist.group.WORLD, in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.sum().backward()
+
+
 def second_derivative_case():
     """f then g of a cube over every rank's share, differentiated twice: as t cubes in one process."""
     group = dist.group.WORLD
@@ -129,6 +137,7 @@ def all_cases():
     second_derivative_case()
     if dist.get_world_size() == 2:
         bad_width_case()
+        in_place_of_a_saved_tensor_case()
     if dist.get_world_size() == 4:
         default_group_case()
 
