@@ -18,9 +18,13 @@ from megazero.files import write_whole, written_aside
 logger = logging.getLogger(__name__)
 
 
+# Of a StepReport: what is written under another name, or not at all.
+_NOT_SCALARS = ("iteration", "train_iters", "phases_s")
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """Averages over the iterations since the last log line."""
+    """Averages over the iterations since the last log line. Every field becomes a scalar of its name, unless it is None."""
 
     iteration: int
     train_iters: int
@@ -52,9 +56,8 @@ class StepReport:
 
     def scalars(self) -> dict[str, float]:
         """The known values of the report, as flat numbers by name."""
-        names = ("loss", "lr", "loss_scale", "grad_norm", "skipped", "tokens_per_s", "tflops", "mfu", "step_s")
-        known = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return {**known, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
+        values = {name: value for name, value in vars(self).items() if name not in _NOT_SCALARS and value is not None}
+        return {**values, **{f"time_s/{k}": v for k, v in self.phases_s.items()}}
 
 
 class MetricsWriter:

@@ -1,0 +1,31 @@
+"""The numbers of a log line, and of metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.metrics import StepReport
+
+NUMBERS = {
+    "step_s": 0.5,
+    "lr": 1e-3,
+    "loss": 2.5,
+    "loss_scale": 1.0,
+    "grad_norm": 0.25,
+    "skipped": 0,
+    "tokens_per_s": 640.0,
+    "tflops": 0.125,
+}
+
+
+@dataclass(frozen=True)
+class _WithOneMore(StepReport):
+    param_norm: float = 7.0
+
+
+def test_every_number_of_a_report_is_a_scalar_of_its_name_unless_it_is_not_known():
+    rest = {"iteration": 2, "train_iters": 8, "phases_s": {"forward": 0.125}}
+    assert StepReport(**NUMBERS, mfu=None, **rest).scalars() == {**NUMBERS, "time_s/forward": 0.125}
+    known = {**NUMBERS, "mfu": 0.5, "time_s/forward": 0.125}
+    assert StepReport(**NUMBERS, mfu=0.5, **rest).scalars() == known
+    assert _WithOneMore(**NUMBERS, mfu=0.5, **rest).scalars() == {**known, "param_norm": 7.0}
