@@ -6,11 +6,10 @@ import argparse
 import json
 import statistics
 import sys
-from importlib.metadata import distributions, version
 from typing import Any
 
 import torch
-from harness import MACHINE, legend, quartiles
+from harness import MACHINE, installed_versions, legend, quartiles
 from rank_sets import StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
@@ -88,14 +87,10 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "malloc": args.malloc,
         "device": f"{MACHINE}, 1 thread per rank, gloo",
         "torch": torch.__version__,
-        **{name: version(name) for name in ("deepspeed", "megatron-core") if _is_installed(name)},
+        **installed_versions(["deepspeed", "megatron-core"]),
         "steps": args.steps,
         "measured": MEASURED,
     }
-
-
-def _is_installed(package: str) -> bool:
-    return next(iter(distributions(name=package)), None) is not None
 
 
 def finish(result: dict[str, Any], groups: dict[str, dict[str, dict]]) -> None:

@@ -13,8 +13,8 @@ rotates, while the others sleep (with --together pair, one side and DDP: 12 x 76
 tables on stderr. CPU only, on Linux with glibc 2.33 or newer.
 
 DeepSpeed takes part when it can be imported. It wants a compiler, for C++ that it builds at its first use (half a minute), and
-DS_ACCELERATOR=cpu in the environment where it would find a GPU. So does Megatron-LM's library (`pip install --no-deps
-megatron-core`): megatron_side.py.
+DS_ACCELERATOR=cpu in the environment where it would find a GPU. Megatron-LM takes part when its library can be imported
+(`pip install --no-deps megatron-core`); megatron_side.py says how.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts  # noqa: E402
-from harness import MACHINE, in_turns, make_parser, quartiles, table  # noqa: E402
+from harness import MACHINE, in_turns, installed_versions, make_parser, quartiles, table  # noqa: E402
 
 from megazero.data.gpt2_bpe import find_gpt2_files  # noqa: E402
 from tests.data_tools.memory import peak_bytes  # noqa: E402
@@ -184,7 +183,7 @@ def main() -> None:
     """The command line."""
     args = parse_args()
     texts = read_texts(args.input)
-    versions = {name: found for name in PACKAGES if (found := _version(name))}
+    versions = installed_versions(PACKAGES)
     machine = {"machine": MACHINE, "python": platform.python_version(), "versions": versions}
     about = {"rounds": args.rounds, "workers": args.workers, "memory": args.memory}
     for question in args.questions:
@@ -194,13 +193,6 @@ def main() -> None:
         load = round(os.getloadavg()[0], 2)
         result = {"benchmark": "data_tools", "question": question, **about, question: found}
         print(json.dumps({**result, "load_average": load, **machine}), flush=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

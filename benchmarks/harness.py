@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def machine_of(device: torch.device) -> str:
     """What computes: the GPU's name, or this machine's processor and how many threads a rank has."""
     threads = counted(torch.get_num_threads(), "thread")
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{MACHINE}, {threads} a rank"
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The version of each of the packages that is installed."""
+    found = {name: next(iter(distributions(name=name)), None) for name in packages}
+    return {name: package.version for name, package in found.items() if package is not None}
 
 
 def make_parser(about: str | None, **sizes: int) -> argparse.ArgumentParser:

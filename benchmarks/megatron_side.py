@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import CLIP, DECAY, LR, Job, Side
-from plain_gpt2 import PlainGPT2
+from peers import CLIP, DECAY, LR, Job, TorchSide
+from plain_gpt2 import PlainGPT2, interleaved
 from torch import Tensor, nn
 
 DEVICE_WORDS = {
@@ -64,7 +64,7 @@ def on_cpu() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-class Megatron(Side):
+class Megatron(TorchSide):
     """A model under Megatron's DistributedDataParallel and optimizer, with fp32 gradients and master weights.
 
     Args:
@@ -72,6 +72,8 @@ class Megatron(Side):
         shards_optimizer: its distributed optimizer: each data-parallel rank updates a part (ZeRO-1). Gradients are reduced
             during backward, and new weights gathered during the next forward.
     """
+
+    autocasts = False
 
     def __init__(
         self, job: Job, tensor_parallel: int = 1, shards_optimizer: bool = False, sequence_parallel: bool = False
@@ -118,7 +120,6 @@ class Megatron(Side):
         for group in self.optimizer.param_groups:
             # What its schedule would set at each step, and the kernel of every side.
             group.update(weight_decay=DECAY * group["wd_mult"], fused=True)
-        self.norm = 0.0
 
     def build(self, job: Job) -> nn.Module:
         """The model, in fp32."""
@@ -126,29 +127,22 @@ class Megatron(Side):
         model.config = self.config
         return model
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch."""
-        return self.model(tokens, targets)
-
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of every micro-batch, clipping and update."""
-        from megatron.core.distributed import finalize_model_grads
-
+        """As on every side, into gradients that are cleared before."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        total, last = 0.0, len(tokens) - 1
-        for index, (x, y) in enumerate(zip(tokens, targets, strict=True)):
-            with contextlib.nullcontext() if index == last else self.model.no_sync():
-                loss = self.loss(x, y) / len(tokens)
-                loss.backward()
-            total += float(loss.detach())
+        return super().step(tokens, targets)
+
+    def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
+        """Gradients of all micro-batches but the last stay local."""
+        return contextlib.nullcontext() if is_last else self.model.no_sync()
+
+    def update(self) -> None:
+        """What is left of the reduction; its optimizer clips by itself."""
+        from megatron.core.distributed import finalize_model_grads
+
         finalize_model_grads([self.model])
         _, self.norm, _ = self.optimizer.step()
-        return total
-
-    def grad_norm(self) -> float:
-        """What the optimizer's step returned."""
-        return self.norm
 
     def close(self) -> None:
         """Ends its groups."""
@@ -216,9 +210,6 @@ def _copy_part(plain: PlainGPT2, model: Any, rank: int, size: int) -> None:
     def part(x: Tensor, dim: int = 0) -> Tensor:
         return x.chunk(size, dim)[rank]
 
-    def by_head(x: Tensor, head_dim: int) -> Tensor:  # [3 h, ...] of [3, n, d] -> [n, 3, d]
-        return x.unflatten(0, (3, -1, head_dim)).transpose(0, 1).flatten(0, 2)
-
     model.embedding.word_embeddings.weight.copy_(part(plain.wte.weight))
     model.embedding.position_embeddings.weight.copy_(plain.wpe.weight)
     pairs: list[tuple[Any, Any]] = [(model.decoder.final_layernorm, plain.ln_f)]
@@ -227,7 +218,7 @@ def _copy_part(plain: PlainGPT2, model: Any, rank: int, size: int) -> None:
         attention, mlp = theirs.self_attention, theirs.mlp
         for name in ("weight", "bias"):
             qkv, up = getattr(ours.qkv, name), getattr(ours.up, name)
-            getattr(attention.linear_qkv, name).copy_(part(by_head(qkv, ours.head_dim)))
+            getattr(attention.linear_qkv, name).copy_(part(interleaved(qkv, len(qkv) // 3 // ours.head_dim)))
             getattr(mlp.linear_fc1, name).copy_(part(up))
         for row, whole in ((attention.linear_proj, ours.proj), (mlp.linear_fc2, ours.down)):
             row.weight.copy_(part(whole.weight, 1))

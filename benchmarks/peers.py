@@ -76,7 +76,7 @@ class TorchSide(Side):
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     autocasts = True  # in bf16; else the model computes in bf16 by itself
-    norm: Tensor
+    norm: Tensor | float
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Forward and backward of every micro-batch, clipping, update."""
@@ -84,14 +84,22 @@ class TorchSide(Side):
         for index, (x, y) in enumerate(zip(tokens, targets, strict=True)):
             with self.gradient_sync(index == last):
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.job.bf16 and self.autocasts):
-                    loss = self.model(x, y) / len(tokens)
+                    loss = self.loss(x, y) / len(tokens)
                 loss.backward()
             total += float(loss.detach())
+        self.update()
+        return total
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a micro-batch."""
+        return self.model(tokens, targets)
+
+    def update(self) -> None:
+        """Clipping, and the optimizers' step."""
         self.norm = self.clip()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return total
 
     def gradient_sync(self, is_last: bool) -> contextlib.AbstractContextManager:
         """The context of one micro-batch."""
@@ -102,7 +110,7 @@ class TorchSide(Side):
         return nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
 
     def grad_norm(self) -> float:
-        """What `clip` returned."""
+        """What it was in the last update."""
         return float(self.norm)
 
 

@@ -61,3 +61,8 @@ def in_order(plain: PlainGPT2) -> list[Tensor]:
     for block in plain.blocks:
         layers += [block.ln1, block.qkv, block.proj, block.ln2, block.up, block.down]
     return [parameter.detach() for layer in [*layers, plain.ln_f] for parameter in layer.parameters()]
+
+
+def interleaved(stacked: Tensor, size: int) -> Tensor:
+    """Rows of Q, K and V [3 h, ...] so that each of `size` equal cuts (ranks, or heads) has its part of all three."""
+    return stacked.unflatten(0, (3, size, -1)).transpose(0, 1).flatten(0, 2).contiguous()

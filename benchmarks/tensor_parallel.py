@@ -29,7 +29,7 @@ from comparison import conditions, finish
 from data_parallel import EngineSide, play
 from harness import gpt2_config, make_parser, model_line
 from peers import CLIP, DECAY, LR, Entry, Job, Side, TorchSide
-from plain_gpt2 import PlainGPT2, decay_groups, in_order
+from plain_gpt2 import PlainGPT2, decay_groups, in_order, interleaved
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -78,11 +78,6 @@ class SplitGPT2(PlainGPT2):
             x = DTensor.from_local(x, self.mesh, [Replicate()])
         logits = F.linear(x.redistribute(placements=[Replicate()]), self.wte.weight)  # cut along the vocabulary
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def interleaved(stacked: Tensor, size: int) -> Tensor:
-    """Rows of Q, K and V [3 h, ...] so that each of `size` equal cuts has its heads' part of all three."""
-    return stacked.unflatten(0, (3, size, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 class Torch(TorchSide):
