@@ -197,9 +197,8 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
 def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     """Names the flags that would make another model of the checkpoint's weights; their shapes tell only of some, and no flag."""
     saved = client.get("model")
-    if (
-        not isinstance(saved, dict) or "num_layers" not in saved
-    ):  # a user's own script may store something else by this name
+    # A user's own script may store something else by this name.
+    if not isinstance(saved, dict) or "num_layers" not in saved:
         return
     others = GPT2Config.of_saved(client, path).differences(job.config.model)
     if others:
