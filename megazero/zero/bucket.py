@@ -90,7 +90,8 @@ class Bucket:
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
             view_of(whole, segment).copy_(parameters[segment.name].detach())
-        self.weights = Weights(plan, whole.to(plan.dtype), channel, param_home)
+        stays = plan.is_trainable and not self.is_offloaded  # on the device, where the master weights will be the shard
+        self.weights = Weights(plan, whole.to(plan.dtype), channel, None if stays else param_home)
         for parameter in parameters.values():
             set_bucket(parameter, self)
             parameter.grad = None  # left from an earlier backward, not part of the first step
@@ -120,9 +121,16 @@ class Bucket:
         else:
             master = home.hold(whole[self.owned_range].float(), copy=whole.dtype == torch.float32)
         self.states[MASTER] = master
-        if weights.shard is not None and not self._separate_master and _is_one_memory(weights.shard, master):
-            weights.shard = master
+        self._share_master()
         self._gradient = Gradient(self.plan, self.channel, weights.flat.device, home, self._predivide)
+
+    def _share_master(self) -> None:
+        """Has the master weights serve as the shard of P if O is on the device, where P is needed, or both rest in one memory."""
+        shard, master = self.weights.shard, self.states[MASTER]
+        if shard is None or self._separate_master:
+            return
+        if not self.is_offloaded or _is_one_memory(shard, master):
+            self.weights.rest_in(master, is_offloaded=self.is_offloaded and self.weights.is_offloaded)
 
     @property
     def is_trainable(self) -> bool:
@@ -303,13 +311,16 @@ class Bucket:
         return self.optimizer_home is not self._on_device
 
     def move_states(self, home: Home | None) -> None:
-        """Moves O to another home, and G too from the next reduction on; None is the device.
+        """Moves O to another home, and G too from the next reduction on; None is the device. The shard of P goes with O.
 
-        Call it between an update and a backward. Callers that hold views of the vectors must make them anew.
+        Call it between an update and a backward, while P is released. Callers that hold views of the vectors must make them anew.
         """
+        if home is not None and self.weights.shard is not None:
+            self.weights.move(home)  # before the master weights go, which may be the shard
         for key, vector in self.states.items():
             self.states[key] = moved(vector, home or self._on_device)
         self.optimizer_home = self.gradient.home = home or self._on_device
+        self._share_master()
 
     # ---- G
 

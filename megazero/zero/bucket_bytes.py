@@ -100,7 +100,7 @@ class StateSettings:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether fp32 parameters have separate master weights: if O is in other memory, or the update is delayed."""
+        """Whether fp32 parameters have separate master weights: if O is offloaded to other memory, or the update is delayed."""
         return self.optimizer_home != self.param_home or self.optimizer_home == "nvme" or self.zero.delays_update
 
     @property
@@ -114,7 +114,8 @@ class BucketBytes:
     """Bytes of one bucket on a rank.
 
     Attributes:
-        settings: the job's settings. For a bucket whose O stays on the device, they are changed as if no O were offloaded.
+        settings: the job's settings. For a bucket whose O stays on the device, they are changed as if nothing were offloaded,
+            because its master weights serve as the shard of P there.
     """
 
     plan: BucketPlan
@@ -122,9 +123,11 @@ class BucketBytes:
 
     @classmethod
     def of_all(cls, plans: Sequence[BucketPlan], settings: StateSettings) -> list[BucketBytes]:
-        """One for each planned bucket; `offload_optimizer_ratio` decides whose O is offloaded."""
-        kept = kept_on_device(plans, settings.zero.offload_optimizer_ratio)
-        here = settings.with_zero(offload_optimizer="none", offload_optimizer_ratio=1.0, delayed_param_update=0)
+        """One for each planned bucket."""
+        kept = kept_on_device(settings.zero, plans)
+        here = settings.with_zero(
+            offload_optimizer="none", offload_param="none", offload_optimizer_ratio=1.0, delayed_param_update=0
+        )
         return [cls(plan, here if index in kept else settings) for index, plan in enumerate(plans)]
 
     # ---- P, G and O: all exist from the first gradient to the update; between steps P and O do
@@ -373,7 +376,7 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     tile, dtype = offloaded_tile(zero, plans), plans[0].dtype
     if settings.optimizer_home == "nvme":
         total += math.prod(optimizer_buffers(zero, plans))
-    if settings.param_home == "nvme":
+    if any(need.settings.param_home == "nvme" for need in needs):
         total += math.prod(param_buffers(zero, plans))
     there = [need.owned for need in needs if need.persistent or settings.param_home == "accelerator"]
     if settings.has_link(settings.optimizer_home):

@@ -10,19 +10,21 @@ use, and every static split that pins the first k units.
 Memory is allotted in this order:
 
 1. what each moment needs and the next one will need;
-2. a share of the remaining margin: optimizer shards of the first units, then shards of their parameters;
+2. a share of the remaining margin: optimizer shards of the first units, whose master weights then serve as the shards of their
+   parameters, and after them shards of frozen parameters;
 3. parameters that stay until they are used again;
 4. fetches further ahead.
 
 States come before stays because they save more per byte. 18 bytes that rest on the device save an element of a bf16 model some 30
 bytes of host memory traffic, in an update that nothing hides, and the gradient's transfer to the host. The same bytes lent to
-parameters save as many bytes of a fetch, which overlaps computing.
+parameters save as many bytes of a fetch, which overlaps computing. A unit whose states all rest on the device needs no transfer,
+so it is the first to be dropped.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from megazero.zero.gemini_trace import Moment, Trace
@@ -112,18 +114,27 @@ def static_split(trace: Trace, pinned: Iterable[int]) -> Key:
     return lambda unit, now: recency(unit, now) - (NEVER if unit in kept else 0)
 
 
-def fetched_bytes(trace: Trace, stays: Iterable[Stay]) -> int:
-    """Bytes that these stays transfer to the device."""
-    return sum(trace.nbytes[stay.unit] for stay in stays)
+def dropping_first(units: Collection[int], key: Key) -> Key:
+    """Drops these units before any other one, and otherwise decides by `key`."""
+    return lambda unit, now: key(unit, now) + (2 * NEVER if unit in units else 0)
 
 
-def best_stays(trace: Trace, budget: int) -> list[Stay]:
+def fetched_bytes(trace: Trace, stays: Iterable[Stay], at_rest: Collection[int] = ()) -> int:
+    """Bytes that these stays transfer to the device; of units in `at_rest`, whose shards are there, none."""
+    return sum(trace.nbytes[stay.unit] for stay in stays if stay.unit not in at_rest)
+
+
+def best_stays(trace: Trace, budget: int, at_rest: Collection[int] = ()) -> list[Stay]:
     """The stays that fetch the fewest bytes: the optimum if all units have one size, else the best of the policies above."""
-    stays, firsts = simulate(trace, budget, furthest_next_use(trace)), list(_uses(trace))
+
+    def stays_of(key: Key) -> list[Stay]:
+        return simulate(trace, budget, dropping_first(at_rest, key))
+
+    stays, firsts = stays_of(furthest_next_use(trace)), [unit for unit in _uses(trace) if unit not in at_rest]
     if len({trace.nbytes[unit] for unit in firsts}) <= 1:
         return stays
     keys = [least_recent_use(trace), *(static_split(trace, firsts[:k]) for k in range(1, len(firsts) + 1))]
-    return min([stays, *(simulate(trace, budget, key) for key in keys)], key=lambda s: fetched_bytes(trace, s))
+    return min([stays, *map(stays_of, keys)], key=lambda s: fetched_bytes(trace, s, at_rest))
 
 
 # ---- the plan
@@ -137,11 +148,11 @@ class Plan:
         moments: those of the traced iteration.
         fetch: for each moment, the units whose transfers start then, in this order.
         on_device: for each moment, the units there, including those on their way; others are dropped before anything is fetched.
-        optimizer_units: units whose optimizer shards rest on the device.
-        shard_units: units whose parameter shards rest there as well, and so need no transfer at all.
+        optimizer_units: units whose optimizer shards rest on the device, and with them the shards of their trained parameters.
+        shard_units: units whose shards of frozen parameters rest there.
         margin: bytes in excess of what each moment needs and the next one will need.
-        fetches: number of fetches per iteration.
-        fetched_bytes: bytes of these fetches.
+        fetches: number of fetches per iteration that are transfers: of units that do not rest on the device.
+        fetched_bytes: bytes of these transfers.
         peak_bytes: most bytes on the device at any moment, everything included; at most `budget`.
     """
 
@@ -170,7 +181,8 @@ def plan_placement(
     Args:
         budget: bytes on the device that this process may use.
         optimizer_bytes: bytes of each unit's optimizer shard, in the order of the units; the first ones get the margin.
-        shard_bytes: bytes of each unit's parameter shard, in the same order; they get what is left when all optimizer shards fit.
+        shard_bytes: bytes of each unit's shard of frozen parameters, in the same order; they get what is left when all optimizer
+            shards fit.
         gpu_margin_mem_ratio: share of the margin that these states may take.
 
     Raises:
@@ -185,7 +197,8 @@ def plan_placement(
     reserved = sum(optimizer_bytes[unit] for unit in optimizers)
     shards = first_that_fit(shard_bytes, room - reserved) if len(optimizers) == len(optimizer_bytes) else ()
     reserved += sum(shard_bytes[unit] for unit in shards)
-    stays = best_stays(trace, budget - reserved)
+    at_rest = {unit for unit in optimizers if not shard_bytes.get(unit)} | (set(shards) & set(optimizers))
+    stays = best_stays(trace, budget - reserved, at_rest)
     held = _held(trace, stays)
     stays = _ahead(trace, stays, [budget - reserved - now for now in held])
     on_device = tuple(
@@ -199,8 +212,8 @@ def plan_placement(
         shards,
         budget,
         margin,
-        len(stays),
-        fetched_bytes(trace, stays),
+        sum(stay.unit not in at_rest for stay in stays),
+        fetched_bytes(trace, stays, at_rest),
         max(_held(trace, stays), default=0) + reserved,
     )
 

@@ -32,7 +32,7 @@ class Homes:
     Attributes:
         optimizer: the home of O for buckets whose O is offloaded.
         tile_numel: elements of O that come to hand at a time; None if O is at hand anyway.
-        kept: indices, among the plans, of the buckets whose O stays on the device.
+        kept: indices, among the plans, of the trained buckets whose O stays on the device.
         link: the link between the homes and the device, if they do not share one memory.
     """
 
@@ -54,12 +54,12 @@ class Homes:
         is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
         if config.offload_param != "none" and is_split and is_trained:
             logger.warning(
-                "--offload-param %s frees nothing on the device while --offload-optimizer is none: the fp32 master weights there "
-                "would be the shards of the parameters. Offload the optimizer as well.",
+                "--offload-param %s has no effect on trained parameters while --offload-optimizer is none: the fp32 master "
+                "weights on the device serve as their shards. Offload the optimizer as well.",
                 config.offload_param,
                 extra=ALIKE,
             )
-        kept = kept_on_device(plans, config.offload_optimizer_ratio)
+        kept = kept_on_device(config, plans)
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
             link = Link.to(comm.local_device(), pin)
         if "nvme" in (config.offload_param, config.offload_optimizer):
@@ -98,17 +98,22 @@ class Homes:
 def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
     """The least that this rank's swap file will hold: master weights, Adam's two moments, and shards of P."""
     states = 3 * FP32_BYTES * _offloaded_numel(config, plans) if config.offload_optimizer == "nvme" else 0
-    shards = [plan.layout.shard_numel * plan.dtype.itemsize for plan in plans if config.offload_param == "nvme"]
-    return states + sum(shards)
+    kept = kept_on_device(config, plans)
+    away = [plan for index, plan in enumerate(plans) if index not in kept] if config.offload_param == "nvme" else []
+    return states + sum(plan.layout.shard_numel * plan.dtype.itemsize for plan in away)
 
 
-def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[int]:
-    """Indices in `plans` of the trained buckets whose O stays: first units, then the root, as long as there is room.
+def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset[int]:
+    """Indices in `plans` of the trained buckets whose O stays on the device, where its master weights are the shard of P.
 
-    Args:
-        offloaded: least share of O that leaves the device.
+    All of them if O is not offloaded; else first units, then the root, as long as at least `offload_optimizer_ratio` leaves.
     """
-    trained = [index for index, plan in enumerate(plans) if plan.is_trainable]
+    trained, offloaded = (
+        [index for index, plan in enumerate(plans) if plan.is_trainable],
+        config.offload_optimizer_ratio,
+    )
+    if config.offload_optimizer == "none":
+        return frozenset(trained)
     forward = sorted(trained, key=lambda index: (plans[index].unit == ROOT, plans[index].unit))
     sizes = {index: plans[index].layout.shard_numel for index in forward}
     return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()
@@ -116,7 +121,7 @@ def kept_on_device(plans: Sequence[BucketPlan], offloaded: float) -> frozenset[i
 
 def _offloaded_numel(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
     """Elements of O that leave the device."""
-    kept = kept_on_device(plans, config.offload_optimizer_ratio)
+    kept = kept_on_device(config, plans)
     return sum(plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept)
 
 

@@ -57,7 +57,9 @@ class MemoryPlan:
     reduced: int = 0  # G next to O, away from the accelerator
     staging: int = 0  # host memory through which offloaded states pass
     kept: int = 0  # part of O that stays on the accelerator while the rest is offloaded
-    persistent: int = 0  # part of P that stays whole on the accelerator, below stage 3's persistence threshold
+    kept_parameters: int = (
+        0  # part of P that rests on the accelerator while the rest is offloaded: with its O, or whole
+    )
 
     @property
     def optimizer(self) -> int:
@@ -67,8 +69,8 @@ class MemoryPlan:
     def states_at(self, home: str) -> int:
         """Bytes of the states that rest in `home`: "accelerator", "cpu" or "nvme"."""
         return (
-            (self.parameters - self.persistent if self.param_home == home else 0)
-            + (self.persistent + self.gradients + self.kept if home == "accelerator" else 0)
+            (self.parameters - self.kept_parameters if self.param_home == home else 0)
+            + (self.kept_parameters + self.gradients + self.kept if home == "accelerator" else 0)
             + (self.optimizer - self.kept + self.reduced if self.optimizer_home == home else 0)
         )
 
@@ -184,7 +186,9 @@ def memory_of_buckets(plans: Sequence[BucketPlan], settings: StateSettings) -> M
         kept=sum(
             need.master + need.moments for need in needs if need.settings.optimizer_home != settings.optimizer_home
         ),
-        persistent=sum(need.persistent for need in needs),
+        kept_parameters=sum(
+            need.parameters if need.settings.param_home != settings.param_home else need.persistent for need in needs
+        ),
         staging=staging_bytes(needs, settings) if plans else 0,
     )
 

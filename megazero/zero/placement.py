@@ -62,7 +62,8 @@ class Placement:
     ) -> None:
         self._schedule, self._optimizer, self._host = schedule, optimizer, host
         self._trained = [bucket for bucket in schedule.buckets if bucket.is_trainable]
-        self._sharded = [bucket for bucket in schedule.buckets if bucket.weights.shard is not None]
+        sharded = [bucket for bucket in schedule.buckets if bucket.weights.shard is not None]
+        self._frozen = [bucket for bucket in sharded if not bucket.is_trainable]  # the other shards go with O
         units = (*range(len(schedule.unit_sizes)), ROOT)  # in the order in which their states get room
 
         def by_unit(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict[int, int]:
@@ -74,12 +75,12 @@ class Placement:
         self.gemini = schedule.residency = Gemini(
             schedule.unit_sizes,
             config.gather_limits,
-            nbytes=by_unit(self._sharded, lambda bucket: bucket.weights.flat.nbytes),
+            nbytes=by_unit(sharded, lambda bucket: bucket.weights.flat.nbytes),
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,
             optimizer_bytes=by_unit(self._trained, _state_bytes),
-            shard_bytes=by_unit(self._sharded, _shard_bytes),
+            shard_bytes=by_unit(self._frozen, _shard_bytes),
             margin_ratio=config.gpu_margin_mem_ratio,
         )
         self._done: Plan | None = None
@@ -89,7 +90,7 @@ class Placement:
         placed = [bucket for bucket in self._trained if not bucket.is_offloaded]
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
-        shards = (bucket for bucket in self._sharded if not bucket.weights.is_offloaded)
+        shards = (bucket for bucket in self._frozen if not bucket.weights.is_offloaded)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, shards))
 
     def follow(self) -> None:
@@ -105,7 +106,7 @@ class Placement:
             for bucket in self._trained:
                 if bucket.is_offloaded == is_coming and (bucket.unit in plan.optimizer_units) == is_coming:
                     bucket.move_states(home)
-            for bucket in self._sharded:
+            for bucket in self._frozen:
                 if bucket.weights.is_offloaded == is_coming and (bucket.unit in plan.shard_units) == is_coming:
                     bucket.weights.move(home)
         self._optimizer.refresh()

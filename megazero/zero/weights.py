@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
-from megazero.zero.home import Home, MemoryHome, Vector, moved
+from megazero.zero.home import Home, MemoryHome, Vector
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
@@ -227,11 +227,24 @@ class Weights:
         return [self.flat] if ahead is None else [self.flat, ahead]
 
     def move(self, home: Home | None) -> None:
-        """Moves this rank's shard to another home; None is the device. Call it between two steps, while P is released."""
+        """Moves this rank's shard to another home, in P's dtype; None is the device.
+
+        Call it between two steps, while P is released.
+        """
+        assert self.shard is not None, "P is whole"
+        with self.shard.at_hand() as values:
+            there = (home or MemoryHome(self.flat.device)).hold(
+                values.to(self.flat.dtype), copy=self.shard.resident is None
+            )
+        self.rest_in(there, is_offloaded=home is not None)
+
+    def rest_in(self, shard: Vector, is_offloaded: bool) -> None:
+        """Makes `shard`, which has the same values, this rank's shard. The one so far is freed."""
         assert self.shard is not None, "P is whole"
         self.settle()
-        self.shard = moved(self.shard, home or MemoryHome(self.flat.device))
-        self.is_offloaded = home is not None
+        if self.shard is not shard:
+            self.shard.free()
+        self.shard, self.is_offloaded = shard, is_offloaded
 
     # ---- in-place writes of the user into whole parameters
 

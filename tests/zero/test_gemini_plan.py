@@ -53,7 +53,7 @@ def held_at(trace: Trace, plan: Plan, now: int) -> int:
     return sum(trace.nbytes[unit] for unit in plan.on_device[now]) + trace.moments[now].non_model
 
 
-def optimum(trace: Trace, budget: int) -> int:
+def optimum(trace: Trace, budget: int, at_rest: frozenset[int] = frozenset()) -> int:
     """Fewest bytes that any schedule fetches: all subsets that could stay at each moment, tried one by one."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for moment in trace.moments:
@@ -62,7 +62,8 @@ def optimum(trace: Trace, budget: int) -> int:
             for keep in _subsets(resident - {moment.unit}):
                 now = keep | {moment.unit}
                 if sum(trace.nbytes[unit] for unit in now) + moment.non_model <= budget:
-                    total = cost + (0 if moment.unit in resident else trace.nbytes[moment.unit])
+                    is_there = moment.unit in resident or moment.unit in at_rest
+                    total = cost + (0 if is_there else trace.nbytes[moment.unit])
                     following[now] = min(total, following.get(now, total))
         best = following
     return min(best.values())
@@ -111,6 +112,13 @@ def test_what_comes_to_the_device_is_fetched_once(case):
 def test_with_equal_sizes_the_plan_is_brute_forces_optimum(case):
     trace, budget = case
     assert plan_placement(trace, budget).fetched_bytes == optimum(trace, budget)
+
+
+@given(traces(equal=True, most_moments=10, most_units=5), st.frozensets(st.integers(0, 4)))
+@settings(max_examples=150)
+def test_with_equal_sizes_the_stays_are_the_optimum_too_where_some_units_need_no_transfer(case, at_rest):
+    trace, budget = case
+    assert fetched_bytes(trace, best_stays(trace, budget, at_rest), at_rest) == optimum(trace, budget, at_rest)
 
 
 @given(traces(equal=True))
@@ -175,7 +183,7 @@ def test_the_margin_takes_the_first_units_optimizer_shards_and_then_shards_of_pa
     assert plan.fetches == 5 and plan.peak_bytes == 95  # three units at a time beside 45 bytes of states
     plan = plan_placement(trace, 145, **sizes, gpu_margin_mem_ratio=0.7)
     assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2, 3), (0, 1))  # 60 + 10 of 0.7 x 105
-    assert plan.fetch[0] == (0, 1, 2, 3) and (plan.fetches, plan.peak_bytes) == (4, 130)
+    assert plan.fetch[0] == (0, 1, 2, 3) and (plan.fetches, plan.peak_bytes) == (2, 130)  # units 0 and 1 are there
     none = plan_placement(trace, 100, **sizes)
     assert none.optimizer_units == none.shard_units == () and none.fetches == 4
 

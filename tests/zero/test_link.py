@@ -42,7 +42,8 @@ def numbers_case(path: str, stages: tuple[int, ...], options: dict) -> None:
             with slow_link() as log:
                 got = run(Wide, stage, clip_grad=0.5, zero=delayed, **engine_options)
             compare(got, expected, f"stage {stage}, {home}", bitwise=True)
-            assert log, "the link was used"
+            is_used = home["offload_optimizer"] != "none"  # else the shards are master weights on the device
+            assert bool(log) == is_used
 
 
 def options_of(settings: dict, home: dict) -> dict:

@@ -289,6 +289,33 @@ def test_a_block_that_is_frozen_for_a_while_keeps_its_moments_on_nvme(tmp_path):
     run_ranks(2, unfreeze_case, str(tmp_path))
 
 
+def unfrozen_case(path: str) -> None:
+    """A block whose shard rests in a file is trained, from some step on, by an optimizer whose states are in memory."""
+    mpu.initialize_model_parallel(1)
+
+    def trained(home: dict) -> dict:
+        torch.manual_seed(0)
+        model = Wide()
+        model.blocks[0].requires_grad_(False)
+        engine = make_engine(model, 3, zero=home, dtype=torch.bfloat16)
+        (frozen,) = (bucket for bucket in engine.buckets if not bucket.is_trainable)
+        batches = token_batches(3, 1, 2)
+        dict(train(engine, batches[:1]))
+        in_file = engine.homes.swap.nbytes if home else 0
+        model.blocks[0].requires_grad_(True)
+        found = dict(train(engine, batches[1:]))
+        assert frozen.is_trainable and all(b.weights.shard is b.states[MASTER] for b in engine.buckets)
+        assert not any(bucket.weights.is_offloaded for bucket in engine.buckets) and (in_file > 0) == bool(home)
+        return found
+
+    in_files = {"offload_param": "nvme", "nvme_path": path}
+    compare(trained(in_files), trained({}), "unfrozen later", bitwise=True)
+
+
+def test_a_shard_in_a_file_gives_way_to_master_weights_in_memory_when_it_is_trained(tmp_path):
+    run_ranks(2, unfrozen_case, str(tmp_path))
+
+
 def refused_case(path: str) -> None:
     mpu.initialize_model_parallel(1)
     with pytest.raises(ValueError, match="Adagrad.*--offload-optimizer cpu"):

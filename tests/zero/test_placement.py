@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero import comm, mpu
+from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
 from megazero.zero.placement import placed
@@ -102,9 +103,10 @@ def placement_case(
     offloaded = {bucket.unit for bucket in engine.buckets if bucket.is_offloaded}
     on_device = [unit for unit in (*range(4), ROOT) if unit not in offloaded]
     assert on_device == list(plan.optimizer_units)
-    assert {b.unit for b in engine.buckets if not b.weights.is_offloaded} == set(plan.shard_units)
-    assert all(b.gradient.home is b.optimizer_home for b in engine.buckets)
-    return gathers, most / block_bytes(engine), on_device, list(plan.shard_units)
+    for bucket in engine.buckets:
+        assert bucket.gradient.home is bucket.optimizer_home and bucket.weights.is_offloaded == bucket.is_offloaded
+        assert bucket.is_offloaded or bucket.weights.shard is bucket.states[MASTER], "is the shard where O is"
+    return gathers, most / block_bytes(engine), on_device
 
 
 @pytest.mark.parametrize("model", [Wide, Recomputed])
@@ -112,7 +114,7 @@ def placement_case(
 def test_more_memory_means_fewer_gathers_and_never_other_numbers(world_size, model):
     # Each step runs 4 units forward and backward; those that are there when forward ends need no second gather.
     for blocks in (2, 3, 9):
-        for gathers, most, _, _ in run_ranks(world_size, placement_case, blocks, 0.0, None, model):
+        for gathers, most, _ in run_ranks(world_size, placement_case, blocks, 0.0, None, model):
             assert gathers == [7, *[8 - min(blocks, 4)] * 3], blocks
             assert most <= blocks
 
@@ -120,21 +122,50 @@ def test_more_memory_means_fewer_gathers_and_never_other_numbers(world_size, mod
 @pytest.mark.parametrize("model", [Wide, Backwards])
 def test_what_stays_for_the_next_micro_batch_is_what_runs_first_and_within_the_budget(model):
     for blocks in (2, 3, 9):
-        for gathers, most, _, _ in run_ranks(2, placement_case, blocks, 0.0, None, model, 3):
+        for gathers, most, _ in run_ranks(2, placement_case, blocks, 0.0, None, model, 3):
             assert gathers[1:] == [3 * (8 - min(blocks, 4)) - 2] * 3, blocks  # between three micro-batches one stays
             assert most <= blocks
 
 
 def test_optimizer_states_of_the_first_units_take_the_margin():
-    for _, _, on_device, shards in run_ranks(1, placement_case, 4 + 9, 1.0):
-        assert on_device == [0, 1] and not shards  # 4 blocks of state bytes each
+    for _, _, on_device in run_ranks(1, placement_case, 4 + 9, 1.0):
+        assert on_device == [0, 1]  # 4 blocks of state bytes each
 
 
 @pytest.mark.parametrize(("dtype", "blocks"), [(None, 2 + 4 * 4 + 4), (torch.bfloat16, 2 + 4 * 8 + 4)], ids=str)
-def test_where_all_optimizer_states_fit_the_shards_of_parameters_follow(dtype, blocks):
-    for gathers, most, on_device, shards in run_ranks(2, placement_case, blocks, 1.0, dtype):
+def test_where_all_optimizer_states_fit_nothing_rests_on_the_host(dtype, blocks):
+    for gathers, most, on_device in run_ranks(2, placement_case, blocks, 1.0, dtype):
         # Of two ranks each has half of the states, and there is room for all of them, the root's included.
-        assert on_device == [0, 1, 2, 3, ROOT] == shards and gathers == [7, 4, 4, 4] and most <= 4
+        assert on_device == [0, 1, 2, 3, ROOT] and gathers == [7, 4, 4, 4] and most <= 4
+
+
+class PartlyFrozen(Wide):
+    """The first two blocks are not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[:2].requires_grad_(False)
+
+
+def frozen_case(blocks: float) -> tuple[list[int], list[int], list[int]]:
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
+    engine = placed_engine(blocks, PartlyFrozen, torch.bfloat16, gpu_margin_mem_ratio=1.0)
+    torch.manual_seed(0)
+    want = dict(train(make_engine(PartlyFrozen(), 3, dtype=torch.bfloat16), batches))
+    compare(dict(train(engine, batches)), want, f"budget of {blocks} blocks", bitwise=True)
+    plan = engine.placement.gemini.plan
+    assert plan.peak_bytes <= plan.budget
+    here = [bucket.unit for bucket in engine.buckets if not bucket.is_trainable and not bucket.weights.is_offloaded]
+    return sorted(here), list(plan.shard_units), list(plan.optimizer_units)
+
+
+def test_shards_of_frozen_parameters_follow_where_all_optimizer_states_fit():
+    # Beside two gathered blocks of 2 bytes per element: on each of two ranks half of two trained blocks' 16 bytes, and of the
+    # embedding's; and half of two frozen blocks' 2 bytes.
+    for blocks, shards in ((2 + 2 * 4 + 0.5, []), (2 + 2 * 4 + 2, [0, 1])):
+        for here, planned, optimizers in run_ranks(2, frozen_case, blocks):
+            assert here == shards and set(planned) >= {*shards} and len(optimizers) == 5
 
 
 def shrinking_case() -> list[list[int]]:
