@@ -155,7 +155,13 @@ class Engine:
         self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:
             self.placement = Placement(
-                self.schedule, self._optimizer, self.zero, meter, self.homes.optimizer, groups.data
+                self.schedule,
+                self._optimizer,
+                self.zero,
+                meter,
+                self.homes.optimizer,
+                groups.data,
+                gradient_accumulation_steps,
             )
         self._checkpointed = TrainingState(
             model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
@@ -347,6 +353,8 @@ class Engine:
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Changes the number of micro-batches per optimizer step; call it between two steps."""
         self._accumulation_steps = steps
+        if self.placement is not None:
+            self.placement.expect(steps)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""

@@ -87,8 +87,8 @@ class Gemini(Residency):
         meter: measures the device's memory.
         model_bytes: returns how many bytes the engine itself holds on the device now: gathered units, and states there.
         group: the ranks that gather together, and so follow one plan.
-        optimizer_bytes, shard_bytes: bytes of each unit's optimizer shard and of its parameter shard, on this rank.
-        margin_ratio: share of the memory left over that these may take, in [0, 1].
+        optimizer_bytes, gradient_bytes, shard_bytes, margin_ratio: as for `plan_placement`, of this rank.
+        accumulates: returns whether the gradients of several iterations are added up before an update.
 
     Attributes:
         plan: the plan made from the last traced iteration.
@@ -103,14 +103,18 @@ class Gemini(Residency):
         meter: Meter,
         model_bytes: Callable[[], int],
         group: comm.ProcessGroup,
+        accumulates: Callable[[], bool],
         optimizer_bytes: Mapping[int, int],
+        gradient_bytes: Mapping[int, int],
         shard_bytes: Mapping[int, int],
         margin_ratio: float,
     ) -> None:
         super().__init__(sizes, limits)
         self._nbytes, self._meter, self._model_bytes, self._group = nbytes, meter, model_bytes, group
-        self._optimizer_bytes, self._shard_bytes, self._margin_ratio = optimizer_bytes, shard_bytes, margin_ratio
+        self._accumulates, self._margin_ratio = accumulates, margin_ratio
+        self._optimizer_bytes, self._gradient_bytes, self._shard_bytes = optimizer_bytes, gradient_bytes, shard_bytes
         self.plan: Plan | None = None
+        self._is_for_sums = False  # the plan has room for the sums of several iterations
         # An iteration is traced, or follows the plan, or has left it; then both are None until its end.
         self._tracer: Tracer | None = self._new_tracer()
         self._replay: Replay | None = None
@@ -152,8 +156,7 @@ class Gemini(Residency):
             moments, self._tracer = self._tracer.finish(), None
             if moments:  # else nothing was trained
                 # The tracer has just measured, so the peak since then is what is in use now.
-                self.plan = self._planned(moments, self._meter.used_bytes() + self._meter.free_bytes())
-                self._replay = Replay(self.plan)
+                self._plan_from(*self._agreed(moments, self._meter.used_bytes() + self._meter.free_bytes()))
         elif self._replay is not None:
             try:
                 self._replay.finish()
@@ -162,21 +165,35 @@ class Gemini(Residency):
                 self._replay = None
         if self._replay is None:
             self._tracer = self._new_tracer()
+        else:
+            self.make_room_for_sums()
 
-    def _planned(self, mine: Sequence[Moment], budget: int) -> Plan:
-        """The plan for the least memory and the largest activations of any rank, so that all ranks gather alike."""
+    def make_room_for_sums(self) -> None:
+        """Plans anew from the last trace if gradients are added up, and the plan has room for them only after their backward."""
+        if self.plan is not None and self._accumulates() and not self._is_for_sums:
+            self._plan_from(self.plan.moments, self.plan.budget)
+
+    def _agreed(self, mine: Sequence[Moment], budget: int) -> tuple[tuple[Moment, ...], int]:
+        """The least memory and the largest activations of any rank, so that all ranks gather alike. Collective."""
         found = comm.all_gathered_objects((budget, [moment.non_model for moment in mine]), self._group)
         moments = tuple(
             Moment(moment.unit, max(values))
             for moment, values in zip(mine, zip(*(others for _, others in found), strict=True), strict=True)
         )
-        plan = plan_placement(
+        return moments, min(other for other, _ in found)
+
+    def _plan_from(self, moments: tuple[Moment, ...], budget: int) -> None:
+        self._is_for_sums = self._accumulates()
+        self.plan = plan = plan_placement(
             Trace(moments, self._nbytes),
-            min(other for other, _ in found),
+            budget,
             optimizer_bytes=self._optimizer_bytes,
+            gradient_bytes=self._gradient_bytes,
             shard_bytes=self._shard_bytes,
             gpu_margin_mem_ratio=self._margin_ratio,
+            accumulates=self._is_for_sums,
         )
+        self._replay = Replay(plan)
         logger.info(
             "placement: %d fetches of %.1f MB in an iteration of %d moments, at most %.1f of %.1f MB on the device; the "
             "optimizer states of %d units and the shards of %d rest there",
@@ -188,4 +205,3 @@ class Gemini(Residency):
             len(plan.optimizer_units),
             len(plan.shard_units),
         )
-        return plan

@@ -10,15 +10,15 @@ use, and every static split that pins the first k units.
 Memory is allotted in this order:
 
 1. what each moment needs and the next one will need;
-2. a share of the remaining margin: optimizer shards of the first units, whose master weights then serve as the shards of their
-   parameters, and after them shards of frozen parameters;
+2. a share of what then remains: optimizer shards of the first units, whose master weights serve as the shards of their
+   parameters, with the reduced gradients of these units, and after them shards of frozen parameters;
 3. parameters that stay until they are used again;
 4. fetches further ahead.
 
 States come before stays because they save more per byte. 18 bytes that rest on the device save an element of a bf16 model some 30
 bytes of host memory traffic, in an update that nothing hides, and the gradient's transfer to the host. The same bytes lent to
-parameters save as many bytes of a fetch, which overlaps computing. A unit whose states all rest on the device needs no transfer,
-so it is the first to be dropped.
+parameters save as many bytes of a fetch, which overlaps computing. A unit whose states all rest on the device needs no transfer.
+It is gathered one moment ahead and dropped after its use, as without a plan, which leaves the room for stays to others.
 """
 
 from __future__ import annotations
@@ -114,27 +114,18 @@ def static_split(trace: Trace, pinned: Iterable[int]) -> Key:
     return lambda unit, now: recency(unit, now) - (NEVER if unit in kept else 0)
 
 
-def dropping_first(units: Collection[int], key: Key) -> Key:
-    """Drops these units before any other one, and otherwise decides by `key`."""
-    return lambda unit, now: key(unit, now) + (2 * NEVER if unit in units else 0)
+def fetched_bytes(trace: Trace, stays: Iterable[Stay]) -> int:
+    """Bytes that these stays transfer to the device."""
+    return sum(trace.nbytes[stay.unit] for stay in stays)
 
 
-def fetched_bytes(trace: Trace, stays: Iterable[Stay], at_rest: Collection[int] = ()) -> int:
-    """Bytes that these stays transfer to the device; of units in `at_rest`, whose shards are there, none."""
-    return sum(trace.nbytes[stay.unit] for stay in stays if stay.unit not in at_rest)
-
-
-def best_stays(trace: Trace, budget: int, at_rest: Collection[int] = ()) -> list[Stay]:
+def best_stays(trace: Trace, budget: int) -> list[Stay]:
     """The stays that fetch the fewest bytes: the optimum if all units have one size, else the best of the policies above."""
-
-    def stays_of(key: Key) -> list[Stay]:
-        return simulate(trace, budget, dropping_first(at_rest, key))
-
-    stays, firsts = stays_of(furthest_next_use(trace)), [unit for unit in _uses(trace) if unit not in at_rest]
-    if len({trace.nbytes[unit] for unit in firsts}) <= 1:
+    stays, firsts = simulate(trace, budget, furthest_next_use(trace)), list(_uses(trace))
+    if len({trace.nbytes[unit] for unit in firsts} - {0}) <= 1:
         return stays
     keys = [least_recent_use(trace), *(static_split(trace, firsts[:k]) for k in range(1, len(firsts) + 1))]
-    return min([stays, *map(stays_of, keys)], key=lambda s: fetched_bytes(trace, s, at_rest))
+    return min([stays, *(simulate(trace, budget, key) for key in keys)], key=lambda s: fetched_bytes(trace, s))
 
 
 # ---- the plan
@@ -173,34 +164,49 @@ def plan_placement(
     budget: int,
     *,
     optimizer_bytes: Mapping[int, int] | None = None,
+    gradient_bytes: Mapping[int, int] | None = None,
     shard_bytes: Mapping[int, int] | None = None,
     gpu_margin_mem_ratio: float = 0.0,
+    accumulates: bool = False,
 ) -> Plan:
     """The plan that fetches the fewest bytes, given the states on the device, and never has more than `budget` bytes there.
 
     Args:
         budget: bytes on the device that this process may use.
         optimizer_bytes: bytes of each unit's optimizer shard, in the order of the units; the first ones get the margin.
+        gradient_bytes: bytes of each unit's reduced gradients, which lie beside its optimizer shard from its last use on.
         shard_bytes: bytes of each unit's shard of frozen parameters, in the same order; they get what is left when all optimizer
             shards fit.
         gpu_margin_mem_ratio: share of the margin that these states may take.
+        accumulates: the gradients of an iteration are added to those of iterations before it, so they are there all the time.
 
     Raises:
         ValueError: a moment alone needs more than the budget, or the ratio is not in [0, 1].
     """
     if not 0 <= gpu_margin_mem_ratio <= 1:
         raise ValueError(f"gpu_margin_mem_ratio must lie in [0, 1], got {gpu_margin_mem_ratio}.")
-    optimizer_bytes, shard_bytes = optimizer_bytes or {}, shard_bytes or {}
-    margin = max(0, budget - max(_working_sets(trace), default=0))
-    room = margin * gpu_margin_mem_ratio
-    optimizers = first_that_fit(optimizer_bytes, room)
-    reserved = sum(optimizer_bytes[unit] for unit in optimizers)
-    shards = first_that_fit(shard_bytes, room - reserved) if len(optimizers) == len(optimizer_bytes) else ()
-    reserved += sum(shard_bytes[unit] for unit in shards)
+    optimizer_bytes, gradient_bytes, shard_bytes = optimizer_bytes or {}, gradient_bytes or {}, shard_bytes or {}
+    margins = [max(0, budget - needed) for needed in _working_sets(trace)]
+    room = [margin * gpu_margin_mem_ratio for margin in margins or [budget]]
+    optimizers, reserved = _resting(trace, room, optimizer_bytes, gradient_bytes, accumulates)
+    left = min(most - taken for most, taken in zip(room, reserved, strict=True))
+    shards = first_that_fit(shard_bytes, left) if len(optimizers) == len(optimizer_bytes) else ()
+    reserved = [taken + sum(shard_bytes[unit] for unit in shards) for taken in reserved]
     at_rest = {unit for unit in optimizers if not shard_bytes.get(unit)} | (set(shards) & set(optimizers))
-    stays = best_stays(trace, budget - reserved, at_rest)
-    held = _held(trace, stays)
-    stays = _ahead(trace, stays, [budget - reserved - now for now in held])
+    # For the other units: what lies beside them, units at rest included.
+    beside = Trace(
+        tuple(
+            Moment(moment.unit, moment.non_model + taken + (trace.nbytes[moment.unit] if moment.unit in at_rest else 0))
+            for moment, taken in zip(trace.moments, reserved, strict=False)
+        ),
+        {unit: 0 if unit in at_rest else nbytes for unit, nbytes in trace.nbytes.items()},
+    )
+    stays = best_stays(beside, budget)
+    free = [budget - held for held in _held(beside, stays)]
+    uses = [Stay(moment.unit, now, now + 1) for now, moment in enumerate(trace.moments) if moment.unit in at_rest]
+    stays = sorted([*uses, *(stay for stay in stays if stay.unit not in at_rest)], key=lambda stay: stay.fetch)
+    stays = _ahead(trace, stays, free, at_rest)
+    held = [taken + now for taken, now in zip(reserved, _held(trace, stays), strict=False)]
     on_device = tuple(
         frozenset(stay.unit for stay in stays if stay.fetch <= now < stay.drop) for now in range(len(held))
     )
@@ -211,11 +217,33 @@ def plan_placement(
         optimizers,
         shards,
         budget,
-        margin,
+        min(margins, default=budget),
         sum(stay.unit not in at_rest for stay in stays),
-        fetched_bytes(trace, stays, at_rest),
-        max(_held(trace, stays), default=0) + reserved,
+        fetched_bytes(beside, stays),
+        max(held, default=max(reserved)),
     )
+
+
+def _resting(
+    trace: Trace,
+    room: list[float],
+    optimizer_bytes: Mapping[int, int],
+    gradient_bytes: Mapping[int, int],
+    accumulates: bool,
+) -> tuple[tuple[int, ...], list[int]]:
+    """The first units whose optimizer shards and reduced gradients fit the room of every moment, and their bytes by moment.
+
+    The gradients of a unit that is not used, such as the root, are reduced when the backward is over.
+    """
+    last, reserved, units = {unit: uses[-1] for unit, uses in _uses(trace).items()}, [0] * len(room), []
+    for unit, nbytes in optimizer_bytes.items():
+        gradient, comes = gradient_bytes.get(unit, 0), 0 if accumulates else last.get(unit, len(room) - 1)
+        more = [taken + nbytes + (gradient if now >= comes else 0) for now, taken in enumerate(reserved)]
+        if any(taken > most for taken, most in zip(more, room, strict=True)):
+            break
+        units.append(unit)
+        reserved = more
+    return tuple(units), reserved
 
 
 def first_that_fit(sizes: Mapping[int, int], room: float) -> tuple[int, ...]:
@@ -250,8 +278,10 @@ def _held(trace: Trace, stays: Iterable[Stay]) -> list[int]:
     return held
 
 
-def _ahead(trace: Trace, stays: Iterable[Stay], free: list[int]) -> list[Stay]:
-    """The stays with their fetches moved as far ahead as the free bytes permit; units needed first choose first.
+def _ahead(trace: Trace, stays: Iterable[Stay], free: list[int], at_rest: Collection[int]) -> list[Stay]:
+    """The stays with their fetches moved ahead, as far as the free bytes permit; units needed first choose first.
+
+    Units at rest move by one moment: they have nothing to wait for but other ranks.
 
     If a fetch reaches back to the end of the unit's previous stay, the two stays become one, and the fetch is dropped. With
     unequal sizes that happens, because a drop can make more room than was needed.
@@ -262,7 +292,8 @@ def _ahead(trace: Trace, stays: Iterable[Stay], free: list[int]) -> list[Stay]:
         before = latest.get(stay.unit)
         end = 0 if before is None else moved[before].drop
         nbytes, start = trace.nbytes[stay.unit], stay.fetch
-        while start > end and free[start - 1] >= nbytes:
+        earliest = max(end, start - 1) if stay.unit in at_rest else end
+        while start > earliest and free[start - 1] >= nbytes:
             start -= 1
             free[start] -= nbytes
         if before is not None and start == end:

@@ -22,7 +22,7 @@ from megazero.zero.units import ROOT
 
 logger = get_logger(__name__)
 
-STATE_BYTES = 12  # per element of an optimizer shard: master weight and two moments, fp32; its gradient is extra
+STATE_BYTES = 12  # per element of an optimizer shard: master weight and two moments, fp32
 
 
 def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter | None]:
@@ -49,6 +49,7 @@ class Placement:
     Args:
         host: where states rest if they have no room on the device.
         group: the ranks that gather together.
+        micro_batches: of a step.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Placement:
         meter: Meter,
         host: Home,
         group: comm.ProcessGroup,
+        micro_batches: int,
     ) -> None:
-        self._schedule, self._optimizer, self._host = schedule, optimizer, host
+        self._schedule, self._optimizer, self._host, self._micro_batches = schedule, optimizer, host, micro_batches
         self._trained = [bucket for bucket in schedule.buckets if bucket.is_trainable]
         sharded = [bucket for bucket in schedule.buckets if bucket.weights.shard is not None]
         self._frozen = [bucket for bucket in sharded if not bucket.is_trainable]  # the other shards go with O
@@ -79,7 +81,9 @@ class Placement:
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,
-            optimizer_bytes=by_unit(self._trained, _state_bytes),
+            accumulates=self._accumulates,
+            optimizer_bytes=by_unit(self._trained, lambda bucket: STATE_BYTES * bucket.owned_numel),
+            gradient_bytes=by_unit(self._trained, lambda b: b.gradient.dtype.itemsize * b.owned_numel),
             shard_bytes=by_unit(self._frozen, _shard_bytes),
             margin_ratio=config.gpu_margin_mem_ratio,
         )
@@ -93,8 +97,18 @@ class Placement:
         shards = (bucket for bucket in self._frozen if not bucket.weights.is_offloaded)
         return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, shards))
 
+    def _accumulates(self) -> bool:
+        """Whether the gradients of several micro-batches are added up before an update."""
+        return self._micro_batches > 1 or not self._schedule.reductions.is_last_micro_batch
+
+    def expect(self, micro_batches: int) -> None:
+        """Between two steps: makes room for the gradients of as many micro-batches as a step has from now on."""
+        self._micro_batches = micro_batches
+        self.gemini.make_room_for_sums()
+        self.follow()
+
     def follow(self) -> None:
-        """After an update: if there is a new plan, moves states to and from the device."""
+        """Between two steps: if there is a new plan, moves states to and from the device."""
         plan = self.gemini.plan
         if plan is self._done or plan is None:
             return
@@ -116,11 +130,6 @@ class Placement:
         """Drops Gemini, which refers to this object, so that the buckets are freed together with the engine."""
         self._schedule.residency = Residency(self.gemini.sizes, self.gemini.limits)
         del self.gemini
-
-
-def _state_bytes(bucket: Bucket) -> int:
-    """Bytes of O and the reduced gradient on this rank."""
-    return (STATE_BYTES + bucket.gradient.dtype.itemsize) * bucket.owned_numel
 
 
 def _shard_bytes(bucket: Bucket) -> int:
