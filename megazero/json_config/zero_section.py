@@ -71,7 +71,7 @@ class ZeroSection:
         choices=PLACEMENTS,
     )
     gpu_margin_mem_ratio: float = key(
-        0.9,
+        0.95,
         OBEYED,
         "not DeepSpeed's: share of unused device memory that placement auto gives to optimizer states",
         at_least=0,

@@ -90,7 +90,7 @@ class ZeroConfig:
         choices=PLACEMENTS,
     )
     gpu_margin_mem_ratio: float = option(
-        0.9,
+        0.95,
         "share of the device memory found unused by --placement auto that optimizer states of the first units may take",
     )
     delayed_param_update: int = option(
