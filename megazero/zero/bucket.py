@@ -240,16 +240,27 @@ class Bucket:
                 weights.copy_(master)  # casts on the fly, without a temporary copy
 
     def staging(self, is_all_written: bool) -> Tensor:
-        """Host memory the size of the owned range of P, for new weights that are not written to P yet.
+        """Memory beside O the size of the owned range of P, for new weights that are not written to P yet.
 
         Args:
             is_all_written: the caller overwrites all of it, so it is returned uninitialized. Else it holds P's values, and the
                 host waits for them.
         """
-        if is_all_written:
-            return torch.empty(self.owned_numel, dtype=self.weights.flat.dtype)
-        with self.weights.owned() as owned:
-            return owned.to("cpu", copy=True)
+        staged = self.optimizer_home.empty(self.owned_numel, self.weights.flat.dtype)
+        if not is_all_written:
+            with self.weights.owned() as owned:
+                staged.copy_(owned)
+        return staged
+
+    def write_staged(self, staged: Tensor) -> None:
+        """Writes the new weights in `staging` into P; `publish` comes afterwards. The host does not wait for a link."""
+        if (link := self._link_to_p) is None:
+            for _, start, stop in self.tiles:
+                self.write_back(start, stop, staged[start:stop])
+            return
+        p = self.weights.resident
+        assert p is not None, "P without a link is in memory"
+        link.to_device.start(partial(p.copy_, staged, non_blocking=True), on_device=[p], on_host=[staged]).join()
 
     def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
         """Host memory for new 16-bit values of elements [start, stop) of the owned range of P; only `parts` are written to P.

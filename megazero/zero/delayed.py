@@ -23,6 +23,9 @@ class DelayedUpdate:
     """
 
     def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
+        for link in {bucket.optimizer_home.link for bucket in buckets}:
+            if link is not None:
+                link.to_device.finish()  # the last update's weights have come, and the next ones get the same memory
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
         # The owned ranges' new weights.
         self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
@@ -59,8 +62,7 @@ class DelayedUpdate:
         for bucket in self._staged:
             bucket.refuse_written("a delayed update of it went on. Call engine.optimizer.finish() before")
         for bucket, weights in self._staged.items():
-            for _, start, stop in bucket.tiles:
-                bucket.write_back(start, stop, weights[start:stop])
+            bucket.write_staged(weights)
             bucket.publish()
         for bucket in self._staged:
             bucket.weights.wait_gathered()

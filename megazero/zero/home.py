@@ -94,6 +94,10 @@ class Home(Protocol):
         """
         ...
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory, 1-D, on this home's device. Pages that are locked for it stay so, and are used again."""
+        ...
+
     def hold(self, values: Tensor, copy: bool = False) -> Vector:
         """A vector of these 1-D values, which may still be on their way to it when this returns.
 
@@ -190,15 +194,19 @@ class MemoryHome:
 
     def vector(self, numel: int, dtype: torch.dtype) -> MemoryVector:
         """A new vector, uninitialized."""
+        return MemoryVector(self.empty(numel, dtype), self.link)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Home.empty`."""
         if self._pages is None:
-            return MemoryVector(torch.empty(numel, dtype=dtype, device=self.device), self.link)
-        return MemoryVector(self._pages.empty(numel * dtype.itemsize).view(dtype), self.link)
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._pages.empty(numel * dtype.itemsize).view(dtype)
 
     def bring(self, values: Tensor, room: int) -> MemoryVector:
         """See `Home.bring`."""
         assert self.link is not None
         self.link.to_host.make_room()
-        vector = MemoryVector(self.vector(room, values.dtype).resident[: values.numel()], self.link)
+        vector = MemoryVector(self.empty(room, values.dtype)[: values.numel()], self.link)
         vector.send(values)
         return vector
 

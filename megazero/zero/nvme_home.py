@@ -54,7 +54,7 @@ class NvmeHome:
     ) -> None:
         self.swap, self.reads_ahead, self.writes_behind, self.pin = swap, reads_ahead, writes_behind, pin
         self.link = link
-        self._memory = MemoryHome(self.device, pin, link)  # for `bring`, whose vectors go to no file
+        self._memory = MemoryHome(self.device, pin, link)  # for what goes to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
         self._spare: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
@@ -69,6 +69,10 @@ class NvmeHome:
     def vector(self, numel: int, dtype: torch.dtype) -> SwappedVector:
         """A place in the file."""
         return SwappedVector(self, numel, dtype)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `Home.empty`."""
+        return self._memory.empty(numel, dtype)
 
     def bring(self, values: Tensor, room: int) -> MemoryVector:
         """See `Home.bring`."""

@@ -12,7 +12,16 @@ import torch
 from megazero import comm, mpu
 from megazero.zero.home import MemoryHome
 from megazero.zero.homes import TILE_MULTIPLE
-from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS, CudaCopyStream, DirectStream, Link, Outbox, Way
+from megazero.zero.link import (
+    MOST_TO_DEVICE,
+    MOST_TO_HOST,
+    OUTBOX_BUFFERS,
+    CudaCopyStream,
+    DirectStream,
+    Link,
+    Outbox,
+    Way,
+)
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine, run, token_batches, train
@@ -117,6 +126,41 @@ def lags(stream: str, log: list) -> set[int]:
         if event[:2] == (stream, "waits") and last:
             found.add(last - event[2] + 1)
     return found
+
+
+def delayed_case() -> tuple[int, int, list]:
+    """Most staged weights at a time, and the buckets; and what the link does at the end of a delayed update."""
+    mpu.initialize_model_parallel(1)
+    alive: list[weakref.ref] = []
+    most = [0]
+    empty = MemoryHome.empty
+
+    def counted(home: MemoryHome, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = empty(home, numel, dtype)
+        if dtype == torch.bfloat16:  # states and gradients are fp32
+            alive.append(weakref.ref(memory))
+            most[0] = max(most[0], sum(tensor() is not None for tensor in alive))
+        return memory
+
+    with slow_link() as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryHome, "empty", counted)
+        options = {"offload_optimizer": "cpu", "delayed_param_update": 1, "sub_group_size": TILE_MULTIPLE}
+        engine = make_engine(Wide(), 2, zero=options, dtype=torch.bfloat16)
+        dict(train(engine, token_batches(4, 1, 2)))
+        assert len(alive) == 3 * len(engine.buckets), "the first update of four is not delayed"
+        engine.backward(engine(token_batches(1, 1, 2)[0, 0, 0]))
+        engine.step()
+        log.clear()
+        engine.optimizer.finish()
+        return most[0], len(engine.buckets), list(log)
+
+
+def test_the_weights_of_a_delayed_update_go_to_the_device_from_where_they_are_and_leave_their_memory_to_the_next_ones():
+    for most, buckets, log in run_ranks(2, delayed_case):
+        assert most == buckets
+        starts = of("to device", "starts", log)
+        assert len(starts) == buckets == len(of("to device", "joins", log))
+        assert lags("to device", log) <= {MOST_TO_DEVICE}, "the host waits only to have few under way"
 
 
 def test_a_gradient_has_a_blocks_backward_to_leave_in_before_the_host_waits_for_it():
