@@ -101,6 +101,10 @@ class HostThread(Agent):
         super().__init__(name)
         self.stream = stream
 
+    def issue(self) -> int:
+        """A step that it makes by itself."""
+        return self.step()
+
 
 class Memory(Block):
     """What a storage has.
@@ -288,6 +292,12 @@ class PretendedCuda(Held):
         for stream in self._streams:
             self.host.see(stream.place())
 
+    def begin(
+        self, agent: Stream | HostThread, what: str, tensors: list[tuple[Tensor, bool]], group: Any = None
+    ) -> None:
+        """The agent's next step, which reads or (True) writes tensors; of a collective with the ranks of a group."""
+        agent.issue()
+
     # ---- memory
 
     def aligned_empty(self, nbytes: int, pin: bool = False) -> Tensor:
@@ -363,7 +373,7 @@ class PretendedCuda(Held):
 
     def host_step(self, what: str, tensors: list[tuple[Tensor, bool]]) -> None:
         """The current thread reads or (True) writes tensors in the host's memory."""
-        self.host.step()
+        self.begin(self.host, what, tensors)
         for tensor, writes in tensors:
             self._log(tensor, self.host, writes, what)
 
@@ -404,7 +414,7 @@ class PretendedCuda(Held):
         is_cast = is_copy and blocks and len({tensor.dtype for tensor, _ in tensors}) > 1  # by the host
         if is_cast and not here[0][1]:
             self.host_step(f"{what} (casts)", here)
-        stream.issue()
+        self.begin(stream, what, tensors)
         for tensor, writes_it in there:
             self._log(tensor, stream, writes_it, what)
         if is_copy and not is_cast:
@@ -429,11 +439,10 @@ class PretendedCuda(Held):
             stream = self._communicators.get(group.group_name) or self.new_stream(label)
             self._communicators[group.group_name] = stream
             stream.see(self.current_stream().place())
-        stream.issue()
-        for tensor in reads:
-            self._log(tensor, stream, False, name)
-        for tensor in writes:
-            self._log(tensor, stream, True, name)
+        tensors = [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
+        self.begin(stream, name, tensors, group)
+        for tensor, writes_it in tensors:
+            self._log(tensor, stream, writes_it, name)
         return Work(self, stream.place(), [*reads, *writes]) if is_async else None
 
     def _all_reduce(self, x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
