@@ -43,6 +43,13 @@ from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
 
+_READ_UNNOTICED = (
+    "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "
+    "own it has read it, while the unit happened to be whole: call megazero.zero.register_external_parameter(module, parameter) "
+    "before the first forward. If the loss reaches the unit other than through what it returns (an attribute, a hook, an "
+    "argument that it writes to): return that. If its input comes from a graph whose backward is over: detach() it."
+)
+
 
 class EngineStateError(RuntimeError, AssertionError):
     """A method was called in a state in which it cannot do its work."""
@@ -228,6 +235,10 @@ class Engine:
         try:
             self.schedule.start_backward()
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if self.sharding.parameters and "setStorage" in str(error):  # of a view that autograd has saved
+                raise RuntimeError(f"{_READ_UNNOTICED} ({error})") from error
+            raise
         finally:
             self.schedule.reductions.is_open = False
         with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from megazero.nested import mapped, tensors_in
 from megazero.zero.bucket import Bucket
@@ -37,14 +38,15 @@ def without_views(output: Any, buckets: list[Bucket]) -> Any:
     return output
 
 
-def made_of(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Tensor]:
-    """Tensors whose gradients begin a module's backward: its output, and inputs that it has changed in place.
+def first_nodes(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Node]:
+    """The nodes with which a module's backward begins: those of its output, and of inputs that it has changed in place.
 
-    Excludes tensors that it passes on unchanged, such as other units' tensors in a cache.
+    Excludes those of tensors that it passes on unchanged, such as other units' tensors in a cache.
 
     Args:
         inputs: input tensors, each with its grad_fn before the module ran.
     """
     made_before = {id(tensor): maker for tensor, maker in inputs}
     found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
-    return [t for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
+    own = [t.grad_fn for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
+    return list(dict.fromkeys(own))

@@ -48,6 +48,8 @@ class Reductions:
         """Forgets the unfinished state of an earlier backward, and follows which parameters are trained."""
         self._order = [bucket for bucket in self._buckets if bucket.is_trainable]
         self._missing = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
+        self._seen: dict[Bucket, set[str]] = {bucket: set() for bucket in self._order}  # parameters with a gradient
+        self._twice: set[Bucket] = set()  # with a parameter that has got a second one
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
     def take(self, bucket: Bucket, segment: Segment) -> None:
@@ -57,6 +59,9 @@ class Reductions:
         else:
             self._drop(bucket, segment)
         self._missing[bucket].discard(segment.name)
+        if segment.name in self._seen[bucket]:
+            self._twice.add(bucket)
+        self._seen[bucket].add(segment.name)
 
     def _drop(self, bucket: Bucket, segment: Segment) -> None:
         """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
@@ -98,9 +103,15 @@ class Reductions:
                 self._reduce(bucket)
 
     def finish(self) -> None:
-        """After a backward: reduces what is left (unused parameters, late gradients), and waits for every reduction."""
-        for index, bucket in enumerate(self._order):
-            if self._is_due(bucket) and (index >= self._next or bucket.gradient.has_unreduced):
+        """After a backward: reduces what is left (unused parameters, late gradients), and waits for every reduction.
+
+        A second gradient, from a unit that ran twice under a reentrant checkpoint, is late on a rank that has reduced the bucket
+        by then. Another rank may not have, because it did not use some parameters: it reduces once more all the same.
+        """
+        for bucket in filter(self._is_due, self._order[self._next :]):
+            self._reduce(bucket)
+        for bucket in filter(self._is_due, self._order):
+            if bucket in self._twice or bucket.gradient.has_unreduced:
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_for(bucket)

@@ -32,7 +32,7 @@ from megazero.zero.external import external_parameters, register_external_parame
 from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook, weak_hook
 from megazero.zero.layout import NO_GROUP, Segment
-from megazero.zero.outputs import made_of, without_views
+from megazero.zero.outputs import first_nodes, without_views
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
@@ -74,6 +74,8 @@ class Schedule:
         self._inputs_left: dict[int, int] = {}
         # The unit that was first to run forward since the last backward: its own backward will be the last.
         self._first: int | None = None
+        self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
+        self._begun: set[int] = set()  # units whose backward has begun
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         # Units that have run with an input that no node of the graph made, or with no input that gets a gradient.
         self._has_leaf_inputs: set[int] = set()
@@ -158,6 +160,8 @@ class Schedule:
         partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
         self._forwards.clear()
+        self._staying.clear()
+        self._begun.clear()
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
@@ -256,8 +260,9 @@ class Schedule:
                 for bucket in buckets:
                     if bucket.unit != ROOT and not self._forwards.read(bucket):
                         bucket.weights.release()
-            for tensor in made_of(output, inputs):
-                tensor.register_hook(partial(self._gather_for_backward, buckets, index))
+            # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
+            for node in first_nodes(output, inputs):
+                node.register_prehook(partial(self._gather_for_backward, buckets, index))
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
@@ -267,7 +272,9 @@ class Schedule:
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
         self._handles.append(module.register_forward_hook(Hook(forget_inputs), always_call=True))
 
-    def _gather_for_backward(self, buckets: list[Bucket], index: int | None, _: Tensor) -> None:
+    def _gather_for_backward(self, buckets: list[Bucket], index: int | None, _: Any) -> None:
+        if index is not None:
+            self._begun.add(index)
         self._gather(buckets, index, in_forward=False)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
@@ -291,7 +298,11 @@ class Schedule:
             # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
             # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
             return index in self._linear_tiles and not was_wanted
-        return index is None or not self._stays(index)
+        if index is None:
+            return True
+        if self._stays(index):
+            self._staying.add(index)
+        return index not in self._staying  # what stays for a backward does so through a forward without gradients
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
         """Makes buckets whole. If `index` is given, the units after it are requested before these buckets are waited for."""
@@ -311,18 +322,20 @@ class Schedule:
     def _prefetch(self, index: int, in_forward: bool) -> None:
         """Starts to gather the next units, and to fetch the shards of the units after them from their homes.
 
-        While units are recomputed, tiles are left out, because a tile's turn comes after the backward of the others.
+        While units are recomputed, tiles are left out, because a tile's turn comes after the backward of the others. In a
+        backward, so are units that have had their turn: some ranks may have released them already, and others not.
         """
         if not self._overlaps_comm:
             return
         step = -1 if _in_backward() else 1
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
+        done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         for unit in ahead:
-            for bucket in self._of_unit[unit]:
+            for bucket in self._of_unit[unit] if unit not in done else ():
                 bucket.weights.gather()
         for unit in self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]:
-            for bucket in self._of_unit[unit]:
+            for bucket in self._of_unit[unit] if unit not in done else ():
                 bucket.weights.prefetch()
 
     @property
@@ -354,7 +367,9 @@ class Schedule:
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
         output = without_views(output, self.buckets)
         if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
-            self.release_all()
+            for bucket in self.buckets:
+                if bucket.unit not in self._staying:
+                    bucket.weights.release()
         return output
 
     # ---- when a unit's backward is over; if nothing tells, it counts as over at the end of the whole backward
@@ -368,8 +383,10 @@ class Schedule:
         if self._external.intersection(buckets):
             return
         # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
-        # (retain_graph, or two forwards and then two backwards) are not counted.
-        if index in self._has_frozen and self._inputs_left.get(index) != 0:
+        # (retain_graph, or two forwards and then two backwards) are not counted. A leaf input is that of a reentrant checkpoint,
+        # whose own backward gives gradients of parameters that another use may have got before.
+        waits_for_inputs = index in self._has_frozen or index in self._has_leaf_inputs
+        if waits_for_inputs and self._inputs_left.get(index) != 0:
             return
         if not any(self.reductions.missing(bucket) for bucket in buckets):
             for bucket in buckets:
@@ -384,8 +401,8 @@ class Schedule:
         """Counts a unit's unused parameters as done once the gradients of its inputs have come.
 
         Autograd runs later-recorded nodes first, so the whole unit has run backward before the node that made an input. A leaf
-        input, which no node made, gets its gradient out of turn. If the unit has run with a leaf input, or without any input that
-        requires a gradient, its inputs tell nothing.
+        input, which no node made, gets its gradient out of turn. Then the end of its graph's backward tells, which for a
+        reentrant checkpoint is that of the recomputed graph. A unit without any input that requires a gradient counts at the end.
 
         They never tell anything about other units in the same bucket, which may run in another order than they have in the
         model.
@@ -400,12 +417,19 @@ class Schedule:
                 return
             inputs_left[index] -= 1
             if inputs_left[index] == 0:
-                if index not in self._has_leaf_inputs:
-                    for bucket, names in names_of.items():
-                        if bucket not in self._external:
-                            self.reductions.skip(bucket, names)
-                    self.reductions.reduce_ready()
-                self._release_if_done(index)
+                if index in self._has_leaf_inputs:
+                    torch.autograd.Variable._execution_engine.queue_callback(done)
+                else:
+                    done()
+
+        def done() -> None:
+            if not self.reductions.is_open:  # the backward has failed
+                return
+            for bucket, names in names_of.items():
+                if bucket not in self._external:
+                    self.reductions.skip(bucket, names)
+            self.reductions.reduce_ready()
+            self._release_if_done(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():

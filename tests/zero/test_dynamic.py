@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero import mpu, utils
+from megazero import comm, mpu, utils
 from megazero.engine import EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from tests.ranks import run_ranks
-from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, make_engine, token_batches, train
+from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, call, make_engine, token_batches, train
+from tests.zero.test_stages import compare
 
 STAGES = (0, 1, 2, 3)
 
@@ -474,6 +475,108 @@ def expert_case() -> None:
 
 def test_experts_that_ranks_choose_apart_train_as_one_unit_and_are_named_as_several():
     run_ranks(2, expert_case)
+
+
+class Mixture(nn.Module):
+    """A unit whose second expert gets no tokens on the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, y = self.router(x).softmax(-1), x + self.experts[0](x) * 0.5
+        return y if torch.distributed.get_rank() == 1 else y + self.experts[1](x) * gate[:, 1:]
+
+
+class AroundMixture(nn.Module):
+    """Runs its units in this order, some under a checkpoint of this kind."""
+
+    def __init__(self, order: str, run: str) -> None:
+        super().__init__()
+        self.order, self.run, self.first = order, run, nn.Linear(4, 4)
+        self.units = nn.ModuleList([Block(4), Mixture(), Block(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for name in self.order:
+            unit = self.units["amb".index(name.lower())]
+            x = call(self.run if name.isupper() else "plain", unit, x)
+        return x.square().mean()
+
+
+def mixture_case(order: str, run: str) -> None:
+    mpu.initialize_model_parallel(1, timeout_s=10.0)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
+    torch.manual_seed(0)
+    plain = AroundMixture(order, run)
+    plain(x).backward()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
+    want = {name: comm.all_reduced(grad, comm.world()) / 2 for name, grad in grads.items()}
+    for stage in STAGES:
+        torch.manual_seed(0)
+        engine = make_engine(AroundMixture(order, run), stage)
+        for _ in range(2):
+            engine.backward(engine(x))
+            for name, grad in want.items():
+                torch.testing.assert_close(engine.full_grad(name), grad, msg=f"stage {stage}: {name}")
+            engine.zero_grad()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("run", ["reentrant", "ours", "nonreentrant"])
+@pytest.mark.parametrize("order", ["amb", "bma", "mab", "amA", "aMa", "amMA", "MaM", "bmaAB"])
+def test_an_expert_that_one_rank_does_not_use_changes_nothing_of_what_the_ranks_exchange(order, run):
+    run_ranks(2, mixture_case, order, run)
+
+
+class ReadsLast(nn.Module):
+    """Reads a part of the last unit, which is still whole then, without owning it."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self.run, self.first = run, nn.Linear(4, 4)
+        self.units = nn.ModuleList([Block(4), Block(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for unit in self.units:
+            x = call(self.run, unit, x)
+        return (x + self.units[1].down(self.units[1].up(x))).square().mean()
+
+
+def reads_last_case(run: str) -> None:
+    mpu.initialize_model_parallel(1)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
+    grads = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = make_engine(ReadsLast(run), stage)
+        loss = engine(x)
+        with torch.no_grad():
+            engine(x + 1)  # a moving target, or a number for the log
+        engine.backward(loss)
+        grads.append({name: engine.full_grad(name) for name, _ in engine.module.named_parameters()})
+        engine.destroy()
+    compare(grads[1], grads[0], run, bitwise=True)
+
+
+@pytest.mark.parametrize("run", ["plain", "reentrant", "ours", "nonreentrant"])
+def test_a_part_of_the_last_unit_that_the_model_reads_itself_is_there_until_its_backward(run):
+    run_ranks(2, reads_last_case, run)
+
+
+def twice_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = make_engine(ReadsLast("plain"), 3)
+    loss = engine(torch.ones(6, 4))
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"call megazero.zero.register_external_parameter\(module, .*setStorage"):
+        engine.backward(loss)
+
+
+def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
+    run_ranks(2, twice_case)
 
 
 class Backwards(nn.Module):
