@@ -20,9 +20,11 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
-from megazero.option import option
+from megazero.option import flag_of, option
 
 logger = logging.getLogger(__name__)
+
+_OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class InferenceConfig:
     tf32: bool = option(
         False, "run fp32 matrix products on a GPU's tensor cores, with operands rounded to 10 bits of mantissa"
     )
+    num_layers: int | None = option(None, "the model's, which the checkpoint says; refused if it is another one")
+    hidden_size: int | None = option(None, "the same")
+    num_attention_heads: int | None = option(None, "the same")
+    max_position_embeddings: int | None = option(None, "the same")
+    cache_dir: str | None = option(None, "accepted without effect: nothing is downloaded")
     tokenizer_type: str | None = option(None, "kind of vocabulary (default: the training job's)")
     tokenizer_path: str | None = option(None, "file or directory of the vocabulary (default: the training job's)")
     vocab_file: str | None = option(None, "encoder.json or vocab.json (default: the training job's)")
@@ -80,8 +87,21 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
         )
     reader = Reader(config.load, config.tag)
     tokenizer = _tokenizer(config, reader)
-    model_config(reader).check_parallel(config.model_parallel_size)
+    model = model_config(reader)
+    model.check_parallel(config.model_parallel_size)
+    refuse_other_model(config, model, reader.path)
     return reader, tokenizer
+
+
+def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -> None:
+    """Raises a ValueError if flags describe another model than the checkpoint's, of which scripts may repeat the sizes."""
+    given = {name: getattr(config, name) for name in _OF_MODEL}
+    others = {name: value for name, value in given.items() if value not in (None, getattr(model, name))}
+    if others:
+        wanted = ", ".join(f"{flag_of(name)} {value} (it has {getattr(model, name)})" for name, value in others.items())
+        raise ValueError(
+            f"The model in {path} is not one of {wanted}. Drop these flags: the checkpoint says what it is."
+        )
 
 
 def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from evaluate_gpt2 import EvaluationConfig
 from generate_samples import SampleConfig
 from megazero import mpu
+from megazero.arguments import load_components
 from megazero.evaluation import last_word_accuracy, sliding_window_perplexity, sliding_windows
-from megazero.inference import InferenceConfig, open_checkpoint
+from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_model
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
@@ -236,6 +237,19 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
         SampleConfig(temperature=-1)
     with pytest.raises(ValueError, match="--seed must be at most"):
         SampleConfig(seed=2**64)
+
+
+def test_the_flags_of_megatrons_script_for_samples_are_taken_and_those_of_another_model_refused(tmp_path):
+    flags = (
+        "--model-parallel-size 1 --num-layers 2 --hidden-size 32 --load DIR --num-attention-heads 4 --max-position-embeddings 64 "
+        "--tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache --out-seq-length 20 --temperature 0.9 --top_k 0 --top_p 0"
+    )
+    config, sampling = load_components((InferenceConfig, SampleConfig), "", flags.split())
+    assert (config.fp16, sampling.out_seq_length) == (True, 20)
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 10}
+    refuse_other_model(config, GPT2Config(**sizes, max_position_embeddings=64), tmp_path)
+    with pytest.raises(ValueError, match=r"is not one of --max-position-embeddings 64 \(it has 128\)\. Drop"):
+        refuse_other_model(config, GPT2Config(**sizes, max_position_embeddings=128), tmp_path)
 
 
 def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
