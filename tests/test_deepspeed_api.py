@@ -276,6 +276,28 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all(stage):
     run_ranks(2, fp16_case, stage)
 
 
+def minimum_case() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    for stage in (0, 1):
+        config = {**CONFIG, "fp16": fp16, "zero_optimization": {"stage": stage}}
+        engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+        scales = []
+        for _ in range(5):
+            engine.backward(loss_of(engine(torch.ones(2, 6).half())) * float("inf"))
+            if stage and engine.loss_scale() == 1:
+                with pytest.raises(FloatingPointError, match="Current loss scale already at minimum"):
+                    engine.step()
+                break
+            engine.step()
+            scales.append(engine.loss_scale())
+        assert scales == ([2, 1] if stage else [2, 1, 1, 1, 1])
+        engine.destroy()
+
+
+def test_an_overflow_at_the_least_scale_is_skipped_without_zero_and_an_error_with_it():
+    run_ranks(1, minimum_case)
+
+
 def accumulation_case(stage: int) -> None:
     config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
     engine, *_ = deepspeed.initialize(model=make_model(), config=config)

@@ -48,7 +48,8 @@ class DeepSpeedEngine(CheckpointingEngine):
         super().__init__(
             *of_engine,
             zero=config.zero,
-            loss_scaler=LossScaler.from_config(config.precision),
+            # Without ZeRO, DeepSpeed goes on at the least scale.
+            loss_scaler=LossScaler.from_config(config.precision, raise_error_at_min_scale=config.zero.stage > 0),
             clip_grad=config.gradient_clipping,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             lr_scheduler=lambda optimizer: client_scheduler(config, lr_scheduler, optimizer),

@@ -106,7 +106,11 @@ class JsonConfig:
     seq_parallel_communication_data_type: str | None = key(
         "fp32", NO_EFFECT, "of DeepSpeed's sequence parallelism, which is not built", choices=_DTYPES
     )
-    zero_allow_untested_optimizer: bool = key(False, OBEYED, "ZeRO with an optimizer of the caller's own class")
+    zero_allow_untested_optimizer: bool = key(
+        False,
+        OBEYED,
+        "an optimizer of the caller's own class, at any stage: all of them step flat ranges of parameters",
+    )
     zero_force_ds_cpu_optimizer: bool = key(
         True, NO_EFFECT, "every optimizer can be offloaded; Adam is one pass over memory"
     )

@@ -61,6 +61,7 @@ class LossScaler:
 
     Dynamic: an overflow uses up one unit of `hysteresis`; once it is used up the scale halves, not below `min_scale`.
     `window` clean steps in a row double the scale and refill the hysteresis; `consecutive_hysteresis` refills it at each of them.
+    At the minimum another overflow is an error, or with `raise_error_at_min_scale` false one more skipped step.
     """
 
     scale: float = 1.0
@@ -70,6 +71,7 @@ class LossScaler:
     min_scale: float = 1.0
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
+    raise_error_at_min_scale: bool = True
 
     def __post_init__(self) -> None:
         self.hysteresis_left = self.hysteresis
@@ -77,7 +79,7 @@ class LossScaler:
         self.cur_iter = 0  # steps, skipped ones included
 
     @classmethod
-    def from_config(cls, config: PrecisionConfig) -> LossScaler:
+    def from_config(cls, config: PrecisionConfig, raise_error_at_min_scale: bool = True) -> LossScaler:
         """The scaler that `config` asks for: 1 for fp32 and bf16."""
         if not config.fp16:
             return cls(1.0)
@@ -90,6 +92,7 @@ class LossScaler:
             min_scale=config.min_scale,
             hysteresis=config.hysteresis,
             consecutive_hysteresis=config.consecutive_hysteresis,
+            raise_error_at_min_scale=raise_error_at_min_scale,
         )
 
     # DeepSpeed's names of the same things.
@@ -105,8 +108,8 @@ class LossScaler:
             where: which gradient is not finite, for messages.
 
         Raises:
-            FloatingPointError: a smaller scale cannot help: the scale is at its minimum, or is fixed and MAX_OVERFLOWS_IN_A_ROW
-                steps in a row have overflowed.
+            FloatingPointError: a smaller scale cannot help: the scale is at its minimum (see `raise_error_at_min_scale`), or is
+                fixed and MAX_OVERFLOWS_IN_A_ROW steps in a row have overflowed.
         """
         self.cur_iter += 1
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
@@ -132,6 +135,11 @@ class LossScaler:
             left = counted(self.hysteresis_left, "more overflow")
             logger.info(
                 "gradient overflow%s: step skipped; %s until the loss scale %.0f halves", place, left, self.scale
+            )
+            return
+        if self.scale <= self.min_scale and not self.raise_error_at_min_scale:
+            logger.warning(
+                "gradient overflow%s at the least loss scale, %g: step skipped", place, self.scale, extra=ALIKE
             )
             return
         if self.scale <= self.min_scale:

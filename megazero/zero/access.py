@@ -85,7 +85,10 @@ def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor |
 
 
 def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The full mean gradient, fp32, without loss scale; None except between a step's last backward and step(). Collective."""
+    """The full mean gradient, fp32, without loss scale; None unless it has been reduced and not been used. Collective.
+
+    It is reduced by a step's last backward; at stages 2 and 3 by every backward, as the sum so far.
+    """
     found = _reduced(parameter)
     if found is None:
         return None

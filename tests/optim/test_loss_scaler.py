@@ -56,6 +56,14 @@ def test_overflow_at_the_smallest_scale_raises_with_advice():
         scaler.update(True)
 
 
+def test_overflow_at_the_smallest_scale_can_be_one_more_skipped_step():
+    scaler, found = LossScaler(8.0, dynamic=True, hysteresis=1, raise_error_at_min_scale=False), []
+    for _ in range(6):
+        found.append(scaler.scale)
+        scaler.update(True)
+    assert found == [8, 4, 2, 1, 1, 1] and scaler.cur_iter == 6
+
+
 def test_the_last_halving_stops_at_the_smallest_scale():
     scaler = LossScaler(3.0, dynamic=True, min_scale=2.0, hysteresis=1)
     scaler.update(True)
