@@ -280,7 +280,7 @@ def as_trace(events: Iterable[tuple[str, str, float, float]]) -> dict:
 def main() -> None:
     """Parses, simulates, prints."""
     parser = make_parser(__doc__, ranks=1, steps=3)
-    parser.add_argument("--device-memory", type=parse_size, help="what --placement auto finds, such as 20GB")
+    parser.add_argument("--device-memory", help="what --placement auto finds, such as 20GB")
     parser.add_argument("--trace", type=Path, help="a file for the steps' events")
     machine = parser.add_argument_group("machine", "rates of one rank's share")
     for each in fields(Machine):
@@ -290,7 +290,8 @@ def main() -> None:
         )
     args, flags = parser.parse_known_args()
     rates = Machine(**{each.name: getattr(args, each.name) for each in fields(Machine)})
-    found, events = measure([*flags, "--peak-tflops", "1"], args.ranks, args.steps, rates, args.device_memory)
+    memory = None if args.device_memory is None else parse_size(args.device_memory, "--device-memory")
+    found, events = measure([*flags, "--peak-tflops", "1"], args.ranks, args.steps, rates, memory)
     if args.trace is not None:
         args.trace.write_text(json.dumps(as_trace(events)))
     waits = {str(index): each for index, each in enumerate(found["waits"], 1)}
