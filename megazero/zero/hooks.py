@@ -19,8 +19,9 @@ class Hook:
     """A module's hook that torch.compile leaves alone, and that a copy of the module loses, because a copy is not sharded."""
 
     def __init__(self, hook: Callable) -> None:
-        self._call = torch.compiler.disable(hook)
+        self._call = hook
 
+    @torch.compiler.disable  # here: a graph of this function for each hook would be one too many
     def __call__(self, *args: Any) -> Any:
         """What the hook returns."""
         return self._call(*args)
