@@ -2,8 +2,7 @@
 
     python benchmarks/timeline.py --ranks 8 --num-layers 48 --hidden-size 1600 --num-attention-heads 25 --seq-length 1024 \\
         --max-position-embeddings 1024 --vocab-size 50304 --batch-size 8 --bf16 --zero-stage 1
-    python benchmarks/timeline.py --ranks 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \\
-        --max-position-embeddings 32 --vocab-size 100 --batch-size 1 --zero-stage 3 --trace t.json     # does it work? Anywhere
+    python benchmarks/timeline.py --ranks 2 --num-layers 2 --hidden-size 64 --vocab-size 100 --zero-stage 3    # does it work?
 
 Flags that are not listed below are the job's. The first of --ranks ranks runs on the pretended CUDA of `tests/pretended_cuda.py`,
 where every operation is a step of a stream or of a thread, and each knows which others it comes after. Here every step takes time
