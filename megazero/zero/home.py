@@ -228,9 +228,9 @@ class MemoryHome:
         """Does nothing: `at_hand` waits for whatever is under way."""
 
 
-def moved(vector: Vector, home: Home) -> Vector:
-    """A vector of the same values in another home; the old vector is freed."""
+def moved(vector: Vector, home: Home, dtype: torch.dtype | None = None) -> Vector:
+    """A vector of the same values in another home, cast to `dtype` if given; the old vector is freed."""
     with vector.at_hand() as values:
-        there = home.hold(values, copy=vector.resident is None)
+        there = home.hold(values if dtype is None else values.to(dtype), copy=vector.resident is None)
     vector.free()
     return there

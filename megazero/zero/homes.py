@@ -108,12 +108,10 @@ def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset
 
     All of them if O is not offloaded; else first units, then the root, as long as at least `offload_optimizer_ratio` leaves.
     """
-    trained, offloaded = (
-        [index for index, plan in enumerate(plans) if plan.is_trainable],
-        config.offload_optimizer_ratio,
-    )
+    trained = [index for index, plan in enumerate(plans) if plan.is_trainable]
     if config.offload_optimizer == "none":
         return frozenset(trained)
+    offloaded = config.offload_optimizer_ratio
     forward = sorted(trained, key=lambda index: (plans[index].unit == ROOT, plans[index].unit))
     sizes = {index: plans[index].layout.shard_numel for index in forward}
     return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()

@@ -57,9 +57,7 @@ class MemoryPlan:
     reduced: int = 0  # G next to O, away from the accelerator
     staging: int = 0  # host memory through which offloaded states pass
     kept: int = 0  # part of O that stays on the accelerator while the rest is offloaded
-    kept_parameters: int = (
-        0  # part of P that rests on the accelerator while the rest is offloaded: with its O, or whole
-    )
+    kept_parameters: int = 0  # part of P that stays on the accelerator all the same: with its O, or whole
 
     @property
     def optimizer(self) -> int:

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
-from megazero.zero.home import Home, MemoryHome, Vector
+from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
@@ -232,11 +232,9 @@ class Weights:
         Call it between two steps, while P is released.
         """
         assert self.shard is not None, "P is whole"
-        with self.shard.at_hand() as values:
-            there = (home or MemoryHome(self.flat.device)).hold(
-                values.to(self.flat.dtype), copy=self.shard.resident is None
-            )
-        self.rest_in(there, is_offloaded=home is not None)
+        self.settle()
+        self.shard = moved(self.shard, home or MemoryHome(self.flat.device), self.flat.dtype)
+        self.is_offloaded = home is not None
 
     def rest_in(self, shard: Vector, is_offloaded: bool) -> None:
         """Makes `shard`, which has the same values, this rank's shard. The one so far is freed."""
