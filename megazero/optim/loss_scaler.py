@@ -137,17 +137,17 @@ class LossScaler:
                 "gradient overflow%s: step skipped; %s until the loss scale %.0f halves", place, left, self.scale
             )
             return
-        if self.scale <= self.min_scale and not self.raise_error_at_min_scale:
+        if self.scale <= self.min_scale:
+            if self.raise_error_at_min_scale:
+                raise FloatingPointError(
+                    "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients "
+                    f"overflow even at the least scale, {self.min_scale} (first in {where or 'an unknown place'}): they are inf "
+                    "or NaN themselves. Lower the learning rate (--lr), lengthen its warm-up, or compute in bf16 (--bf16)."
+                )
             logger.warning(
                 "gradient overflow%s at the least loss scale, %g: step skipped", place, self.scale, extra=ALIKE
             )
             return
-        if self.scale <= self.min_scale:
-            raise FloatingPointError(
-                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients overflow "
-                f"even at the least scale, {self.min_scale} (first in {where or 'an unknown place'}): they are inf or NaN "
-                "themselves. Lower the learning rate (--lr), lengthen its warm-up, or compute in bf16 (--bf16)."
-            )
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
         logger.info("gradient overflow%s: loss scale %.0f -> %.0f, step skipped", place, old, self.scale)
 

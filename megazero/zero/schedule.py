@@ -331,12 +331,11 @@ class Schedule:
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
         done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
-        for unit in ahead:
-            for bucket in self._of_unit[unit] if unit not in done else ():
-                bucket.weights.gather()
-        for unit in self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]:
-            for bucket in self._of_unit[unit] if unit not in done else ():
-                bucket.weights.prefetch()
+        further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
+        for bucket in (bucket for unit in ahead if unit not in done for bucket in self._of_unit[unit]):
+            bucket.weights.gather()
+        for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
+            bucket.weights.prefetch()
 
     @property
     def gathered_bytes(self) -> int:
