@@ -39,7 +39,7 @@ from megazero.arguments import load_config
 from megazero.comm.meeting import Meeting
 from megazero.plan.__main__ import parse_size
 from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
-from tests.pretended_cuda import HostThread, PretendedCuda
+from tests.pretended_cuda import HostThread, PretendedCuda, type_of
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 WARM_UP = 2  # steps: the first makes moments, and under --placement auto it is traced, and the second follows the plan
@@ -104,10 +104,10 @@ class TimedCuda(PretendedCuda):
         return self._after(self.host)[0]
 
     def _after(self, agent: Any) -> tuple[float, str]:
-        """When everything that the agent has seen has ended, itself included, and what was the last of it."""
-        last = (0.0, "")
+        """When its own steps and all that it has seen of others have ended, and what of the others was the last, if any."""
+        last = (self._track(agent).ends[-1], "")
         for other, step in agent.clock.items():
-            if step and (end := self.tracks[other].ends[step]) > last[0]:
+            if other is not agent and step and (end := self.tracks[other].ends[step]) > last[0]:
                 last = (end, f"{_kind(other)}: {self.tracks[other].labels[step]}")
         return last
 
@@ -131,9 +131,7 @@ class TimedCuda(PretendedCuda):
         track = self._track(agent)
         mine, number = track.ends[-1], agent.clock[agent]
         assert number == len(track.ends), "every step goes through `begin`"
-        agent.clock[agent] = number - 1  # as it was when the step could begin
         begin, cause = self._after(agent)
-        agent.clock[agent] = number
         if way:
             begin = max(begin, self._free_at[way])
             self._free_at[way] = begin + seconds
@@ -148,7 +146,7 @@ class TimedCuda(PretendedCuda):
     def _seconds(self, agent: Any, what: str, tensors: list[tuple[Tensor, bool]], group: Any) -> tuple[float, str]:
         """How long a step lasts, and the link or drive that it takes."""
         machine, nbytes = self.machine, sum(tensor.nbytes for tensor, _ in tensors)
-        on_host = [(tensor, writes) for tensor, writes in tensors if _type_of(tensor) == "cpu"]
+        on_host = [(tensor, writes) for tensor, writes in tensors if type_of(tensor) == "cpu"]
         if isinstance(agent, HostThread):
             if what.endswith("swap file"):
                 rate = machine.read_gbs if what.startswith("read") else machine.write_gbs
@@ -187,10 +185,6 @@ class TimedCuda(PretendedCuda):
 
     def _frames(self) -> tuple:
         return ()
-
-
-def _type_of(tensor: Tensor) -> str:
-    return getattr(tensor, "fake_device", tensor.device).type
 
 
 def _kind(agent: Any) -> str:

@@ -405,8 +405,8 @@ class PretendedCuda(Held):
 
     def step(self, what: str, reads: list[Tensor], writes: list[Tensor], blocks: bool) -> None:
         tensors = [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
-        here = [(tensor, w) for tensor, w in tensors if _type(tensor) == "cpu"]
-        there = [(tensor, w) for tensor, w in tensors if _type(tensor) == ACCELERATOR.type]
+        here = [(tensor, w) for tensor, w in tensors if type_of(tensor) == "cpu"]
+        there = [(tensor, w) for tensor, w in tensors if type_of(tensor) == ACCELERATOR.type]
         if not there:
             return self.host_step(what, here)
         stream = self.current_stream()
@@ -547,7 +547,7 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Ten
     return reads, writes
 
 
-def _type(tensor: Tensor) -> str:
+def type_of(tensor: Tensor) -> str:
     """Of its device; of a fake tensor without an operation."""
     return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
 
