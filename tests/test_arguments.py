@@ -208,6 +208,27 @@ def test_the_flags_of_the_zero3_example_are_understood(caplog):
     assert "--split-transformers (" in caplog.text and "--zero-reduce-scatter" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "flags, world_size, overlaps",
+    [
+        ("--zero-stage 0", 2, False),
+        ("--zero-stage 1", 2, True),
+        ("--zero-stage 2", 2, True),
+        ("--zero-stage 3", 2, False),
+        ("--zero-stage 1", 1, False),
+        ("--zero-stage 2 --model-parallel-size 2", 2, False),
+        ("--zero-stage 2 --model-parallel-size 2", 4, True),
+        ("--zero-stage 1 --model-parallel-size 2", 4, False),
+        ("--zero-stage 1 --model-parallel-size 2 --overlap-param-gather", 4, True),
+        ("--zero-stage 1 --no-overlap-param-gather", 2, False),
+        ("--zero-stage 1 --offload-optimizer cpu", 2, True),
+        ("--zero-stage 1 --offload-optimizer cpu --delayed-param-update 1", 2, False),
+    ],
+)
+def test_new_weights_travel_during_the_forward_unless_something_speaks_against_it(flags, world_size, overlaps):
+    assert load_config(flags.split(), world_size).zero.overlap_param_gather == overlaps
+
+
 @pytest.mark.parametrize("flag", sorted(CPU_OPTIMIZER))
 def test_the_optimizer_on_the_host_is_offload_optimizer_cpu(with_file, flag):
     assert load_config([flag, "--zero-stage", "1"]).zero.offload_optimizer == "cpu"

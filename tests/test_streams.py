@@ -175,6 +175,7 @@ CASES: dict[str, tuple[str, int]] = {  # flags and ranks
 MORE: dict[str, tuple[str, int]] = {
     "nothing sharded": ("--zero-stage 0 --bf16", 2),
     "alone": ("--zero-stage 1 --bf16", 1),
+    "weights come in the step": ("--zero-stage 1 --bf16 --no-overlap-param-gather", 2),
     "fp32, no overlap": ("--zero-stage 3 --global-batch-size 4", 2),
     "sets of ranks, all sharded": ("--zero-stage 3 --bf16 --zero-shard-size 2 --global-batch-size 8", 4),
     "sets of ranks, offloaded": (f"{OFFLOADED} --zero-shard-size 2", 4),

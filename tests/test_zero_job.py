@@ -110,13 +110,13 @@ def overlap_case(flags: list[str], folder: str) -> None:
     """Weights that arrive during the next forward, against those that step() waits for; with a save and a resume in between."""
     for stage in ("1", "2"):
         runs = []
-        for more in ([], ["--overlap-param-gather"]):
-            where = [f"--{flag}={folder}/{stage}{len(more)}" for flag in ("save", "load")]
-            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, *more])
+        for overlap in ("--no-overlap-param-gather", "--overlap-param-gather"):
+            where = [f"--{flag}={folder}/{stage}{overlap}" for flag in ("save", "load")]
+            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, overlap])
             losses = train(job, 2)
             save(job)
             end(job)
-            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, *more])
+            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", stage, overlap])
             losses += train(job, 2)
             runs.append((losses, job.engine.state_dict()))
             end(job)

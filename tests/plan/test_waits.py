@@ -33,6 +33,7 @@ CASES = {
     "muon": "--zero-stage 2 --bf16 --model-parallel-size 2 --optimizer muon",
     "sets of ranks": "--zero-stage 3 --bf16 --zero-shard-size 2",
     "new weights on their way": "--zero-stage 1 --bf16 --overlap-param-gather",
+    "new weights in the step": "--zero-stage 1 --bf16 --no-overlap-param-gather",
 }
 
 
