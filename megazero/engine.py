@@ -145,6 +145,7 @@ class Engine:
                 clip_grad=clip_grad,
                 allow_untested=allow_untested_optimizer,
                 overlap_param_gather=self.zero.overlap_param_gather,
+                overlap_update=self.zero.overlaps_update,
             )
             self._optimizer.refuse_unfit(later=self.zero.delays_update)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None

@@ -20,6 +20,7 @@ What is pretended of PyTorch 2.8 and later:
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -197,6 +198,22 @@ class CheckedThread(ThreadAtOnce):
 
     def join(self) -> None:
         self._cuda.host.see(self._agent.clock)
+
+
+class CheckedQueue:
+    """A queue whose reader sees who has written, and when."""
+
+    def __init__(self, cuda: PretendedCuda) -> None:
+        self._cuda = cuda
+        self._items: deque[tuple[Clock, Any]] = deque()
+
+    def put(self, item: Any) -> None:
+        self._items.append((self._cuda.host.place(), item))
+
+    def get(self) -> Any:
+        clock, item = self._items.popleft()
+        self._cuda.host.see(clock)
+        return item
 
 
 class HostLane:
@@ -468,6 +485,9 @@ class PretendedCuda(Held):
 
     def thread(self, target: Callable[..., None], name: str, args: tuple = ()) -> CheckedThread:
         return CheckedThread(self, target, name, args)
+
+    def queue(self) -> CheckedQueue:
+        return CheckedQueue(self)
 
     @contextmanager
     def installed(self) -> Iterator[PretendedCuda]:

@@ -28,7 +28,7 @@ from megazero.job import Job
 from megazero.plan.activations import Shape, plan_activations
 from megazero.timers import Timers
 from megazero.training import train_step
-from megazero.zero import GatheredParameters, access, arrival, home, link, nvme_home
+from megazero.zero import GatheredParameters, access, arrival, background, bucket, home, link, nvme_home
 from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
 from tests.pretended_cuda import CheckedThread, PretendedCuda, Stream, Work
@@ -87,8 +87,8 @@ def look_at_values(job: Job) -> None:
     job.engine.module_state_dict()
     with torch.no_grad():
         job.engine(ids(), targets=ids())  # which nobody waits for
-    for bucket in job.engine.buckets:
-        bucket.load(lambda segment: torch.zeros(segment.shape))
+    for each in job.engine.buckets:
+        each.load(lambda segment: torch.zeros(segment.shape))
 
 
 def save(job: Job, in_background: bool) -> None:
@@ -115,9 +115,11 @@ def everything(job: Job) -> None:
     job.engine.destroy()
 
 
-def two_steps(job: Job) -> None:
+def three_steps(job: Job) -> None:
+    """The last one's forward goes on beside the update of the second, if that is offloaded."""
     step(job)
     evaluate(job)
+    step(job)
     step(job)
     job.engine.destroy()
 
@@ -127,7 +129,7 @@ def run(
     ranks: int = 2,
     *,
     rank: int = 0,
-    does: Callable[[Job], None] = two_steps,
+    does: Callable[[Job], None] = three_steps,
     over_gloo: bool = False,
     device_bytes: int | None = None,
     without: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
@@ -169,6 +171,7 @@ CASES: dict[str, tuple[str, int]] = {  # flags and ranks
     "offloaded, fp32": ("--zero-stage 2 --offload-optimizer cpu --offload-optimizer-ratio 0.5", 2),
     "on nvme": (f"{ON_NVME} {SMALL_TILES}", 2),
     "muon": ("--zero-stage 2 --bf16 --model-parallel-size 2 --optimizer muon", 4),
+    "O on the host": (f"--zero-stage 2 --bf16 --offload-optimizer cpu {SMALL_TILES}", 2),
     "delayed": ("--zero-stage 1 --bf16 --offload-optimizer cpu --delayed-param-update 1", 2),
     "activations in host memory": (f"--zero-stage 1 --model-parallel-size 2 {IN_CPU} --partition-activations", 2),
 }
@@ -185,7 +188,13 @@ MORE: dict[str, tuple[str, int]] = {
     "16-bit sums": ("--zero-stage 2 --bf16 --grad-dtype compute --offload-optimizer cpu --global-batch-size 4", 2),
     "not pinned": (f"{OFFLOADED} --no-use-pin-memory", 2),
     "offloaded, alone": (f"{OFFLOADED} --global-batch-size 2", 1),
-    "O on the host": (f"--zero-stage 1 --fp16 --offload-optimizer cpu {SMALL_TILES}", 2),
+    "O on the host, whole G": (f"--zero-stage 1 --fp16 --offload-optimizer cpu {SMALL_TILES}", 2),
+    "O on nvme": (f"--zero-stage 2 --bf16 --offload-optimizer nvme --nvme-path /drive {SMALL_TILES}", 2),
+    "O on the host, weights come in the step": (
+        f"--zero-stage 2 --bf16 --offload-optimizer cpu --no-overlap-param-gather {SMALL_TILES}",
+        2,
+    ),
+    "O on the host, P sharded": (f"--zero-stage 3 --bf16 --offload-optimizer cpu {SMALL_TILES}", 2),
     "O on nvme, whole G": (f"--zero-stage 1 --bf16 --offload-optimizer nvme --nvme-path /drive {SMALL_TILES}", 2),
     "O on nvme, P on the host": (
         "--zero-stage 3 --fp16 --offload-optimizer nvme --offload-param cpu --nvme-path /drive --global-batch-size 4",
@@ -296,6 +305,14 @@ def without_synchronizing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stream, "synchronize", lambda self: None)
 
 
+def without_awaiting_updates(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(bucket.Bucket, "await_update", lambda self: None)
+
+
+def without_waiting_for_new_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(background.OverlappedUpdate, "_tell", lambda self, done: self._done.put((done, None)))
+
+
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "copies do not wait for what is computed": (without_waiting_for_streams, *CASES["offloaded"]),
     "what is computed does not wait for copies": (without_holding_back, *CASES["delayed"]),
@@ -304,6 +321,8 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "sums between sets do not wait for gradients": (without_waiting_for_streams, *CASES["sets of ranks"]),
     "activations are not kept while they are sent": (without_keeping_memory, *CASES["activations in host memory"]),
     "buffers are written before they are full": (without_waiting_until_a_buffer_is_full, *CASES["on nvme"]),
+    "a forward does not wait for updates": (without_awaiting_updates, *CASES["offloaded"]),
+    "weights are used while they are sent": (without_waiting_for_new_weights, *CASES["O on the host"]),
     "a snapshot is not waited for": (without_synchronizing, *CASES["fp16, O sharded"]),
 }
 MORE_MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
@@ -314,7 +333,7 @@ MORE_MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] =
         *CASES["activations in host memory"],
     ),
     "collectives are not waited for": (without_waiting_for_collectives, *CASES["all sharded"]),
-    "the outbox is not waited for": (without_waiting_for_the_outbox, *MORE["O on the host"]),
+    "the outbox is not waited for": (without_waiting_for_the_outbox, *MORE["O on the host, whole G"]),
     "a shard is written to while it is read": (without_settling, *CASES["offloaded"]),
     "a file is read before it is written": (without_awaiting_writes, *CASES["on nvme"]),
     "an update is not joined": (without_joining, *CASES["delayed"]),
@@ -324,6 +343,7 @@ MORE_MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] =
 def steps_and_more(job: Job) -> None:
     step(job)
     save(job, in_background=True)
+    step(job)
     step(job)
     look_at_values(job)
 
@@ -350,10 +370,10 @@ def test_activations_take_as_much_host_memory_as_is_planned_and_the_same_in_ever
         patch.setattr(storage, "PagePool", lambda **_: SimpleNamespace(empty=empty))
 
     flags = f"--bf16 {IN_CPU}{contiguous}"
-    run(flags, 1, does=two_steps, without=note)
+    run(flags, 1, does=three_steps, without=note)
     config = load_config(f"{COMMON} {flags}".split(), world_size=1)
     plan = plan_activations(config.model, Shape(1, 32, 1, torch.bfloat16), config.checkpoint_settings())
-    assert sum(taken) == 2 * plan.kept_on_host > 0
+    assert sum(taken) == 3 * plan.kept_on_host > 0
 
 
 # ---- other worlds

@@ -22,6 +22,7 @@ from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights
 
 if TYPE_CHECKING:
+    from megazero.zero.background import BackgroundUpdate
     from megazero.zero.optimizer import BucketOptimizer
     from megazero.zero.schedule import Schedule
 
@@ -98,7 +99,7 @@ class Bucket:
         # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
         self.schedule: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
-        self.is_pending = False  # an update of it is running in the background
+        self.pending: BackgroundUpdate | None = None  # an update of it that is running in the background
         self.states: dict[str, Vector] = {}
         self._gradient: Gradient | None = None
         if plan.is_trainable:
@@ -288,6 +289,12 @@ class Bucket:
         shard = self.weights.shard
         is_away = shard is not None and shard.link is not None
         return None if is_away else self.optimizer_home.link
+
+    def await_update(self) -> None:
+        """Before anything uses P: if an update goes on that the model is to compute with, waits for it, and publishes."""
+        if self.pending is not None and not self.pending.is_delayed:
+            assert self.optimizer is not None, "it makes the updates"
+            self.optimizer.finish(until=self)
 
     def publish(self) -> None:
         """After a step: starts to bring the other ranks' new weights to this rank.

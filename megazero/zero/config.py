@@ -152,6 +152,19 @@ class ZeroConfig:
         """Whether an offloaded update runs concurrently with the next step."""
         return self.delayed_param_update > 0
 
+    @property
+    def overlaps_update(self) -> bool:
+        """Whether an offloaded update goes on during the next forward, which waits for each unit's new weights before the unit.
+
+        All of O is then away, and the update has its home to itself. Whole parameters must be allowed to arrive late.
+        """
+        is_all_away = (
+            self.offload_optimizer != "none" and self.placement == "static" and self.offload_optimizer_ratio == 1
+        )
+        may_arrive_late = self.sharding.parameters or self.overlap_param_gather
+        is_apart = self.sharding.gradients and self.offload_param != "nvme"
+        return self.overlap_comm and is_all_away and is_apart and may_arrive_late and not self.delays_update
+
     def __post_init__(self) -> None:
         check_options(self)
         if not 0 < self.gradient_predivide_factor < math.inf:

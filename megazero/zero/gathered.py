@@ -65,13 +65,16 @@ class GatheredParameters:
                     f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
                     "and the inner one would release them under it. Use one context for all."
                 )
-            if bucket.is_pending and self.modifier_rank is not None:
+            is_delayed = bucket.pending is not None and bucket.pending.is_delayed
+            if is_delayed and self.modifier_rank is not None:
                 raise RuntimeError(
                     f"GatheredParameters(modifier_rank={self.modifier_rank}): a delayed update of unit {bucket.name!r} goes on, "
                     "which would overwrite the change. Call engine.optimizer.finish() on every rank before."
                 )
         if self.buckets:
             self.buckets[0].channel.meet("GatheredParameters")
+        for bucket in self.buckets:
+            bucket.await_update()
         # The others are gathered already, such as in their unit's own forward, and stay so.
         self._to_release = {bucket for bucket in self.buckets if not bucket.weights.is_gathered}
         try:

@@ -18,8 +18,9 @@ from megazero.optim.adam_kernels import AdamSettings
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
+from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
 from megazero.zero.bucket import MASTER, Bucket
-from megazero.zero.delayed import DelayedUpdate
+from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
@@ -93,6 +94,7 @@ class BucketOptimizer(SlicedOptimizer):
         clip_grad: gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
         overlap_param_gather: an update leaves new weights on their way, starting with those that a forward needs first.
+        overlap_update: an update by Adam on the host goes on during the next forward.
 
     Raises:
         ValueError: the optimizer is not known to be elementwise.
@@ -109,14 +111,18 @@ class BucketOptimizer(SlicedOptimizer):
         clip_grad: float,
         allow_untested: bool = False,
         overlap_param_gather: bool = False,
+        overlap_update: bool = False,
     ) -> None:
         self.norm_group = norm_group
         self.counts_replicated = counts_replicated
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
-        self.overlap_param_gather = overlap_param_gather
+        self.overlap_param_gather, self._overlap_update = overlap_param_gather, overlap_update
         self.overflow = False
-        self._pending: DelayedUpdate | None = None
+        self._pending: BackgroundUpdate | None = None
+        device = buckets[0].weights.flat.device
+        # For the new weights of an update that overlaps a forward.
+        self._stream = torch.cuda.Stream(device) if overlap_update and comm.has_streams(device) else None
         self.is_torn = False  # an update has failed in the middle
         self._is_first = True  # no update has been made
         super().__init__(buckets, factory, group_settings)
@@ -178,6 +184,7 @@ class BucketOptimizer(SlicedOptimizer):
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
+            is_overlapped = not self._is_first and self._can_overlap
             if self._is_first:
                 # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
@@ -186,6 +193,8 @@ class BucketOptimizer(SlicedOptimizer):
             factor = clip / self.cur_scale
             if later:
                 self._pending = DelayedUpdate(self, self._trained, factor)
+            elif is_overlapped:
+                self._pending = OverlappedUpdate(self, self._trained[::-1], factor, self._stream)
             else:
                 self._run(factor)
         where = self._first_not_finite() if self.overflow else ""
@@ -214,25 +223,29 @@ class BucketOptimizer(SlicedOptimizer):
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
             )
-        settings = (AdamSettings.of(self.torch_optimizer, group) for group in self.param_groups)
-        if later and not (self._steps_apart and all(settings)):
+        if later and not self._is_adam_apart:
             raise ValueError(
                 f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "
                 "the background, beside a schedule that changes learning rates."
             )
 
-    def finish(self) -> None:
-        """Completes a background update by writing its weights into the model, and waits for weights on their way. Collective.
+    def finish(self, until: Bucket | None = None) -> None:
+        """Completes a background update by bringing its weights into the model, and waits for weights on their way. Collective.
 
         Does nothing if there are neither.
+
+        Args:
+            until: a bucket; those that are updated after it may still be under way afterwards, and nothing is waited for.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.is_torn = True
-            pending.finish()
+            if not pending.finish(until):
+                self._pending = pending
             self.is_torn = False
-        for bucket in self._trained if self.overlap_param_gather else []:
-            bucket.weights.wait_gathered()
+        for bucket in self._trained if until is None else []:
+            if not bucket.weights.is_sharded:
+                bucket.weights.wait_gathered()
 
     @property
     def _trained(self) -> list[Bucket]:
@@ -249,6 +262,20 @@ class BucketOptimizer(SlicedOptimizer):
             else:
                 bucket.weights.wait_gathered()
         self.is_torn = False
+
+    @property
+    def _is_adam_apart(self) -> bool:
+        """Whether every update is one of Adam that can run in a thread, beside a schedule that changes learning rates."""
+        return self._steps_apart and all(
+            AdamSettings.of(self.torch_optimizer, group) is not None for group in self.param_groups
+        )
+
+    @property
+    def _can_overlap(self) -> bool:
+        """Whether an update can go on during the next forward, and would not only compete with it for the host."""
+        homes = {bucket.optimizer_home for bucket in self._trained}
+        is_away = all(home.link is not None or isinstance(home, NvmeHome) for home in homes)
+        return self._overlap_update and is_away and self._is_adam_apart
 
     @property
     def _steps_apart(self) -> bool:

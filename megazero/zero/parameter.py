@@ -126,6 +126,7 @@ class ReleasedParameter(nn.Parameter):
         start, stop = bucket.layout.shard_range(bucket.channel.rank)
         low, high = segment.clip(start, stop)
         assert bucket.weights.shard is not None, "only what is sharded is ever released"
+        bucket.await_update()
         with bucket.weights.shard.at_hand(low - start, high - start) as part:
             return part.to(bucket.weights.flat.dtype, copy=True)
 
@@ -197,7 +198,15 @@ class ArrivingParameter(nn.Parameter):
             raise RuntimeError(
                 "An engine is gone before the last weights of its parameters have come: call destroy() of it first."
             )
+        if bucket.pending is not None:  # the other ranks' parts come from there too
+            bucket.channel.meet("the first look at a parameter after engine.step()")
+        bucket.await_update()
         bucket.weights.wait_gathered()
+        if isinstance(self, ArrivingParameter):
+            raise RuntimeError(
+                f"Unit {bucket.name!r} has no values: the update that was to bring them was cut short by an error. Load a "
+                "checkpoint before anything reads it."
+            )
 
 
 def refuse_loading(model: nn.Module) -> list[Any]:

@@ -17,7 +17,7 @@ new values that the last update has left on their way. `Reductions` keeps count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,8 +93,8 @@ class Schedule:
         if self._overlaps_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
-            for unit, names in zip(units, names_in, strict=True):
-                self._before_forward(unit, partial(self._await, list(names)))
+            for unit, names, following in zip(units, names_in, [*names_in[1:], {}], strict=True):
+                self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
                 self._watch_inputs(index, unit, names_in[index])
@@ -151,6 +151,8 @@ class Schedule:
         """Prepares for a new backward, even after one that an exception cut short. The root is whole from here on."""
         self.restart()
         self.reductions.is_open = True
+        for bucket in self.buckets:
+            bucket.await_update()  # its gradients go to the home that the update works in
         # Also waits for weights on their way that no forward has read.
         self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
 
@@ -308,6 +310,7 @@ class Schedule:
         """Makes buckets whole. If `index` is given, the units after it are requested before these buckets are waited for."""
         _refuse_transforms()
         for bucket in buckets:
+            bucket.await_update()
             bucket.weights.gather()
             if _in_backward():
                 self.reductions.expect_again(bucket)
@@ -315,7 +318,10 @@ class Schedule:
             self._prefetch(index, in_forward)
         self._await(buckets)
 
-    def _await(self, buckets: list[Bucket]) -> None:
+    def _await(self, buckets: list[Bucket], ahead: Iterable[Bucket] = ()) -> None:
+        """Returns when buckets have their values. Those of the buckets `ahead` are on their way then."""
+        for bucket in (*buckets, *ahead):
+            bucket.await_update()
         for bucket in buckets:
             self.waiting.until(bucket.weights.wait_gathered, bucket, "its parameters")
 
@@ -333,9 +339,11 @@ class Schedule:
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
         for bucket in (bucket for unit in ahead if unit not in done for bucket in self._of_unit[unit]):
+            bucket.await_update()
             bucket.weights.gather()
         for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
-            bucket.weights.prefetch()
+            if bucket.pending is None or bucket.pending.is_delayed:
+                bucket.weights.prefetch()
 
     @property
     def gathered_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -26,7 +26,9 @@ class Update:
         factor: multiplies the mean gradients.
         scales_itself: whether torch's fused kernel applies the factor.
         steps_apart: whether the torch optimizer may be called tile by tile; else it is called once, with everything at hand.
-        staged: if given, receives the new weights of each bucket, in P's dtype, instead of P; nothing is published then.
+        in_background: the update runs beside a schedule that changes the torch optimizer's settings.
+        staged: if given, receives the new weights of each bucket, in P's dtype, instead of P.
+        done: called with each bucket that has its new weights.
     """
 
     def __init__(
@@ -37,10 +39,13 @@ class Update:
         *,
         scales_itself: bool,
         steps_apart: bool,
+        in_background: bool = False,
         staged: Mapping[Bucket, Tensor] | None = None,
+        done: Callable[[Bucket], None] = Bucket.publish,
     ) -> None:
         self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
-        self._scales_itself, self._steps_apart, self._staged = scales_itself, steps_apart, staged
+        self._scales_itself, self._steps_apart, self._in_background = scales_itself, steps_apart, in_background
+        self._staged, self._done = staged, done
         # Adam's settings at this moment: a schedule may change them while an update runs in the background.
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
         self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
@@ -60,8 +65,8 @@ class Update:
             self._prefetch(ahead)
             self._step_tiles(batch)
             for bucket, _, stop in batch:
-                if stop == bucket.owned_numel and self._staged is None:
-                    bucket.publish()
+                if stop == bucket.owned_numel:
+                    self._done(bucket)
         for bucket in self._gradients:
             bucket.optimizer_home.flush()
 
@@ -160,7 +165,7 @@ class Update:
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
 
     def _is_one_pass(self, bucket: Bucket) -> bool:
-        is_wanted = _has_16_bits(bucket) or self._staged is not None
+        is_wanted = _has_16_bits(bucket) or self._in_background
         return is_wanted and self._is_adam and bucket.optimizer_home.device.type == "cpu"
 
     def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:

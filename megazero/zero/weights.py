@@ -155,8 +155,8 @@ class Weights:
         self._gather_work = self._channel.all_gather_(self.flat, self.name)
 
     def wait_when_touched(self) -> None:
-        """Leaves an exchange under way: from now on whatever touches a parameter waits for it."""
-        if self.is_gathering:
+        """Has whatever touches a whole parameter wait for an update that goes on, and for the exchange after it."""
+        if not self.is_sharded:
             self._waits_when_touched = True
             for parameter in self.parameters.values():
                 parameter.__class__ = ArrivingParameter

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from megazero.config import Config
 from megazero.job import Job, build_job
 from megazero.nvme import Region, SwapFile, Transfer
 from megazero.optim import adam_kernels
-from megazero.zero import delayed, homes, init, link, nvme_home
+from megazero.zero import background, homes, init, link, nvme_home
 from megazero.zero.placement import placed
 from pretrain_gpt2 import count_tokens, forward_step, make_model
 from tests.plan.live_bytes import LiveBytes, tensors_in
@@ -62,6 +63,10 @@ class Held(LiveBytes):
     def thread(self, target: Callable[[], None], name: str) -> Any:
         """A `threading.Thread`."""
         return ThreadAtOnce(target, name)
+
+    def queue(self) -> Any:
+        """A `queue.SimpleQueue`."""
+        return SimpleQueue()
 
     def aligned_empty(self, nbytes: int, pin: bool = False) -> Tensor:
         """Pages of host memory."""
@@ -215,7 +220,8 @@ def fake_world(
         for module in (homes, init, checkpointing.storage):
             patch.setattr(module, "SwapFile", held.swap_file)
         patch.setattr(homes, "check_space", lambda folder, nbytes: None)
-        patch.setattr(delayed, "threading", SimpleNamespace(Thread=held.thread))
+        patch.setattr(background, "threading", SimpleNamespace(Thread=held.thread))
+        patch.setattr(background, "queue", SimpleNamespace(SimpleQueue=held.queue))
         for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):
             patch.setattr(
                 module, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group)

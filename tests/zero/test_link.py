@@ -101,6 +101,7 @@ def order_case(offload_param: str, stage: int = 3) -> list:
         engine.backward(loss)
         log.append(("step",))
         engine.step()
+        engine.optimizer.finish()
         log.append(("end",))
         return list(log)
 

@@ -1,0 +1,183 @@
+"""Updates on the host in a thread of their own, beside what the device computes: in time for the next forward, or a step late."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import Tensor
+
+from megazero import comm
+from megazero.zero.bucket import Bucket
+from megazero.zero.sliced import SlicedOptimizer
+from megazero.zero.update import Update
+
+
+class BackgroundUpdate:
+    """An `Update` in its own thread, on gradients that it owns.
+
+    Args:
+        optimizer: Adam, stepped tile by tile.
+        buckets: the buckets to update, in this order; the update takes their gradients from them.
+        factor: multiplies the mean gradients.
+        staged: receives the new weights of each bucket; without it they go to P.
+        done: called in the thread with each bucket that has its new weights.
+
+    Attributes:
+        is_delayed: until `finish` the model computes with the weights that it had before the update.
+    """
+
+    is_delayed = False
+
+    def __init__(
+        self,
+        optimizer: SlicedOptimizer,
+        buckets: Sequence[Bucket],
+        factor: float,
+        *,
+        staged: Mapping[Bucket, Tensor] | None = None,
+        done: Callable[[Bucket], None] = lambda _: None,
+    ) -> None:
+        self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
+        self._device = buckets[0].weights.flat.device
+        self._update = Update(
+            optimizer,
+            self._gradients,
+            factor,
+            scales_itself=False,
+            steps_apart=True,
+            in_background=True,
+            staged=staged,
+            done=done,
+        )
+        self._error: BaseException | None = None
+        for bucket in buckets:
+            bucket.pending = self
+        self._thread = threading.Thread(target=self._run, name="background update")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._on_device():
+                self._update.run()
+        except BaseException as error:
+            self._error = error
+
+    def _on_device(self) -> AbstractContextManager:
+        """A new thread starts on the first CUDA device, and would page-lock memory there."""
+        return torch.cuda.device(self._device if comm.has_streams(self._device) else -1)
+
+    def _join(self) -> None:
+        """Returns when the thread is over and its gradients are freed.
+
+        Raises:
+            Exception: the error that ended the thread.
+        """
+        self._thread.join()
+        for bucket, gradient in self._gradients.items():
+            bucket.pending = None
+            gradient.free()
+        self._gradients = {}
+        if self._error is not None:
+            raise self._error
+
+    def finish(self, until: Bucket | None = None) -> bool:
+        """Brings new weights into the model, here and on the other ranks. Collective.
+
+        Args:
+            until: a bucket after which the rest may follow later.
+
+        Returns:
+            Whether nothing is left to do.
+
+        Raises:
+            Exception: the error that ended the thread.
+        """
+        raise NotImplementedError
+
+
+class DelayedUpdate(BackgroundUpdate):
+    """The delayed parameter update of ZeRO-Offload (arXiv:2101.06840, sec. 5.2): runs while the next step computes.
+
+    New weights are held back until `finish`.
+    """
+
+    is_delayed = True
+
+    def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
+        for link in {bucket.optimizer_home.link for bucket in buckets}:
+            if link is not None:
+                link.to_device.finish()  # the last update's weights have come, and the next ones get the same memory
+        # The owned ranges' new weights.
+        self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
+        super().__init__(optimizer, buckets, factor, staged=self._staged)
+
+    def finish(self, until: Bucket | None = None) -> bool:
+        """See `BackgroundUpdate.finish`. Always brings all."""
+        self._join()
+        for bucket in self._staged:
+            bucket.refuse_written("a delayed update of it went on. Call engine.optimizer.finish() before")
+        for bucket, weights in self._staged.items():
+            bucket.write_staged(weights)
+            bucket.publish()
+        for bucket in self._staged:
+            bucket.weights.wait_gathered()
+        return True
+
+
+class OverlappedUpdate(BackgroundUpdate):
+    """Runs while the next forward computes with the units that it has updated already. The numbers are those of any other update.
+
+    Each bucket is finished before anything uses its parameters, in the order of the update: that of the forward.
+
+    Args:
+        stream: on CUDA, a stream for the copies of new weights. They wait for what the device was given before this update, and
+            not for the forward that goes on beside it.
+    """
+
+    def __init__(
+        self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._left, self._stream = deque(buckets), stream
+        self._done: queue.SimpleQueue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        for bucket in buckets:
+            bucket.weights.settle()
+            bucket.weights.wait_when_touched()
+        super().__init__(optimizer, buckets, factor, done=self._tell)
+
+    def _on_device(self) -> AbstractContextManager:
+        stack = ExitStack()
+        stack.enter_context(super()._on_device())
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.stream(self._stream))
+        return stack
+
+    def _run(self) -> None:
+        super()._run()
+        self._done.put(None)
+
+    def _tell(self, bucket: Bucket) -> None:
+        self._done.put((bucket, None if self._stream is None else self._stream.record_event()))
+
+    def finish(self, until: Bucket | None = None) -> bool:
+        """See `BackgroundUpdate.finish`."""
+        while self._left and (until is None or until in self._left):
+            done = self._done.get()
+            if done is None:  # the thread has failed
+                self._left.clear()
+                break
+            bucket, sent = done
+            self._left.remove(bucket)  # the first one
+            if sent is not None:
+                torch.cuda.current_stream(self._device).wait_event(sent)
+            bucket.pending = None
+            bucket.publish()
+        if not self._left:
+            self._join()
+        return not self._left

@@ -1,0 +1,295 @@
+"""An offloaded update that goes on during the next forward: the same bits, each unit as soon as it is done, no torn weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import mpu, zero
+from megazero.engine import Engine
+from megazero.utils import safe_get_full_fp32_param
+from megazero.zero.config import ZeroConfig
+from megazero.zero.homes import TILE_MULTIPLE
+from megazero.zero.parameter import ArrivingParameter, ReleasedParameter
+from megazero.zero.update import Update
+from tests.ranks import run_ranks
+from tests.zero.models import make_engine, run, token_batches
+from tests.zero.streams import slow_link
+from tests.zero.test_offload import Wide
+from tests.zero.test_stages import compare
+
+CASES = {  # stage and homes; over a link, except where the states are in a file
+    "2, host": (2, {"offload_optimizer": "cpu", "overlap_param_gather": True}),
+    "2, nvme": (2, {"offload_optimizer": "nvme", "overlap_param_gather": True}),
+    "3, host": (3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+    "3, O on the host": (3, {"offload_optimizer": "cpu", "param_persistence_threshold": 200}),
+    "3, O on nvme": (3, {"offload_optimizer": "nvme", "offload_param": "cpu"}),
+}
+
+
+def fresh(path: str, case: str, **options: Any) -> Engine:
+    stage, homes = CASES[case]
+    torch.manual_seed(0)
+    settings = {**homes, "nvme_path": path, "sub_group_size": TILE_MULTIPLE, **options.pop("zero", {})}
+    return make_engine(Wide(), stage, clip_grad=0.5, zero=settings, **options)
+
+
+def step(engine: Engine, batch: torch.Tensor) -> float:
+    loss = engine(batch[0][mpu.get_data_parallel_rank()])
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+class Gate:
+    """Lets tiles of updates pass one by one, when told, in whatever thread; and notes those that came."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.passes, self.came = threading.Semaphore(0), 0
+        step_tiles = Update._step_tiles
+
+        def gated(update: Update, tiles: list) -> None:
+            self.came += 1
+            assert self.passes.acquire(timeout=60), "nobody opened the gate"
+            step_tiles(update, tiles)
+
+        patch.setattr(Update, "_step_tiles", gated)
+
+
+def numbers_case(path: str, options: dict) -> None:
+    mpu.initialize_model_parallel(1)
+    for case, (stage, homes) in CASES.items():
+        common = {"nvme_path": path, "sub_group_size": TILE_MULTIPLE, **options.get("zero", {})}
+        rest = {"steps": 4, "clip_grad": 0.5, **{k: v for k, v in options.items() if k != "zero"}}
+        want = run(Wide, stage, zero=common, **rest)
+        with slow_link():
+            got = run(Wide, stage, zero={**common, **homes}, **rest)
+        compare(got, want, f"{case}, {options}", bitwise=True)
+
+
+def scheduled(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer.torch_optimizer, 1, gamma=0.3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_overlapped_update_trains_as_the_accelerator_bit_for_bit(world_size, tmp_path):
+    run_ranks(world_size, numbers_case, str(tmp_path), {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.bfloat16, "lr_scheduler": scheduled},
+        {"dtype": torch.bfloat16, "micro": 2, "zero": {"grad_dtype": "compute"}},
+        {"lr_scheduler": scheduled, "micro": 2},
+    ],
+    ids=str,
+)
+def test_an_overlapped_update_trains_as_the_accelerator_bit_for_bit_with(options, tmp_path):
+    """The learning rate of the next step is set while the update goes on."""
+    run_ranks(2, numbers_case, str(tmp_path), options)
+
+
+def overlap_case(path: str, case: str) -> None:
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
+    with slow_link():
+        engine = fresh(path, case, dtype=torch.bfloat16)
+        step(engine, batches[0])
+        tiles = [0] * (1 + len(engine.module.blocks))  # of the root, and of each block, as they are updated
+        for bucket in engine.buckets:
+            tiles[1 + bucket.unit] += len(bucket.tiles)
+        with pytest.MonkeyPatch.context() as patch:
+            gate = Gate(patch)
+            step(engine, batches[1])  # returns although nothing passes
+            assert gate.came <= 1 and all(bucket.pending for bucket in engine.buckets)
+            gate.passes.release(sum(tiles[:3]))  # the root, and blocks 0 and 1
+            reached: list[tuple[int, int]] = []
+
+            def before(index: int) -> Callable:
+                def note(*_: Any) -> None:
+                    reached.append((index, gate.came))
+                    if index < 2:
+                        gate.passes.release(tiles[index + 3])  # the block after the next
+
+                return note
+
+            for index, block in enumerate(engine.module.blocks):
+                block.register_forward_pre_hook(before(index))
+            loss = engine(batches[2][0][mpu.get_data_parallel_rank()])
+            assert [index for index, _ in reached] == [0, 1, 2, 3]
+            assert reached[0][1] <= sum(tiles[:3]) + 1, "the first block has run before the third's update"
+            engine.backward(loss)
+            assert not any(bucket.pending for bucket in engine.buckets)
+            gate.passes.release(100)
+            engine.step()
+            engine.optimizer.finish()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_unit_runs_while_the_units_after_the_next_are_updated(case, tmp_path):
+    run_ranks(2, overlap_case, str(tmp_path), case)
+
+
+def reading_case(path: str, case: str) -> None:
+    """Whatever looks at values after a step sees those of the update."""
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
+    with slow_link(), pytest.MonkeyPatch.context() as patch:
+        step_tiles = Update._step_tiles
+
+        def slowly(update: Update, tiles: list) -> None:
+            time.sleep(0.01)
+            step_tiles(update, tiles)
+
+        def weights(engine: Engine) -> dict[str, torch.Tensor]:
+            return {name: value.clone() for name, value in engine.state_dict().items()}
+
+        inline = fresh(path, case, zero={"overlap_comm": False})
+        for batch in batches[:2]:
+            step(inline, batch)
+        assert not inline.buckets[0].pending
+        want, part_of = weights(inline), lambda engine: getattr(engine.module.blocks[2][0].weight, "ds_tensor", None)
+        part = part_of(inline)
+        inline.destroy()
+        patch.setattr(Update, "_step_tiles", slowly)
+
+        def updating() -> tuple[Engine, torch.nn.Parameter]:
+            engine = fresh(path, case)
+            for batch in batches[:2]:
+                step(engine, batch)
+            parameter = engine.module.blocks[2][0].weight
+            assert engine.buckets[0].pending
+            assert isinstance(parameter, ReleasedParameter if CASES[case][0] == 3 else ArrivingParameter)
+            return engine, parameter
+
+        name = "blocks.2.0.weight"
+        engine, parameter = updating()
+        assert all(torch.equal(value, want[key]) for key, value in weights(engine).items())
+        assert torch.equal(safe_get_full_fp32_param(parameter), want[name])
+        engine.destroy()
+        engine, parameter = updating()
+        with zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+            assert torch.equal(parameter, want[name])
+            parameter.mul_(2)
+        assert torch.equal(engine.state_dict()[name], want[name] * 2)
+        assert torch.equal(safe_get_full_fp32_param(parameter), want[name] * 2)
+        engine.destroy()
+        engine, parameter = updating()
+        if CASES[case][0] == 2:
+            assert torch.equal(parameter.detach(), want[name]) and not isinstance(parameter, ArrivingParameter)
+        else:
+            assert torch.equal(part_of(engine), part)
+        with torch.no_grad():  # a forward that no engine calls
+            engine.module(batches[2][0][0])
+        engine.save_checkpoint(path, "saved")
+        assert engine.module_state_dict().keys() == want.keys()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_looks_at_values_sees_those_of_the_update(case, tmp_path):
+    run_ranks(2, reading_case, str(tmp_path), case)
+
+
+def lonely_case(path: str) -> str:
+    mpu.initialize_model_parallel(1, timeout_s=4)
+    batches = token_batches(2, 1, mpu.get_data_parallel_world_size())
+    with slow_link():
+        engine = fresh(path, "2, host")
+        for batch in batches:
+            step(engine, batch)
+        if mpu.get_data_parallel_rank() == 1:
+            time.sleep(6)
+            return ""
+        with pytest.raises(RuntimeError) as error:
+            engine.module.blocks[2][0].weight.sum()
+        return str(error.value)
+
+
+def test_a_rank_that_looks_alone_is_told_who_is_missing(tmp_path):
+    message = run_ranks(2, lonely_case, str(tmp_path))[0]
+    assert "first look at a parameter after engine.step()" in message and "1" in message, message
+
+
+def failing_case(path: str, case: str) -> None:
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
+    with slow_link():
+        engine = fresh(path, case)
+        step(engine, batches[0])
+        engine.save_checkpoint(path, "good")
+        with pytest.MonkeyPatch.context() as patch:
+            step_tiles, count = Update._step_tiles, [0]
+
+            def failing(update: Update, tiles: list) -> None:
+                count[0] += 1
+                if count[0] == 4:
+                    raise OSError("the drive is gone")
+                step_tiles(update, tiles)
+
+            patch.setattr(Update, "_step_tiles", failing)
+            step(engine, batches[1])
+            with pytest.raises(OSError, match="the drive is gone"):
+                engine(batches[2][0][0])
+        with pytest.raises(RuntimeError, match="cut short by an error"):
+            engine.save_checkpoint(path, "bad")
+        if CASES[case][0] == 2:
+            with pytest.raises(RuntimeError, match="cut short by an error"):
+                engine.module.blocks[3][0].weight.sum()
+        engine.load_checkpoint(path, "good")
+        got = [step(engine, batch) for batch in batches[1:]]
+        engine.destroy()
+        engine = fresh(path, case)
+        assert got == [step(engine, batch) for batch in batches][1:]
+        engine.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_that_fails_is_told_by_the_forward_and_a_checkpoint_continues_bit_for_bit(case, tmp_path):
+    run_ranks(2, failing_case, str(tmp_path), case)
+
+
+@pytest.mark.parametrize(
+    "options, overlaps",
+    [
+        ({"stage": 3}, True),
+        ({"stage": 3, "offload_param": "cpu"}, True),
+        ({"stage": 3, "offload_param": "nvme"}, False),  # the update would share its home with the gathers
+        ({"stage": 2, "overlap_param_gather": True}, True),
+        ({"stage": 2}, False),  # whole parameters must not arrive late unless asked to
+        ({"stage": 1, "overlap_param_gather": True}, False),  # whole gradients would go to the host all at once
+        ({"stage": 3, "offload_optimizer_ratio": 0.5}, False),
+        ({"stage": 3, "delayed_param_update": 1}, False),
+        ({"stage": 3, "overlap_comm": False}, False),
+        ({"stage": 3, "placement": "auto"}, False),
+        ({"stage": 3, "offload_optimizer": "none"}, False),
+    ],
+    ids=str,
+)
+def test_which_updates_go_on_during_the_next_forward(options, overlaps):
+    assert ZeroConfig(**{"offload_optimizer": "cpu", "nvme_path": "x", **options}).overlaps_update == overlaps
+
+
+def in_place_case() -> None:
+    """Where the host computes both, and for an optimizer that is not Adam, the update is over with the step."""
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(2, 1, 1)
+    for optimizer, link in (("adamw", False), ("sgd", True)):
+        context = slow_link() if link else pytest.MonkeyPatch.context()
+        with context:
+            engine = make_engine(Wide(), 3, optimizer=optimizer, zero={"offload_optimizer": "cpu"})
+            for batch in batches:
+                step(engine, batch)
+            assert not engine.buckets[0].pending, optimizer
+            engine.destroy()
+
+
+def test_an_update_that_has_nothing_to_overlap_or_is_not_adams_is_over_with_the_step():
+    run_ranks(1, in_place_case)
