@@ -84,7 +84,10 @@ def megazero_side(
     args: argparse.Namespace, stage: int, o: str, p: str, device: torch.device
 ) -> tuple[Step, Callable[[], dict]]:
     """A step of this library's engine, and its bytes; `o` and `p` are the homes of O and P."""
-    config = ZeroConfig(stage, offload_optimizer=o, offload_param=p, nvme_path=args.nvme_path)
+    arrives = stage in (1, 2) and o != "none"  # as the GPT-2 job has it
+    config = ZeroConfig(
+        stage, offload_optimizer=o, offload_param=p, nvme_path=args.nvme_path, overlap_param_gather=arrives
+    )
     engine = make_engine(args, config, device)
     held: dict[str, int] = {}
 

@@ -233,10 +233,11 @@ def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:
 
 
 def _may_overlap_param_gather(values: Mapping[str, Any], world_size: int) -> bool:
-    """Whether new weights can travel during the next forward. The job has no reader that the engine could not see.
+    """Whether there are new weights that can come during the next forward. The job has no reader that the engine could not see.
 
     Split layers at stage 1 need the one hardware queue that `set_up_backends` gives them, and gathers need several.
     """
     stage, split = values.get("stage", 0), values.get("model_parallel_size", 1)
+    do_come = world_size > split or values.get("offload_optimizer", "none") != "none"
     may = stage == 2 or (stage == 1 and split == 1)
-    return may and world_size > split and not values.get("delayed_param_update")
+    return may and do_come and not values.get("delayed_param_update")

@@ -222,6 +222,7 @@ def test_the_flags_of_the_zero3_example_are_understood(caplog):
         ("--zero-stage 1 --model-parallel-size 2 --overlap-param-gather", 4, True),
         ("--zero-stage 1 --no-overlap-param-gather", 2, False),
         ("--zero-stage 1 --offload-optimizer cpu", 2, True),
+        ("--zero-stage 2 --cpu-optimizer", 1, True),
         ("--zero-stage 1 --offload-optimizer cpu --delayed-param-update 1", 2, False),
     ],
 )

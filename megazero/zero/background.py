@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class BackgroundUpdate:
     ) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
         self._device = buckets[0].weights.flat.device
-        self._update = Update(
+        update = Update(
             optimizer,
             self._gradients,
             factor,
@@ -57,13 +58,13 @@ class BackgroundUpdate:
         self._error: BaseException | None = None
         for bucket in buckets:
             bucket.pending = self
-        self._thread = threading.Thread(target=self._run, name="background update")
+        self._thread = threading.Thread(target=partial(self._run, update), name="background update")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, update: Update) -> None:
         try:
             with self._on_device():
-                self._update.run()
+                update.run()
         except BaseException as error:
             self._error = error
 
@@ -81,7 +82,7 @@ class BackgroundUpdate:
         for bucket, gradient in self._gradients.items():
             bucket.pending = None
             gradient.free()
-        self._gradients = {}
+        self._gradients.clear()  # the update has them too
         if self._error is not None:
             raise self._error
 
@@ -158,8 +159,8 @@ class OverlappedUpdate(BackgroundUpdate):
             stack.enter_context(torch.cuda.stream(self._stream))
         return stack
 
-    def _run(self) -> None:
-        super()._run()
+    def _run(self, update: Update) -> None:
+        super()._run(update)
         self._done.put(None)
 
     def _tell(self, bucket: Bucket) -> None:

@@ -69,7 +69,7 @@ class ZeroConfig:
     overlap_param_gather: bool = option(
         False,
         "send new weights while the next forward runs, which waits for each unit's weights right before the unit (stages 1 and "
-        "2). By default on with several data-parallel ranks, but not at stage 1 with split layers, nor with "
+        "2). By default on if they come from other ranks or homes, but not at stage 1 with split layers, nor with "
         "--delayed-param-update",
     )
     offload_optimizer: str = option(

@@ -28,7 +28,8 @@ def check(billions: float, ranks: int, flags: str, layers: int | None = None, ra
     plan = plan_job(Setup.of(config, ranks, 8, "cuda"))
     what = f"{flags}, rank {rank} of {ranks}"
     states = plan.states
-    steps += 1 if config.zero.delayed_param_update else 0  # the second one's update is the first to be delayed
+    in_background = config.zero.delays_update or config.zero.overlaps_update
+    steps += 1 if steps and in_background else 0  # the second one's update is the first to go on during the next step
     with fake_job(config, ranks, rank) as (job, held):
         held.restart()
         memory = job.engine.memory()

@@ -88,7 +88,7 @@ def test_an_overlapped_update_trains_as_the_accelerator_bit_for_bit(world_size, 
         {"dtype": torch.bfloat16, "micro": 2, "zero": {"grad_dtype": "compute"}},
         {"lr_scheduler": scheduled, "micro": 2},
     ],
-    ids=str,
+    ids=["16 bits", "16 bits, gradients too", "fp32"],
 )
 def test_an_overlapped_update_trains_as_the_accelerator_bit_for_bit_with(options, tmp_path):
     """The learning rate of the next step is set while the update goes on."""
