@@ -174,7 +174,7 @@ class OverlappedUpdate(BackgroundUpdate):
                 self._left.clear()
                 break
             bucket, sent = done
-            self._left.remove(bucket)  # the first one
+            self._left.popleft()  # the same one
             if sent is not None:
                 torch.cuda.current_stream(self._device).wait_event(sent)
             bucket.pending = None

@@ -20,7 +20,6 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
 from megazero.zero.bucket import MASTER, Bucket
-from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
@@ -184,7 +183,7 @@ class BucketOptimizer(SlicedOptimizer):
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
-            is_overlapped = not self._is_first and self._can_overlap
+            late = [] if self._is_first else self._late
             if self._is_first:
                 # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
@@ -193,10 +192,9 @@ class BucketOptimizer(SlicedOptimizer):
             factor = clip / self.cur_scale
             if later:
                 self._pending = DelayedUpdate(self, self._trained, factor)
-            elif is_overlapped:
-                self._pending = OverlappedUpdate(self, self._trained[::-1], factor, self._stream)
             else:
-                self._run(factor)
+                self._run(factor, [bucket for bucket in self._trained if bucket not in late])
+                self._pending = OverlappedUpdate(self, late, factor, self._stream) if late else None
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
         self.loss_scaler.update(self.overflow, where)
@@ -251,8 +249,10 @@ class BucketOptimizer(SlicedOptimizer):
     def _trained(self) -> list[Bucket]:
         return [bucket for bucket in self.buckets if bucket.is_trainable]
 
-    def _run(self, factor: float) -> None:
-        order = self._trained[::-1] if self.overlap_param_gather else self._trained
+    def _run(self, factor: float, buckets: list[Bucket]) -> None:
+        if not buckets:
+            return
+        order = buckets[::-1] if self.overlap_param_gather else buckets
         gradients = {bucket: bucket.gradient.owned for bucket in order}
         self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
@@ -271,11 +271,18 @@ class BucketOptimizer(SlicedOptimizer):
         )
 
     @property
-    def _can_overlap(self) -> bool:
-        """Whether an update can go on during the next forward, and would not only compete with it for the host."""
-        homes = {bucket.optimizer_home for bucket in self._trained}
-        is_away = all(home.link is not None or isinstance(home, NvmeHome) for home in homes)
-        return self._overlap_update and is_away and self._is_adam_apart
+    def _late(self) -> list[Bucket]:
+        """The buckets whose update goes on during the next forward, in the order in which that needs them.
+
+        None if the host would compute both from its own memory: they would only compete. Whole parameters have to be allowed to
+        arrive late, because other ranks wait for a rank that reads one.
+        """
+        is_away = all(
+            bucket.optimizer_home.link is not None or bucket.states[MASTER].resident is None for bucket in self._trained
+        )
+        if not (self._overlap_update and is_away and self._is_adam_apart):
+            return []
+        return [b for b in self._trained[::-1] if b.weights.is_sharded or self.overlap_param_gather]
 
     @property
     def _steps_apart(self) -> bool:
