@@ -81,8 +81,8 @@ class Engine:
         reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
-        ValueError: data-parallel ranks start with different weights, nothing is trainable, the optimizer is not elementwise, or
-            the groups do not make up the world.
+        ValueError: data-parallel ranks start with different weights or would get different ones (`nn.Embedding(max_norm=)`),
+            nothing is trainable, the optimizer is not elementwise, or the groups do not make up the world.
     """
 
     optimizer: Any
@@ -114,6 +114,8 @@ class Engine:
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
         self.sharding = self.zero.sharding
+        if groups.data_parallel_size > 1 and optimizer_factory is not None and not self.sharding.parameters:
+            _refuse_max_norm(model)  # sharded parameters refuse every write in a forward
         cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
         plans = plan_buckets(
@@ -719,6 +721,17 @@ def _connect(model: nn.Module) -> None:
             checkpointers[own] = None
     for checkpointer in checkpointers:
         checkpointer.connect()
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    """Raises if an embedding writes to its own weights in its forward, to the rows that this rank happens to look up."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which scales the rows "
+                "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
+                "max_norm; to limit norms, scale the rows of all ranks between two steps."
+            )
 
 
 def _check_world(groups: ParallelGroups) -> None:

@@ -372,8 +372,8 @@ class Bucket:
         if not is_same_memory(parameter, self.weights.view(segment.name)):
             raise RuntimeError(
                 f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "
-                ".half(), .cpu()), so that it would not be trained. Write values in place, or through "
-                "engine.load_module_state_dict(); move and convert a model before it is given to the engine."
+                ".half(), .cpu(), or a layer that converts itself in its forward), so that it would not be trained. Write values "
+                "in place, or through engine.load_module_state_dict(); move and convert a model before it is given to the engine."
             )
         grad = parameter.grad  # nn.Embedding(sparse=True) makes a sparse one; G is dense
         self.gradient.accumulate(segment, grad.to_dense() if grad.is_sparse else grad)

@@ -183,6 +183,25 @@ def test_replicas_that_start_alike_are_taken_whatever_computes_on_them():
     run_ranks(2, other_threads_case)
 
 
+def max_norm_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for module in (nn.Embedding(5, 3, max_norm=1.0), nn.EmbeddingBag(5, 3, max_norm=1.0)):
+        with pytest.raises(ValueError, match=f"^1 is an {type(module).__name__} with max_norm=1.0, .* Drop max_norm"):
+            make_engine(nn.Sequential(nn.Linear(1, 1), module))
+
+
+def test_embeddings_that_each_rank_would_scale_by_what_it_looks_up_are_refused():
+    run_ranks(2, max_norm_case)
+
+
+def test_one_rank_may_scale_an_embedding_by_what_it_looks_up_and_trains_on_that(one_rank):
+    model = nn.Embedding(5, 3, max_norm=1.0)
+    engine = make_engine(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.0))
+    engine.backward(engine(torch.tensor([2])).sum())
+    engine.step()
+    assert engine.state_dict()["weight"][2].norm() <= 1.0 + 1e-6
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))
