@@ -452,7 +452,7 @@ class Engine:
         return self.buckets[0].weights.flat.device
 
     def train(self, mode: bool = True) -> Engine:
-        """Sets the module's training mode. Switching to evaluation first completes a delayed update, whose weights it uses."""
+        """Sets the module's training mode. Switching to evaluation first completes an update that goes on: all ranks do it."""
         if not mode:
             self._optimizer.finish()
         self.module.train(mode)
@@ -660,7 +660,7 @@ class Engine:
         for bucket in self.buckets:
             for key, value in bucket.nbytes.items():
                 total[key] += value
-        states = self._optimizer.state.values()
+        states = list(self._optimizer.state.values())  # to which an update in the background may add
         total["O"] += sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor) and v.ndim == 0)
         return total
 
@@ -683,17 +683,19 @@ class Engine:
     def _dissolve(self) -> None:
         if self.sharding.parameters:
             self.channel.meet("destroy")
-        self._optimizer.finish()
-        self._optimizer.let_go()
-        self.schedule.close()
-        if self.placement is not None:
-            self.placement.close()
-            self.placement = None
-        for handle in self._handles:
-            handle.remove()
-        dissolve(self.buckets)
-        self.homes.close()
-        self.channel.close()
+        try:
+            self._optimizer.finish()
+        finally:  # even if an update has failed
+            self._optimizer.let_go()
+            self.schedule.close()
+            if self.placement is not None:
+                self.placement.close()
+                self.placement = None
+            for handle in self._handles:
+                handle.remove()
+            dissolve(self.buckets)
+            self.homes.close()
+            self.channel.close()
 
 
 def _described(loss: Any) -> str:

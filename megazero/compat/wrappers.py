@@ -91,6 +91,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """The state of each flat slice. For a parameter's: `megazero.utils.safe_get_full_optimizer_state`."""
+        self.engine.optimizer.finish()  # else an update in the background might be writing it
         return self.engine.optimizer.state
 
     @property

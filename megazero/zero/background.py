@@ -29,10 +29,8 @@ class BackgroundUpdate:
         done: called in the thread with each bucket that has its new weights.
 
     Attributes:
-        is_delayed: until `finish` the model computes with the weights that it had before the update.
+        has_failed: `finish` has raised, and is of no use any more.
     """
-
-    is_delayed = False
 
     def __init__(
         self,
@@ -55,9 +53,8 @@ class BackgroundUpdate:
             staged=staged,
             done=done,
         )
+        self.has_failed = False
         self._error: BaseException | None = None
-        for bucket in buckets:
-            bucket.pending = self
         self._thread = threading.Thread(target=partial(self._run, update), name="background update")
         self._thread.start()
 
@@ -80,14 +77,21 @@ class BackgroundUpdate:
         """
         self._thread.join()
         for bucket, gradient in self._gradients.items():
-            bucket.pending = None
+            bucket.is_delayed = bucket.is_updating = False
             gradient.free()
         self._gradients.clear()  # the update has them too
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            self.has_failed = True
+            try:
+                raise error
+            finally:
+                del error  # which refers to this frame, and so to all that the update holds
 
     def finish(self, until: Bucket | None = None) -> bool:
         """Brings new weights into the model, here and on the other ranks. Collective.
+
+        After an interrupt, call it again.
 
         Args:
             until: a bucket after which the rest may follow later.
@@ -107,19 +111,20 @@ class DelayedUpdate(BackgroundUpdate):
     New weights are held back until `finish`.
     """
 
-    is_delayed = True
-
     def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
         for link in {bucket.optimizer_home.link for bucket in buckets}:
             if link is not None:
                 link.to_device.finish()  # the last update's weights have come, and the next ones get the same memory
         # The owned ranges' new weights.
         self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
+        for bucket in buckets:
+            bucket.is_delayed = True
         super().__init__(optimizer, buckets, factor, staged=self._staged)
 
     def finish(self, until: Bucket | None = None) -> bool:
         """See `BackgroundUpdate.finish`. Always brings all."""
         self._join()
+        self.has_failed = True  # until all is done
         for bucket in self._staged:
             bucket.refuse_written("a delayed update of it went on. Call engine.optimizer.finish() before")
         for bucket, weights in self._staged.items():
@@ -127,6 +132,7 @@ class DelayedUpdate(BackgroundUpdate):
             bucket.publish()
         for bucket in self._staged:
             bucket.weights.wait_gathered()
+        self.has_failed = False
         return True
 
 
@@ -145,11 +151,11 @@ class OverlappedUpdate(BackgroundUpdate):
     ) -> None:
         self._left, self._stream = deque(buckets), stream
         self._done: queue.SimpleQueue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        for bucket in buckets:
+            bucket.is_updating = True
+            bucket.retire()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for bucket in buckets:
-            bucket.weights.settle()
-            bucket.weights.wait_when_touched()
         super().__init__(optimizer, buckets, factor, done=self._tell)
 
     def _on_device(self) -> AbstractContextManager:
@@ -170,15 +176,20 @@ class OverlappedUpdate(BackgroundUpdate):
         """See `BackgroundUpdate.finish`."""
         while self._left and (until is None or until in self._left):
             done = self._done.get()
-            if done is None:  # the thread has failed
-                self._left.clear()
-                break
-            bucket, sent = done
-            self._left.popleft()  # the same one
+            if done is None:
+                self._join()  # raises if the thread has failed; else an interrupt has lost what it told last
+            bucket, sent = done or (self._left[-1], None if self._stream is None else self._stream.record_event())
             if sent is not None:
                 torch.cuda.current_stream(self._device).wait_event(sent)
-            bucket.pending = None
-            bucket.publish()
+            while bucket in self._left:
+                self._bring(self._left.popleft())
         if not self._left:
             self._join()
         return not self._left
+
+    def _bring(self, bucket: Bucket) -> None:
+        bucket.is_updating = False
+        try:
+            bucket.refuse_written("its update went on. Call engine.optimizer.finish() before")
+        finally:
+            bucket.publish()

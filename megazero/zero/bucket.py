@@ -22,7 +22,6 @@ from megazero.zero.units import BucketPlan
 from megazero.zero.weights import Weights
 
 if TYPE_CHECKING:
-    from megazero.zero.background import BackgroundUpdate
     from megazero.zero.optimizer import BucketOptimizer
     from megazero.zero.schedule import Schedule
 
@@ -99,7 +98,8 @@ class Bucket:
         # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
         self.schedule: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
-        self.pending: BackgroundUpdate | None = None  # an update of it that is running in the background
+        # An update of it goes on in the background: a delayed one, or one whose weights the next forward computes with.
+        self.is_delayed = self.is_updating = False
         self.states: dict[str, Vector] = {}
         self._gradient: Gradient | None = None
         if plan.is_trainable:
@@ -292,9 +292,18 @@ class Bucket:
 
     def await_update(self) -> None:
         """Before anything uses P: if an update goes on that the model is to compute with, waits for it, and publishes."""
-        if self.pending is not None and not self.pending.is_delayed:
+        if self.is_updating:
             assert self.optimizer is not None, "it makes the updates"
-            self.optimizer.finish(until=self)
+            self.optimizer.await_update(self)
+
+    def retire(self) -> None:
+        """Before an update that goes on during the next forward: from here on nobody uses the old values of P."""
+        self.weights.settle()
+        self.weights.outdate()
+        if self.weights.is_sharded:
+            self.weights.release()
+        else:
+            self.weights.wait_when_touched()
 
     def publish(self) -> None:
         """After a step: starts to bring the other ranks' new weights to this rank.
@@ -440,7 +449,7 @@ class Bucket:
         states: dict[str, list[Tensor | None]] = {
             "P": [] if weights.is_cast else [weights.flat if weights.shard is None else weights.shard.resident],
             "G": [] if g is None else [*g.held],
-            "O": [vector.resident for vector in self.states.values()],
+            "O": [vector.resident for vector in list(self.states.values())],
             "buffers": [*weights.buffers, *(() if g is None else g.buffers)],
         }
         seen: set[int] = set()

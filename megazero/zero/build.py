@@ -62,6 +62,7 @@ def dissolve(buckets: Iterable[Bucket]) -> None:
     for bucket in buckets:
         bucket.weights.gather()
         bucket.weights.wait_gathered()
+        bucket.weights.show_parameters()  # even after an update that has failed
         for parameter in bucket.parameters.values():
             parameter.data = parameter.data.clone()
             forget(parameter)

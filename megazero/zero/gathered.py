@@ -65,8 +65,7 @@ class GatheredParameters:
                     f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
                     "and the inner one would release them under it. Use one context for all."
                 )
-            is_delayed = bucket.pending is not None and bucket.pending.is_delayed
-            if is_delayed and self.modifier_rank is not None:
+            if bucket.is_delayed and self.modifier_rank is not None:
                 raise RuntimeError(
                     f"GatheredParameters(modifier_rank={self.modifier_rank}): a delayed update of unit {bucket.name!r} goes on, "
                     "which would overwrite the change. Call engine.optimizer.finish() on every rank before."

@@ -202,7 +202,7 @@ class Outbox:
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers, which are as large as the largest fill so far."""
-        return sum(buffer.nbytes for buffer, _ in self._sent)
+        return sum(buffer.nbytes for buffer, _ in tuple(self._sent))  # which an update in the background may change
 
     @contextmanager
     def fill(self, target: Tensor, parts: Sequence[slice] = (slice(None),)) -> Iterator[Tensor]:

@@ -193,8 +193,10 @@ class BucketOptimizer(SlicedOptimizer):
             if later:
                 self._pending = DelayedUpdate(self, self._trained, factor)
             else:
+                self.is_torn = True
                 self._run(factor, [bucket for bucket in self._trained if bucket not in late])
                 self._pending = OverlappedUpdate(self, late, factor, self._stream) if late else None
+                self.is_torn = False
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
         self.loss_scaler.update(self.overflow, where)
@@ -227,23 +229,33 @@ class BucketOptimizer(SlicedOptimizer):
                 "the background, beside a schedule that changes learning rates."
             )
 
-    def finish(self, until: Bucket | None = None) -> None:
+    def finish(self) -> None:
         """Completes a background update by bringing its weights into the model, and waits for weights on their way. Collective.
 
         Does nothing if there are neither.
-
-        Args:
-            until: a bucket; those that are updated after it may still be under way afterwards, and nothing is waited for.
         """
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self.is_torn = True
-            if not pending.finish(until):
-                self._pending = pending
-            self.is_torn = False
-        for bucket in self._trained if until is None else []:
+        self.await_update()
+        for bucket in self._trained:
             if not bucket.weights.is_sharded:
                 bucket.weights.wait_gathered()
+
+    def await_update(self, until: Bucket | None = None) -> None:
+        """Waits for a background update, and starts to bring its weights to the model. Collective.
+
+        Args:
+            until: a bucket; those that are updated after it may still be under way afterwards.
+        """
+        if self._pending is None:
+            return
+        try:
+            is_over = self._pending.finish(until)
+        except BaseException as error:
+            self.is_torn |= self._pending.has_failed or isinstance(error, Exception)
+            if self._pending.has_failed:  # else it was interrupted, and goes on
+                self._pending = None
+            raise
+        if is_over:
+            self._pending = None
 
     @property
     def _trained(self) -> list[Bucket]:
@@ -254,14 +266,12 @@ class BucketOptimizer(SlicedOptimizer):
             return
         order = buckets[::-1] if self.overlap_param_gather else buckets
         gradients = {bucket: bucket.gradient.owned for bucket in order}
-        self.is_torn = True
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in order:
             if self.overlap_param_gather:
                 bucket.weights.wait_when_touched()
             else:
                 bucket.weights.wait_gathered()
-        self.is_torn = False
 
     @property
     def _is_adam_apart(self) -> bool:

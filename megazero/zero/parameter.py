@@ -198,7 +198,7 @@ class ArrivingParameter(nn.Parameter):
             raise RuntimeError(
                 "An engine is gone before the last weights of its parameters have come: call destroy() of it first."
             )
-        if bucket.pending is not None:  # the other ranks' parts come from there too
+        if bucket.is_updating:  # the other ranks' parts come from there too
             bucket.channel.meet("the first look at a parameter after engine.step()")
         bucket.await_update()
         bucket.weights.wait_gathered()

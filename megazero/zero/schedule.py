@@ -338,11 +338,15 @@ class Schedule:
         done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
-        for bucket in (bucket for unit in ahead if unit not in done for bucket in self._of_unit[unit]):
-            bucket.await_update()
-            bucket.weights.gather()
+        for unit in (unit for unit in ahead if unit not in done):
+            buckets = self._of_unit[unit]
+            if unit != ahead[0] and any(bucket.is_updating for bucket in buckets):
+                break  # what comes later may wait for its update later
+            for bucket in buckets:
+                bucket.await_update()
+                bucket.weights.gather()
         for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
-            if bucket.pending is None or bucket.pending.is_delayed:
+            if not bucket.is_updating:
                 bucket.weights.prefetch()
 
     @property

@@ -92,8 +92,7 @@ class Weights:
             self._gather_work.wait()
             self._gather_work = None
             if self._waits_when_touched:
-                self._waits_when_touched = False
-                self._show_parameters()
+                self.show_parameters()
             return
         work, self._gather_work = self._gather_work, None
         work.wait()
@@ -175,11 +174,13 @@ class Weights:
                 self.shard = None
 
     def _point_parameters(self) -> None:
-        self._show_parameters()
+        self.show_parameters()
         for name, parameter in self.parameters.items():  # without those that were forgotten
             parameter.data = self._views[name]
 
-    def _show_parameters(self) -> None:
+    def show_parameters(self) -> None:
+        """Gives parameters their own classes again, whose values anybody may read."""
+        self._waits_when_touched = False
         for name, parameter in self.parameters.items():
             parameter.__class__ = self._kinds[name]
 

@@ -59,7 +59,7 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype | None) ->
         engine.backward(loss)
         engine.step()
         losses.append(mpu_mean(loss))
-    assert engine.buckets[0].pending
+    assert engine.buckets[0].is_delayed
     with pytest.raises(RuntimeError, match=r"delayed update of unit .* engine.optimizer.finish"):
         zero.GatheredParameters(engine.module.blocks[0][0].weight, modifier_rank=0).__enter__()
     got = {name: value.float() for name, value in engine.state_dict().items()}
@@ -67,14 +67,14 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype | None) ->
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype is None else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(losses, want_losses, **close)
     torch.testing.assert_close(got, want, **close)
-    assert not engine.buckets[0].pending
+    assert not engine.buckets[0].is_delayed
     if dtype is None:
         weight = engine.module.blocks[0][0].weight
         assert torch.equal(safe_get_full_fp32_param(weight), got["blocks.0.0.weight"])
         engine.backward(engine(batches[0][0][rank]))
         engine.step()
         master = safe_get_full_fp32_param(weight)
-        assert not engine.buckets[0].pending and torch.equal(master, engine.state_dict()["blocks.0.0.weight"])
+        assert not engine.buckets[0].is_delayed and torch.equal(master, engine.state_dict()["blocks.0.0.weight"])
     engine.destroy()
 
 

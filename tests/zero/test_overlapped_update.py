@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -111,7 +112,7 @@ def overlap_case(path: str, case: str) -> None:
             gate = Gate(patch)
             gate.passes.release(at_once or 1)
             step(engine, batches[1])  # returns although nothing passes
-            assert gate.came <= at_once + 2 and all(bucket.pending for bucket in late)
+            assert gate.came <= at_once + 2 and all(bucket.is_updating for bucket in late)
             gate.passes.release(sum(tiles[:3]))  # the root, and blocks 0 and 1
             reached: list[tuple[int, int]] = []
 
@@ -129,7 +130,7 @@ def overlap_case(path: str, case: str) -> None:
             assert [index for index, _ in reached] == [0, 1, 2, 3]
             assert reached[0][1] <= at_once + sum(tiles[:3]) + 2, "the first block has run before the third's update"
             engine.backward(loss)
-            assert not any(bucket.pending for bucket in engine.buckets)
+            assert not any(bucket.is_updating for bucket in engine.buckets)
             gate.passes.release(100)
             engine.step()
             engine.optimizer.finish()
@@ -158,7 +159,7 @@ def reading_case(path: str, case: str) -> None:
         inline = fresh(path, case, zero={"overlap_comm": False})
         for batch in batches[:2]:
             step(inline, batch)
-        assert not inline.buckets[0].pending
+        assert not inline.buckets[0].is_updating
         want, part_of = weights(inline), lambda engine: getattr(engine.module.blocks[2][0].weight, "ds_tensor", None)
         part = part_of(inline)
         inline.destroy()
@@ -169,7 +170,7 @@ def reading_case(path: str, case: str) -> None:
             for batch in batches[:2]:
                 step(engine, batch)
             parameter = engine.module.blocks[2][0].weight
-            assert any(bucket.pending for bucket in engine.buckets)
+            assert any(bucket.is_updating for bucket in engine.buckets)
             assert isinstance(parameter, ReleasedParameter if CASES[case][0] == 3 else ArrivingParameter)
             return engine, parameter
 
@@ -260,6 +261,110 @@ def test_an_update_that_fails_is_told_by_the_forward_and_a_checkpoint_continues_
     run_ranks(2, failing_case, str(tmp_path), case)
 
 
+def stale_case(path: str, case: str) -> None:
+    """Graphs and aliases from before the step are as useless as after any other step, and say so."""
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
+    with slow_link():
+        engine = fresh(path, case)
+        step(engine, batches[0])
+        engine.save_checkpoint(path, "good")
+        old = engine(batches[1][0][mpu.get_data_parallel_rank()])
+        alias = engine.module.blocks[3][0].weight.detach() if CASES[case][0] == 2 else None
+        step(engine, batches[1])
+        assert any(bucket.is_updating for bucket in engine.buckets)
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(old, list(engine.module.blocks[0].parameters()))
+        if alias is not None:
+            alias.fill_(7.0)
+            with pytest.raises(RuntimeError, match="was written to while its update went on"):
+                engine.optimizer.finish()
+            with pytest.raises(RuntimeError, match="cut short by an error"):
+                engine.save_checkpoint(path, "bad")
+            engine.load_checkpoint(path, "good")
+        step(engine, batches[2])
+        engine.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_and_aliases_from_before_the_step_are_refused(case, tmp_path):
+    run_ranks(2, stale_case, str(tmp_path), case)
+
+
+def interrupted_case(path: str) -> None:
+    """The update goes on, and whoever comes next waits for it."""
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(4, 1, 1)
+    with slow_link():
+        for case in CASES:
+            engine = fresh(path, case)
+            want = [step(engine, batch) for batch in batches]
+            engine.destroy()
+            engine = fresh(path, case)
+            got = [step(engine, batch) for batch in batches[:1]]
+            with pytest.MonkeyPatch.context() as patch:
+                gate = Gate(patch)
+                if whole := sum(len(b.tiles) for b in engine.buckets if b not in engine.optimizer._late):
+                    gate.passes.release(whole)
+                got.append(step(engine, batches[1]))
+                interrupt = threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+                interrupt.start()
+                with pytest.raises(KeyboardInterrupt):
+                    engine(batches[2][0][0])
+                interrupt.join()
+                gate.passes.release(100)
+                got += [step(engine, batch) for batch in batches[2:]]
+                engine.optimizer.finish()
+            assert got == want, case
+            engine.destroy()
+
+
+def test_an_interrupted_wait_loses_nothing(tmp_path):
+    run_ranks(1, interrupted_case, str(tmp_path))
+
+
+def thread_case(path: str) -> None:
+    """If no thread can start, or it fails and the next thing is destroy(), no half-made step is trained on."""
+    mpu.initialize_model_parallel(1)
+    batches = token_batches(3, 1, 1)
+    with slow_link():
+        for case in CASES:
+            engine = fresh(path, case)
+            step(engine, batches[0])
+            engine.save_checkpoint(path, case.replace(" ", ""))
+            with pytest.MonkeyPatch.context() as patch:
+
+                def start(_: threading.Thread) -> None:
+                    raise RuntimeError("can't start new thread")
+
+                patch.setattr(threading.Thread, "start", start)
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    step(engine, batches[1])
+            with pytest.raises(RuntimeError, match="cut short by an error"):
+                step(engine, batches[1])
+            engine.load_checkpoint(path, case.replace(" ", ""))
+            got = [step(engine, batch) for batch in batches[1:]]
+            engine.optimizer.finish()
+            with pytest.MonkeyPatch.context() as patch:
+
+                def fail(*_: Any) -> None:
+                    if threading.current_thread() is not threading.main_thread():
+                        raise OSError("the drive is gone")
+
+                patch.setattr(Update, "_step_tiles", fail)
+                step(engine, batches[0])
+                with pytest.raises(OSError, match="the drive is gone"):
+                    engine.destroy()
+            assert all(type(p) is torch.nn.Parameter and p.numel() for p in engine.module.parameters())
+            engine = fresh(path, case)
+            assert [step(engine, batch) for batch in batches][1:] == got
+            engine.destroy()
+
+
+def test_a_thread_that_cannot_start_or_fails_before_destroy_is_told_and_leaves_a_plain_module(tmp_path):
+    run_ranks(1, thread_case, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "options, overlaps",
     [
@@ -291,7 +396,7 @@ def in_place_case() -> None:
             engine = make_engine(Wide(), 3, optimizer=optimizer, zero={"offload_optimizer": "cpu"})
             for batch in batches:
                 step(engine, batch)
-            assert not engine.buckets[0].pending, optimizer
+            assert not engine.buckets[0].is_updating, optimizer
             engine.destroy()
 
 
