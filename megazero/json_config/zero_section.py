@@ -59,7 +59,10 @@ class ZeroSection:
     stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0, at_most=3)
     overlap_comm: bool = key(True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same")
     overlap_param_gather: bool = key(
-        False, OBEYED, "not DeepSpeed's: new weights travel while the next forward goes on (stages 1 and 2)"
+        False,
+        OBEYED,
+        "not DeepSpeed's: new weights travel while the next forward goes on (stages 1 and 2), and at stage 2 an offloaded update "
+        "goes on as well; the GPT-2 job's default is true if new weights come from other ranks or homes",
     )
     offload_param: OffloadParamSection | None = key(None, OBEYED)
     offload_optimizer: OffloadOptimizerSection | None = key(None, OBEYED)
