@@ -170,7 +170,11 @@ class OverlappedUpdate(BackgroundUpdate):
         self._done.put(None)
 
     def _tell(self, bucket: Bucket) -> None:
-        self._done.put((bucket, None if self._stream is None else self._stream.record_event()))
+        self._done.put((bucket, self._sent_so_far()))
+
+    def _sent_so_far(self) -> torch.cuda.Event | None:
+        """On CUDA, the end of the copies of new weights that have been started."""
+        return None if self._stream is None else self._stream.record_event()
 
     def finish(self, until: Bucket | None = None) -> bool:
         """See `BackgroundUpdate.finish`."""
@@ -178,7 +182,7 @@ class OverlappedUpdate(BackgroundUpdate):
             done = self._done.get()
             if done is None:
                 self._join()  # raises if the thread has failed; else an interrupt has lost what it told last
-            bucket, sent = done or (self._left[-1], None if self._stream is None else self._stream.record_event())
+            bucket, sent = done or (self._left[-1], self._sent_so_far())
             if sent is not None:
                 torch.cuda.current_stream(self._device).wait_event(sent)
             while bucket in self._left:

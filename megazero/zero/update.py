@@ -55,7 +55,7 @@ class Update:
         """Steps bucket by bucket, so that one bucket's new parameters are on their way while the next bucket is updated."""
         if self._scales_itself and self._gradients:
             self._set_scale()
-        if self._staged is None:
+        if not self._in_background:  # else whoever started it has seen to that, if it writes to P
             for bucket in self._gradients:
                 bucket.weights.settle()
         tiles = [tile for bucket in self._gradients for tile in bucket.tiles]
