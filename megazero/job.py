@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,6 +15,7 @@ from megazero import activation_checkpointing, comm, mpu
 from megazero.config import Config
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine
+from megazero.logging import ALIKE, get_logger
 from megazero.model.block import Transformer
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
@@ -27,13 +27,15 @@ from megazero.optim.lr_schedule import AnnealingLR
 from megazero.optim.schedules import scheduler_by_name
 from megazero.option import own_flag
 from megazero.stop_signal import StopSignal
-from megazero.throughput import peak_tflops
+from megazero.throughput import cpu_slowdown, peak_tflops
 from megazero.timers import Timers
 from megazero.zero import Init
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.param_groups import weight_decay_groups
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
+
+SLOW_PRODUCTS = 3.0  # times as long as in fp32, from where on the user is told
 
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
@@ -154,6 +156,7 @@ def build_job(
             "say how many of them count: give pretrain(..., count_tokens=), as pretrain_gpt2.py does, or drop the flag."
         )
     device, dtype = comm.local_device(), config.precision.dtype
+    warn_if_slow(device, dtype)
     peak = _peak_tflops(config, device)
     timers = Timers(device)
     activation_checkpointing.configure(None, **asdict(config.checkpoint_settings()), timers=timers)
@@ -197,6 +200,18 @@ def _peak_tflops(config: Config, device: torch.device) -> float | None:
         peak, source = given, "--peak-tflops"
     logger.info("peak of a rank's device: %.3f TFLOP/s (%s)", peak, source)
     return peak
+
+
+def warn_if_slow(device: torch.device, dtype: torch.dtype) -> None:
+    """Warns of a CPU that computes in 16 bits far slower than in fp32, which looks like a hang."""
+    if device.type == "cpu" and dtype != torch.float32 and (slowdown := cpu_slowdown(dtype)) > SLOW_PRODUCTS:
+        logger.warning(
+            "a matrix product in %s takes %.0f times as long as in fp32: this CPU has no fast instructions for it. Leave out "
+            '--bf16 or --fp16 (in a JSON file: "enabled": false) to train faster here.',
+            str(dtype).removeprefix("torch."),
+            slowdown,
+            extra=ALIKE,
+        )
 
 
 def _init_context(config: Config, groups: ParallelGroups) -> Init:

@@ -40,6 +40,23 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             if re.search(rf"{key}(?!\d)(?!.* MIG )", name):  # not an RTX A1000, and not a slice of a GPU
                 return value, f"data sheet of {key}"
     size = 4096 if device.type == "cuda" else 512
+    best = _product_s(size, device, dtype, at_least_s=0.25)
+    is_tf32 = device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    kind = str(dtype).removeprefix("torch.") + (" (TF32)" if is_tf32 else "")
+    return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {kind} matrices"
+
+
+def cpu_slowdown(dtype: torch.dtype) -> float:
+    """How many times as long as in fp32 a CPU takes for a matrix product in `dtype`: ten and more without 16-bit instructions.
+
+    Takes about a twentieth of a second.
+    """
+    size, cpu = 128, torch.device("cpu")
+    return _product_s(size, cpu, dtype, at_least_s=0.02) / _product_s(size, cpu, torch.float32, at_least_s=0.02)
+
+
+def _product_s(size: int, device: torch.device, dtype: torch.dtype, at_least_s: float) -> float:
+    """The fastest of the matrix products that a device makes in `at_least_s` seconds."""
     a, b = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(device, dtype) for _ in range(2))
 
     def product_s() -> float:
@@ -50,12 +67,10 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         return time.perf_counter() - start
 
     product_s()  # a device's first product loads libraries and kernels, which may take longer than all the timed ones
-    best, stop = product_s(), time.perf_counter() + 0.25
+    best, stop = product_s(), time.perf_counter() + at_least_s
     while time.perf_counter() < stop:
         best = min(best, product_s())
-    is_tf32 = device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    kind = str(dtype).removeprefix("torch.") + (" (TF32)" if is_tf32 else "")
-    return 2 * size**3 / best / 1e12, f"measured with {size} x {size} {kind} matrices"
+    return best
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -106,7 +106,8 @@ json_has() {
 }
 
 # precision_flag ARG...: sets PRECISION_FLAG to the flag for PRECISION (bf16, fp16, or fp32, which has no flag). If PRECISION is unset, ARG... or
-# their JSON file decide; if they do not, it is bf16, or fp16 on GPUs older than Ampere, which have no bf16.
+# their JSON file decide; if they do not, it is bf16, fp16 on GPUs older than Ampere, which have no bf16, or fp32 without a GPU, because many
+# CPUs compute in 16 bits ten times slower.
 precision_flag() {
   local precision=${PRECISION:-} argument
   PRECISION_FLAG=
@@ -117,8 +118,10 @@ precision_flag() {
     ! json_has "bf16|bfloat16|fp16" "$@" || return 0
     precision=$("$PYTHON" -c '
 import torch
-has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-print("bf16" if has_bf16 else "fp16")')
+if not torch.cuda.is_available():
+    print("fp32")
+else:
+    print("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16")')
   fi
   precision=${precision#--}
   [ "$precision" = fp32 ] || PRECISION_FLAG=--$precision

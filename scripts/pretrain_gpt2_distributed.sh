@@ -3,7 +3,8 @@
 #   TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=6000 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
 #   RECOMPUTE=none PRECISION=fp16 TOKENIZER_PATH=vocab/ bash scripts/pretrain_gpt2_distributed.sh
-# RECOMPUTE is full (least memory), selective or none (fastest). PRECISION is bf16, fp16 or fp32; by default bf16, or fp16 if the GPUs have no bf16.
+# RECOMPUTE is full (least memory), selective or none (fastest). PRECISION is bf16, fp16 or fp32; by default bf16, fp16 if the GPUs
+# have no bf16, and fp32 without GPUs.
 # Set PRECISION if nodes differ, and for a run that was started in another precision.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python data "${JOB_PACKAGES[@]}"

@@ -58,6 +58,23 @@ def test_a_first_product_that_loads_libraries_does_not_count(monkeypatch):
     assert peak_tflops(CPU, torch.float32)[0] == pytest.approx(2 * 512**3 / 0.01 / 1e12)
 
 
+@pytest.mark.parametrize("slowdown", [1.5, 12.0])
+def test_a_cpu_that_is_far_slower_in_16_bits_is_told(slowdown, monkeypatch, caplog):
+    product, clock = torch.Tensor.__matmul__, [0.0]
+
+    def slow_in_16_bits(a, b):
+        clock[0] += 0.001 * (slowdown if a.dtype == torch.bfloat16 else 1.0)
+        return product(a, b)
+
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.Tensor, "__matmul__", slow_in_16_bits)
+    job.warn_if_slow(CPU, torch.bfloat16)
+    job.warn_if_slow(CPU, torch.float32)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (slowdown > 3.0)
+    assert not told or "product in bfloat16 takes 12 times as long as in fp32" in told[0], told
+
+
 # A process that holds 600 MiB starts another one, which says the most that it has held.
 STARTS_ANOTHER = """
 import subprocess, sys
