@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from megazero import comm, mpu
 from megazero.engine import weight_decay_groups
-from megazero.nvme import AioConfig, FileTransport, SwapFile, Transfer, aligned_empty, check_space, padded
+from megazero.nvme import AioConfig, FileTransport, SwapFile, Transfer, aligned_empty, padded
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.optimizers import OptimizerConfig
 from megazero.throughput import keep_freed_memory
@@ -170,7 +170,6 @@ def make_ways(args: argparse.Namespace, folder: str) -> dict[str, Way | RawIO]:
 
 def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Takes the turns; returns the result line."""
-    check_space(folder, 4 * READ * int(args.parameters))
     ways = make_ways(args, folder)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     shape, generator = (args.units, unit_numel(args) // WIDTH, WIDTH), torch.Generator().manual_seed(1)

@@ -10,7 +10,7 @@ background from page-aligned buffers. `megazero.zero.nvme_home` keeps model stat
 
 from megazero.nvme.pages import PAGE, PagePool, aligned_empty, padded
 from megazero.nvme.regions import Region
-from megazero.nvme.swap_file import SwapFile, check_folder, check_space
+from megazero.nvme.swap_file import SwapFile, check_folder
 from megazero.nvme.transfer import AioConfig, Transfer
 from megazero.nvme.transport import FileTransport
 
@@ -24,6 +24,5 @@ __all__ = [
     "Transfer",
     "aligned_empty",
     "check_folder",
-    "check_space",
     "padded",
 ]

@@ -43,19 +43,6 @@ def check_folder(folder: str | Path) -> None:
     _open_unnamed(Path(folder), "").close()
 
 
-def check_space(folder: str | Path, nbytes: int) -> None:
-    """Returns if the file system of `folder` has `nbytes` free: those of all ranks that swap there.
-
-    Raises:
-        OSError: ENOSPC with what was asked, what is free and what to change; or what `check_folder` raises.
-    """
-    check_folder(folder)
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        text = f"nvme_path needs {nbytes} bytes for swap files, {free} are free. {_ADVICE}"
-        raise OSError(errno.ENOSPC, text, str(folder))
-
-
 class SwapFile:
     """Regions of bytes in one file per rank, in a folder that should lie on an NVMe drive.
 
@@ -110,6 +97,7 @@ class SwapFile:
             raise
         self._lock = threading.Lock()
         self._regions = Regions()
+        self._size = 0  # of the file
         self._reserves = True
 
     def __enter__(self) -> SwapFile:
@@ -126,11 +114,20 @@ class SwapFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file: regions in use and those freed."""
+        """The part of the file that has been in use: regions in use and those freed."""
         return self._regions.end
 
+    def reserve(self, nbytes: int) -> None:
+        """Reserves space on the disk for regions of `nbytes` in all, which no other file can take any more.
+
+        Raises:
+            OSError: the disk has less, or the file would be too large for a limit of the system.
+        """
+        with self._lock:
+            self._extend(padded(nbytes))
+
     def allocate(self, nbytes: int) -> Region:
-        """A region of `nbytes`, rounded up to whole pages; its space on the disk is reserved.
+        """A region of `nbytes`, rounded up to whole pages; its space on the disk is reserved, unless `reserve` has done so.
 
         Raises:
             OSError: the disk is full, or the file too large for a limit of the system.
@@ -143,7 +140,7 @@ class SwapFile:
         with self._lock:
             region = self._regions.reuse(size)
             if region is None:
-                self._grow(size)
+                self._extend(self._regions.end + size)
                 region = self._regions.append(size)
             return region
 
@@ -235,22 +232,26 @@ class SwapFile:
         if region not in self._regions:
             raise RuntimeError(f"{region} of {self.path} is not in use: it was freed, or belongs to another file.")
 
-    def _grow(self, size: int) -> None:
-        descriptor, end = self._file.fileno(), self._regions.end
+    def _extend(self, to: int) -> None:
+        """Makes the file at least `to` bytes long."""
+        descriptor, size, more = self._file.fileno(), self._size, to - self._size
+        if more <= 0:
+            return
         try:
-            if size > shutil.disk_usage(self.path.parent).free:  # asked first: trying would fill the disk for all
+            if more > shutil.disk_usage(self.path.parent).free:  # asked first: trying would fill the disk for all
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._reserves and not _reserve(descriptor, end, size):
+            if self._reserves and not _reserve(descriptor, size, more):
                 self._reserves = False
                 logger.warning("%s: space cannot be reserved there; a full disk shows at a write only", self.path)
             if not self._reserves:
-                os.ftruncate(descriptor, end + size)
+                os.ftruncate(descriptor, to)
         except OSError as error:
-            os.ftruncate(descriptor, end)  # what was reserved of it
+            os.ftruncate(descriptor, size)  # what was reserved of it
             free = shutil.disk_usage(self.path.parent).free
-            text = f"rank {self.rank}: {size} bytes more than the {end} it has: {error.strerror}; {free} are free"
+            text = f"rank {self.rank}: {more} bytes more than the {size} it has: {error.strerror}; {free} are free"
             advice = "Raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else _ADVICE
             raise OSError(error.errno, f"{text}. {advice}", str(self.path)) from error
+        self._size = to
 
 
 def _open_unnamed(folder: Path, who: str) -> BinaryIO:

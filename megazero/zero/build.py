@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from megazero import comm
 from megazero.comm import Channel
+from megazero.nvme import PAGE
 from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import Homes
+from megazero.zero.memory import memory_of_buckets
 from megazero.zero.registry import bucket_of, forget, keep
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
+
+VECTORS = 6  # of a bucket in a swap file, at most: P, master weights, two moments, and gradients, twice if an update is delayed
 
 
 def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes) -> list[Bucket]:
     """The buckets of `plans`, with their shards in their homes, and released if parameters are sharded.
 
     Raises:
+        OSError: the disk has no room for all that this rank will write to its swap file; OtherRankError on the other ranks.
         ValueError: ranks hold different values (raised on every rank), or a parameter belongs to another engine.
     """
+    if homes.swap is not None:
+        # All of it now: training is not to end at its first step, or because of other ranks' files.
+        plan = memory_of_buckets(plans, StateSettings(config, channel.num_ranks, comm.local_device().type))
+        rounding = len(plans) * VECTORS * PAGE
+        comm.together(partial(homes.swap.reserve, plan.disk + rounding))
     buckets: list[Bucket] = []
     try:
         _fill(buckets, plans, channel, config, homes)

@@ -9,7 +9,7 @@ import torch
 
 from megazero import comm
 from megazero.logging import ALIKE, get_logger
-from megazero.nvme import PAGE, SwapFile, check_space
+from megazero.nvme import PAGE, SwapFile
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_plan import first_that_fit
 from megazero.zero.home import Home, MemoryHome
@@ -48,7 +48,7 @@ class Homes:
         """The homes that `config` names.
 
         Raises:
-            OSError: the swap file cannot be created in `nvme_path`, or the disk has no room for what this rank will write.
+            OSError: the swap file cannot be created in `nvme_path`.
         """
         pin, swap, link = config.pin_memory, None, None
         is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
@@ -65,7 +65,6 @@ class Homes:
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = SwapFile(config.nvme_path, torch.distributed.get_rank(), config.aio)
-            check_space(config.nvme_path, _disk_bytes(config, plans))
 
         def home(name: str, buffer_nbytes: int, buffers: int) -> Home | None:
             if name == "cpu":
@@ -93,14 +92,6 @@ class Homes:
             self.link.close()
         if self.swap is not None:
             self.swap.close()
-
-
-def _disk_bytes(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
-    """The least that this rank's swap file will hold: master weights, Adam's two moments, and shards of P."""
-    states = 3 * FP32_BYTES * _offloaded_numel(config, plans) if config.offload_optimizer == "nvme" else 0
-    kept = kept_on_device(config, plans)
-    away = [plan for index, plan in enumerate(plans) if index not in kept] if config.offload_param == "nvme" else []
-    return states + sum(plan.layout.shard_numel * plan.dtype.itemsize for plan in away)
 
 
 def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset[int]:

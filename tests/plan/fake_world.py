@@ -150,7 +150,7 @@ class PretendedSwapFile(SwapFile):
         with unset_fake_temporarily():
             super().__init__(tempfile.gettempdir(), rank, aio)
 
-    def _grow(self, size: int) -> None:
+    def _extend(self, to: int) -> None:
         pass
 
     def _start(
@@ -219,7 +219,6 @@ def fake_world(
             patch.setattr(module, "aligned_empty", held.aligned_empty)
         for module in (homes, init, checkpointing.storage):
             patch.setattr(module, "SwapFile", held.swap_file)
-        patch.setattr(homes, "check_space", lambda folder, nbytes: None)
         patch.setattr(background, "threading", SimpleNamespace(Thread=held.thread))
         patch.setattr(background, "queue", SimpleNamespace(SimpleQueue=held.queue))
         for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):

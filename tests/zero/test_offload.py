@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import itertools
+import shutil
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +368,39 @@ def test_a_model_whose_states_a_disk_held_in_part_keeps_its_weights_for_another_
         make_engine(model, 3, zero={**ON_NVME, "nvme_path": str(tmp_path)})
     got = make_engine(model, 3, zero={**ON_NVME, "nvme_path": str(tmp_path)}).module_state_dict()
     assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def full_case(path: str) -> None:
+    """The disk fills up as soon as an engine is built; or has too little for one rank from the start."""
+    mpu.initialize_model_parallel(1)
+    disk_usage, batches = shutil.disk_usage, token_batches(2, 1, mpu.get_data_parallel_world_size())
+    for stage, dtype, more in (
+        (1, torch.bfloat16, {}),
+        (2, None, {"delayed_param_update": 1}),
+        (3, None, {}),
+        (3, torch.bfloat16, {"offload_param": "nvme"}),
+    ):
+        options = {"zero": {"offload_optimizer": "nvme", "nvme_path": path, **more}, "dtype": dtype}
+        try:
+            engine = make_engine(Wide(), stage, **options)
+            shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+            for _ in train(engine, batches):
+                pass
+            engine.optimizer.finish()
+            needed = engine.homes.swap.nbytes
+            engine.destroy()
+            is_last = torch.distributed.get_rank() == 1
+            free = needed - 1 if is_last else 2 * needed
+            shutil.disk_usage = lambda _, free=free: SimpleNamespace(free=free)
+            told = r"rank 1: \d+ bytes more than the 0 it has: No space left on device; \d+ are free. Free space there"
+            with pytest.raises(OSError if is_last else comm.OtherRankError, match=told):
+                make_engine(Wide(), stage, **options)
+        finally:
+            shutil.disk_usage = disk_usage
+
+
+def test_all_that_a_drive_will_hold_is_reserved_before_training(tmp_path):
+    run_ranks(2, full_case, str(tmp_path))
 
 
 def test_an_update_has_at_least_eight_tiles_where_there_is_enough():
