@@ -66,15 +66,15 @@ class Homes:
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = SwapFile(config.nvme_path, torch.distributed.get_rank(), config.aio)
 
-        def home(name: str, buffer_nbytes: int, buffers: int) -> Home | None:
+        def home(name: str, buffer_nbytes: int, buffers: int, reads: bool = True, writes: bool = True) -> Home | None:
             if name == "cpu":
                 return MemoryHome(torch.device("cpu"), pin, link)
             if swap is None or name != "nvme":
                 return None
-            reads, writes = config.pipeline_read, config.pipeline_write
             return NvmeHome(swap, buffer_nbytes, buffers, reads_ahead=reads, writes_behind=writes, pin=pin, link=link)
 
-        optimizer = home(config.offload_optimizer, *optimizer_buffers(config, plans))
+        pipelined = config.pipeline_read, config.pipeline_write
+        optimizer = home(config.offload_optimizer, *optimizer_buffers(config, plans), *pipelined)
         param = home(config.offload_param, *param_buffers(config, plans))
         is_at_hand = config.offload_optimizer == "cpu" and comm.local_device().type == "cpu"
         has_tiles = optimizer is not None and (not is_at_hand or config.sub_group_size > 0)

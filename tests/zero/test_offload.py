@@ -370,6 +370,13 @@ def test_a_model_whose_states_a_disk_held_in_part_keeps_its_weights_for_another_
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+def test_waiting_for_every_tile_of_o_leaves_the_shards_of_p_coming_ahead(one_rank, tmp_path):
+    options = {**ON_NVME, "nvme_path": str(tmp_path), "pipeline_read": False, "pipeline_write": False}
+    homes = make_engine(Wide(), 3, zero=options).homes
+    assert (homes.optimizer.reads_ahead, homes.optimizer.writes_behind) == (False, False)
+    assert (homes.param.reads_ahead, homes.param.writes_behind) == (True, True)
+
+
 def full_case(path: str) -> None:
     """The disk fills up as soon as an engine is built; or has too little for one rank from the start."""
     mpu.initialize_model_parallel(1)
