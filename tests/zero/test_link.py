@@ -112,6 +112,11 @@ def test_shards_are_on_their_way_to_the_device_two_units_ahead():
     starts = [len(of("to device", "starts", forward[: forward.index(("block", i))])) for i in range(4)]
     # Before block i runs: root and blocks up to i + 1 are being gathered, and the shards of 1, 2, ... i + 3 have been sent for.
     assert starts == [1 + 2 + 3, 1 + 3 + 3, 1 + 4 + 3, 1 + 4 + 3]
+    backward = log[len(forward) : log.index(("step",))]
+    starts = [len(of("to device", "starts", backward[: backward.index(("block's backward", i))])) for i in range(4)]
+    # The mirror. Block 3 has stayed; before its backward is over, block 2 is being gathered and the shards of 1 and 0 have been
+    # sent for. Before those of 2 and 1 are, the shards of 1 and 0 are put into place.
+    assert starts[::-1] == [1 + 2, 1 + 2 + 1, 1 + 2 + 2, 1 + 2 + 2]
 
 
 def of(stream: str, what: str, log: list) -> list[int]:

@@ -34,6 +34,7 @@ from tests.test_zero_job import check_equal, end, start, train
 from tests.tiny import ROOT, TINY_MODEL, make_corpus, run_command, run_job
 
 MIB = 1 << 20
+OFFLOADED = [("cpu", "cpu"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]  # homes of O and P
 ON_NVME = ["--zero-stage", "3", "--offload-optimizer", "nvme", "--offload-param", "nvme", "--nvme-path"]
 
 
@@ -309,10 +310,14 @@ def parallel_case(flags: list[str], homes: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_tensor_parallel_2_x_data_parallel_2_on_nvme_equals_in_memory_bit_for_bit(corpus, dtype, tmp_path):
-    one = ["--zero-stage", "1", "--offload-optimizer", "nvme", "--nvme-path", str(tmp_path)]
-    tiles = ["--sub-group-size", "4096"]
-    run_ranks(4, parallel_case, [*corpus, *dtype], [[*one, *tiles], [*ON_NVME, str(tmp_path), *tiles]])
+def test_tensor_parallel_2_x_data_parallel_2_in_every_home_equals_in_memory_bit_for_bit(corpus, dtype, tmp_path):
+    homes = [("1", "nvme", "none"), ("2", "cpu", "none"), ("2", "nvme", "none"), *(("3", o, p) for o, p in OFFLOADED)]
+    flags = [
+        ["--zero-stage", stage, "--offload-optimizer", o, "--offload-param", p, "--sub-group-size", "4096"]
+        + (["--nvme-path", str(tmp_path)] if "nvme" in (o, p) else [])
+        for stage, o, p in homes
+    ]
+    run_ranks(4, parallel_case, [*corpus, *dtype], flags)
     assert os.listdir(tmp_path) == []
 
 
