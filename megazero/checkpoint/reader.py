@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class Reader:
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
         self.index = self._parse_index(self._read_index() if content is None else content)
+        self._opened: dict[Path, BufferedReader] = {}
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]
             self.nbytes = sum(file.nbytes for file in self.files)
@@ -181,7 +183,7 @@ class Reader:
     def _open(self, name: str, entry: dict[str, Any]) -> CheckedFile:
         if not PLAIN_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a file in the checkpoint's own directory")
-        return CheckedFile(self.path / name, entry["bytes"], entry["crc32"], self.index["block_bytes"])
+        return CheckedFile(self.path / name, entry["bytes"], entry["crc32"], self.index["block_bytes"], self._opened)
 
     def _parse_entry(self, name: str, saved: Any) -> TensorEntry:
         with self.well_formed(name):

@@ -26,6 +26,9 @@ BLOCK_BYTES = 1 << 20  # of a checksum
 _CHUNK_BYTES = 1 << 24  # of a copy from a device
 _WRITE_OUT_BYTES = 1 << 24  # written at a time by the disk, while the next are on their way into memory
 _ALIGNMENT = 64  # bytes, of the first tensor
+MOST_OPEN = (
+    128  # files at a time that are read: there is one of every rank, and a process may have 256 descriptors, or 1024
+)
 
 
 @dataclass(frozen=True)
@@ -166,18 +169,22 @@ class CheckedFile:
 
     Args:
         checksums: of every `block_bytes` of the file.
+        opened: the files that are open for reading, the one that was read last at the end. Files that are read together share it,
+            and at most MOST_OPEN of them stay open.
 
     Raises:
         ValueError: the number of checksums does not suit the size.
     """
 
-    def __init__(self, path: Path, nbytes: int, checksums: list[int], block_bytes: int) -> None:
-        self._file: BufferedReader | None = None
+    def __init__(
+        self, path: Path, nbytes: int, checksums: list[int], block_bytes: int, opened: dict[Path, BufferedReader]
+    ) -> None:
+        self.path, self._opened = path, opened
         is_wrong = not is_count(nbytes) or not is_count(block_bytes) or not isinstance(checksums, list)
         if is_wrong or block_bytes < 1 or len(checksums) != -(-nbytes // block_bytes):
             found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
             raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
-        self.path, self.nbytes, self.checksums, self.block_bytes = path, nbytes, checksums, block_bytes
+        self.nbytes, self.checksums, self.block_bytes = nbytes, checksums, block_bytes
         self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
 
     def found_size(self) -> int | None:
@@ -228,9 +235,8 @@ class CheckedFile:
 
     def close(self) -> None:
         """Gives the descriptor back; a later read opens the file again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if (file := self._opened.pop(self.path, None)) is not None:
+            file.close()
 
     def __del__(self) -> None:
         self.close()
@@ -238,15 +244,24 @@ class CheckedFile:
     def _bounds(self, block: int) -> tuple[int, int]:
         return block * self.block_bytes, min((block + 1) * self.block_bytes, self.nbytes)
 
+    def _open(self) -> BufferedReader:
+        """The file, which is open."""
+        file = self._opened.pop(self.path, None)
+        if file is None:
+            self.check_size()
+            if len(self._opened) >= MOST_OPEN:
+                self._opened.pop(next(iter(self._opened))).close()
+            file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
+        self._opened[self.path] = file
+        return file
+
     def _read_block(self, block: int, what: str, out: np.ndarray | None = None) -> np.ndarray:
         low, high = self._bounds(block)
         out = np.empty(high - low, dtype=np.uint8) if out is None else out
-        if self._file is None:
-            self.check_size()
-            self._file = open(self.path, "rb")  # noqa: SIM115 (until `close`)
-        self._file.seek(low)
+        file = self._open()
+        file.seek(low)
         try:
-            count = self._file.readinto(out.data)
+            count = file.readinto(out.data)
         except OSError as error:  # of a disk that fails; it does not say which file it was
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         if count < high - low or crc32(out.data) != self.checksums[block]:

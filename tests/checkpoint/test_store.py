@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import runpy
 import sys
@@ -16,13 +17,14 @@ from safetensors import safe_open
 from torch import nn
 
 from megazero import comm, mpu
-from megazero.checkpoint import capture
+from megazero.checkpoint import capture, tensor_file
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
+from tests.checkpoint.checkpoints import make, tensors
 from tests.checkpoint.engines import Net, make_engine, train, write_one
 from tests.ranks import run_ranks
 
@@ -115,10 +117,21 @@ class FailingDisk:
 
 
 def test_a_disk_that_cannot_be_read_is_told_with_the_file(tmp_path):
-    file = CheckedFile(tmp_path / "rank_00000.safetensors", 4, [0], 4)
-    file._file = FailingDisk()
+    path = tmp_path / "rank_00000.safetensors"
+    file = CheckedFile(path, 4, [0], 4, opened={path: FailingDisk()})
     with pytest.raises(OSError, match=r"Input/output error: '.*rank_00000.safetensors'"):
         file.read_into(np.empty(4, dtype=np.uint8), 0, "master of x")
+
+
+def test_few_files_are_open_at_a_time_whatever_the_number_of_ranks_that_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "MOST_OPEN", 3)
+    reader, before = make(tmp_path, 2, 5), len(os.listdir("/dev/fd"))
+    for name, states in tensors().items():
+        for state, value in states.items():
+            assert torch.equal(reader.read(name, state), value)
+    assert len(os.listdir("/dev/fd")) == before + 3
+    reader.close()
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_missing_checkpoint_is_named(world, tmp_path):
