@@ -63,7 +63,7 @@ def load(job: Job, is_expected: bool = False) -> None:
     flags = job.config.checkpoint
     if not flags.load:
         return
-    tag = _agreed_tag(flags.load, flags.load_fallback)
+    tag = newest_tag(flags.load, flags.load_fallback)
     if tag is None:
         _start_from_scratch(flags, Path(flags.load))
         if is_expected:
@@ -123,17 +123,6 @@ def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
             extra=ALIKE,
         )
     job.corpora = corpora
-
-
-def _agreed_tag(directory: str, fallback: bool) -> str | None:
-    """The newest checkpoint, on which every rank agrees; None if there is none. Collective."""
-    tags = comm.all_gathered_objects(comm.together(lambda: newest_tag(directory, fallback)))
-    if len(set(tags)) > 1:
-        raise ValueError(
-            f"--load {directory}: ranks see different latest checkpoints ({', '.join(sorted(set(map(str, tags))))}). "
-            "Every node must see the same directory."
-        )
-    return tags[0]
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:

@@ -83,11 +83,17 @@ def _of_first_rank(action: Callable[[], Any]) -> Any:
 
 
 def newest_tag(directory: str | Path, fallback: bool) -> str | None:
-    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there.
+    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there. Collective.
+
+    That is what the first rank sees: other nodes of a network file system may see a new `latest` later.
 
     Raises:
         CheckpointError: it holds something else, and there is no fallback.
     """
+    return _of_first_rank(lambda: _newest_tag(directory, fallback))
+
+
+def _newest_tag(directory: str | Path, fallback: bool) -> str | None:
     try:
         tag, problem = latest_tag(directory), f"{directory} has no file `latest`."
     except CheckpointError as error:
@@ -102,7 +108,7 @@ def newest_tag(directory: str | Path, fallback: bool) -> str | None:
 
 def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[str | None]:
     """The tag to load, and those to go back to, newest first."""
-    newest = tag or newest_tag(directory, fallback)
+    newest = tag or _newest_tag(directory, fallback)
     return [newest, *(tags_to_go_back_to(directory, newest) if fallback else [])]
 
 
@@ -138,4 +144,17 @@ def _first_intact(
 
 def _open(directory: str | Path, tag: str | None) -> Reader:
     """A reader on every rank. The first rank reads the index and asks for the size of every file, for all. Collective."""
-    return Reader(directory, tag, _of_first_rank(lambda: (Reader(directory, tag).path / "index.json").read_bytes()))
+    opened: list[Reader] = []
+
+    def read_index() -> bytes:
+        opened.append(Reader(directory, tag))
+        return opened[0].content
+
+    content = _of_first_rank(read_index)
+    reader = opened[0] if opened else Reader(directory, tag, content)
+    if not reader.path.is_dir():
+        raise OSError(
+            f"rank {torch.distributed.get_rank()} does not see {reader.path}, where the first rank has found a checkpoint. Every "
+            "node must see the same directory."
+        )
+    return reader

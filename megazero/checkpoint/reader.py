@@ -49,7 +49,8 @@ class Reader:
 
     Attributes:
         path: its directory.
-        index: the content of index.json.
+        content: of index.json, as bytes.
+        index: the same, parsed.
         tensors: what the index says of every parameter and buffer, by name.
         nbytes: of all files together.
 
@@ -68,7 +69,8 @@ class Reader:
             why = f"it has no file `latest`. {_NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
-        self.index = self._parse_index(self._read_index() if content is None else content)
+        self.content = self._read_index() if content is None else content
+        self.index = self._parse_index(self.content)
         self._opened: dict[Path, BufferedReader] = {}
         with self.well_formed("files"):
             self.files = [self._open(name, entry) for name, entry in self.index["files"].items()]

@@ -109,9 +109,8 @@ class CheckpointingEngine(Engine):
             )
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self.wait_for_checkpoint()  # it may be the one to load
-        fallback = options.get("fallback", False)
         if tag is None:
-            tag = comm.all_gathered_objects(comm.together(lambda: newest_tag(load_dir, fallback)))[0]
+            tag = newest_tag(load_dir, options.get("fallback", False))
         if tag is None:
             logger.warning(
                 "nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir, extra=ALIKE
