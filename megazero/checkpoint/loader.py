@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def load(
 
     Args:
         strict: every parameter must be in the checkpoint; else what is not there keeps its values.
-        fallback: where it is damaged, take the newest older one that is not.
+        fallback: where it is damaged, or a file of it is missing, take the newest older one that is whole.
         prepare: called on every rank before anything is read; what it raises ends the load on all of them.
 
     Raises:
@@ -124,7 +125,13 @@ def _first_intact(
             client = read(reader)
         except Exception as caught:  # told to the others first, who would wait for this rank
             error = caught
-        mine = None if error is None else (isinstance(error, (CheckpointError, OSError)), str(error))
+            if fallback and isinstance(caught, OSError) and not _is_damage(caught):
+                error = OSError(
+                    f"{str(caught).rstrip('.')}. This need not be damage, so no older checkpoint is loaded instead, which would "
+                    "lose what was trained since: remove the cause and load again."
+                )
+                error.__cause__ = caught
+        mine = None if error is None else (_is_damage(error), str(error))
         found = [(rank, *each) for rank, each in enumerate(comm.all_gathered_objects(mine)) if each is not None]
         if not found:
             return reader.path, client
@@ -140,6 +147,12 @@ def _first_intact(
             raise error or kind(f"rank {rank} cannot load: {message}")
         if torch.distributed.get_rank() == 0:  # every rank has the same message
             logger.warning("%s Going back to the checkpoint before it.", message.rstrip())
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a checkpoint is not what was written. One that cannot be read for lack of rights or descriptors may be whole."""
+    is_gone = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or error.errno == errno.EIO)
+    return is_gone or isinstance(error, CheckpointError)
 
 
 def _open(directory: str | Path, tag: str | None) -> Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -121,6 +122,28 @@ def test_a_disk_that_cannot_be_read_is_told_with_the_file(tmp_path):
     file = CheckedFile(path, 4, [0], 4, opened={path: FailingDisk()})
     with pytest.raises(OSError, match=r"Input/output error: '.*rank_00000.safetensors'"):
         file.read_into(np.empty(4, dtype=np.uint8), 0, "master of x")
+
+
+def test_what_need_not_be_damage_ends_a_load_with_fallback(world, tmp_path, monkeypatch):
+    """Going back would lose what was trained since, and the next saves would delete it."""
+    engine, errors = simple_engine(), []
+    for _ in range(2):
+        one_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    read_block = CheckedFile._read_block
+
+    def fail_once(file, *args):
+        if errors:
+            raise OSError(errors.pop(), "it failed", str(file.path))
+        return read_block(file, *args)
+
+    monkeypatch.setattr(CheckedFile, "_read_block", fail_once)
+    for number in (errno.ESTALE, errno.EMFILE, errno.EACCES):
+        errors.append(number)
+        with pytest.raises(OSError, match=r"it failed: '.*rank_00000.safetensors'. This need not be damage"):
+            engine.load_checkpoint(str(tmp_path), fallback=True)
+    errors.append(errno.EIO)
+    assert engine.load_checkpoint(str(tmp_path), fallback=True)[0].name == "global_step1"
 
 
 def test_few_files_are_open_at_a_time_whatever_the_number_of_ranks_that_saved(tmp_path, monkeypatch):
