@@ -609,6 +609,7 @@ class Engine:
 
         Args:
             tag: which checkpoint (default: the one that `latest` names).
+            load_optimizer_states: otherwise the optimizer starts with empty moments, as where the checkpoint has none.
             load_module_only: read only the weights; always the case without an optimizer.
             strict: the checkpoint must hold every parameter of the model, and no others.
             fallback: if the checkpoint is damaged, take the newest older one that is not.
@@ -619,8 +620,10 @@ class Engine:
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
-            CheckpointError: it is damaged; the message names the file and the parameter. Load another before training on.
-            ValueError: it belongs to a model of another shape, or holds another optimizer's state.
+            CheckpointError: it is damaged; the message names the file and the parameter. If a part had been read by then, another
+                must be loaded before the engine trains or saves.
+            OSError: a file of it cannot be read now. With `fallback` too, as it may be whole.
+            ValueError: it belongs to another model, or holds another optimizer's state.
         """
         load_module_only = load_module_only or self.optimizer is None
         self._refuse_changed_model("load_checkpoint()")

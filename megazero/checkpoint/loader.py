@@ -46,24 +46,26 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged. Some of this rank's state may have been overwritten.
+        CheckpointError: it is damaged.
         OSError: it cannot be read.
-        ValueError: it is of a model of another shape, or of another optimizer.
+        ValueError: it is of another model, or of another optimizer.
+
+    Where something has been overwritten by then, the optimizer is torn, on every rank.
     """
     with_optimizer = load_optimizer_states and not load_module_only
 
     def read(reader: Reader) -> dict[str, Any]:
         if prepare is not None:
             prepare(reader)
+        client = client_state(reader)
         read_states(state, reader, with_optimizer, strict)
         if not load_module_only:
             continue_run(state, reader, with_optimizer, load_lr_scheduler_states, load_rng)
-        client = client_state(reader)
         reader.close()
         return client
 
     tags = _of_first_rank(lambda: _candidates(directory, tag, fallback))
-    path, client = _first_intact(directory, tags, read, fallback)
+    path, client = _first_intact(state, directory, tags, read, fallback)
     for bucket in state.buckets:
         bucket.publish_master()
     return path, client
@@ -114,7 +116,11 @@ def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[
 
 
 def _first_intact(
-    directory: str | Path, tags: Sequence[str | None], read: Callable[[Reader], dict[str, Any]], fallback: bool
+    state: TrainingState,
+    directory: str | Path,
+    tags: Sequence[str | None],
+    read: Callable[[Reader], dict[str, Any]],
+    fallback: bool,
 ) -> tuple[Path, dict[str, Any]]:
     """The first checkpoint that `read` can read on every rank, and what it gave. Collective."""
     remaining = list(tags)
@@ -132,9 +138,11 @@ def _first_intact(
                 )
                 error.__cause__ = caught
         mine = None if error is None else (_is_damage(error), str(error))
-        found = [(rank, *each) for rank, each in enumerate(comm.all_gathered_objects(mine)) if each is not None]
+        told = comm.all_gathered_objects((mine, state.optimizer.is_torn))
+        found = [(rank, *each) for rank, (each, _) in enumerate(told) if each is not None]
         if not found:
             return reader.path, client
+        state.optimizer.is_torn = any(is_torn for _, is_torn in told)  # no rank may go on without the others
         rank, is_damaged, message = found[0]
         if is_damaged and fallback:
             message = message.removesuffix(REMEDY)  # which advises just that

@@ -21,6 +21,7 @@ from megazero.logging import ALIKE, get_logger
 from megazero.optim.muon import MOMENTUM, Muon
 from megazero.zero.bucket import MASTER
 from megazero.zero.layout import NO_GROUP, Segment
+from megazero.zero.sliced import Counters
 
 logger = get_logger(__name__)
 
@@ -29,7 +30,7 @@ _CYCLED = (*_RATES, "betas", "momentum")  # what schedules may change
 
 
 def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
-    """Fills this rank's master weights, optimizer states and buffers.
+    """Fills this rank's master weights, optimizer states and buffers. The optimizer is torn from the first of them on.
 
     Args:
         strict: every parameter must be in the checkpoint; else what is not there keeps its values.
@@ -41,7 +42,11 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     places = {segment.name: _place(state, reader, segment) for segment in state.segments()}
     _check_shapes(state, reader, places, strict)
     has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
-    keys = _allocate_optimizer(state, reader, places) if has_optimizer else []
+    keys_of, counters = _saved_optimizer(state, reader, places) if has_optimizer else ({}, {})
+    state.optimizer.is_torn = True
+    if has_optimizer:
+        state.optimizer.allocate_state(keys_of, counters)
+    keys = sorted({key for of_one in keys_of.values() for key in of_one})
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
     for tile in (tile for bucket in state.buckets for tile in bucket.tiles):
         with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
@@ -66,8 +71,10 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
             buffer.copy_(values.view(buffer.shape))
 
 
-def _allocate_optimizer(state: TrainingState, reader: Reader, places: dict[str, Place]) -> list[str]:
-    """Sets the optimizer's scalar state, makes room for its tensors, and returns by which names they are saved."""
+def _saved_optimizer(
+    state: TrainingState, reader: Reader, places: dict[str, Place]
+) -> tuple[dict[str, list[str]], dict[str, Counters]]:
+    """By parameter, the names under which the optimizer's tensors are saved, and its scalar state."""
     with reader.well_formed("optimizer"):
         saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
     if saved != wanted:
@@ -80,15 +87,15 @@ def _allocate_optimizer(state: TrainingState, reader: Reader, places: dict[str, 
     if wanted == Muon.__name__:
         _check_matrices(state, reader, keys_of)
     saved_counters = _saved_counters(reader)
-    counters = {name: saved_counters[at.name] for name, at in places.items() if at.name in saved_counters}
-    state.optimizer.allocate_state(keys_of, counters)
-    return sorted({key for keys in keys_of.values() for key in keys})
+    return keys_of, {name: saved_counters[at.name] for name, at in places.items() if at.name in saved_counters}
 
 
 def continue_run(
     state: TrainingState, reader: Reader, with_optimizer: bool, continue_schedule: bool, load_rng: bool
 ) -> None:
     """Sets counters, loss scale, schedule, learning rates and random generators to the saved ones.
+
+    An optimizer whose state is not loaded starts anew.
 
     Raises:
         CheckpointError: it is damaged.
@@ -107,6 +114,7 @@ def continue_run(
     with reader.well_formed("lr_scheduler"):
         schedule = decode(index["lr_scheduler"], reader.blobs(SCHEDULE)) if continue_schedule else None
     if not with_optimizer or index.get("optimizer") is None:
+        state.optimizer.allocate_state({}, {})  # what it has is of other weights, or of a damaged checkpoint
         logger.warning(
             "the optimizer starts with empty moments: its state was not loaded from %s", reader.path, extra=ALIKE
         )
@@ -198,7 +206,7 @@ def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, lis
             )
 
 
-def _saved_counters(reader: Reader) -> dict[str, dict[str, float]]:
+def _saved_counters(reader: Reader) -> dict[str, Counters]:
     """The optimizer's scalar state of every parameter that was saved with state."""
     with reader.well_formed("optimizer"):
         common, others = reader.index["optimizer"]["counters"], reader.index["optimizer"].get("counters_of") or {}

@@ -87,7 +87,7 @@ class CheckpointingEngine(Engine):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continues from a checkpoint of any number of ranks, any stage and any precision. Collective over the world.
 
-        Without `load_optimizer_states` the optimizer's states are not read; the fp32 master weights are still the saved ones.
+        Without `load_optimizer_states` the optimizer starts with empty moments; the fp32 master weights are still the saved ones.
 
         Args:
             tag: the checkpoint's name, converted with `str`; default: the one that `latest` names.

@@ -122,7 +122,7 @@ class BucketOptimizer(SlicedOptimizer):
         device = buckets[0].weights.flat.device
         # For the new weights of an update that overlaps a forward.
         self._stream = torch.cuda.Stream(device) if overlap_update and comm.has_streams(device) else None
-        self.is_torn = False  # an update has failed in the middle
+        self.is_torn = False  # an update or a load has failed in the middle
         self._is_first = True  # no update has been made
         super().__init__(buckets, factory, group_settings)
         if not allow_untested:
@@ -208,11 +208,11 @@ class BucketOptimizer(SlicedOptimizer):
             bucket.gradient.zero()
 
     def refuse_torn(self) -> None:
-        """Raises if an update has failed in the middle, so that some weights are new and some are old."""
+        """Raises if an update or a load has failed in the middle, so that some weights or moments are new and some are old."""
         if self.is_torn:
             raise RuntimeError(
-                "The last update was cut short by an error: a part of the weights has made the step, and a part has not. Load a "
-                "checkpoint before training goes on, or anything is saved."
+                "The last update, or load of a checkpoint, was cut short by an error: some weights and moments are new, and some "
+                "are old. Load a checkpoint before training goes on, or anything is saved."
             )
 
     def refuse_unfit(self, later: bool) -> None:

@@ -292,6 +292,66 @@ def one_step(engine: Engine) -> None:
     engine.step()
 
 
+def test_an_optimizer_whose_state_is_not_loaded_starts_anew(world, tmp_path):
+    """What it has from before does not belong to the weights, nor does what it has from a checkpoint that is damaged."""
+    engine = simple_engine()
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path), save_optimizer=False)
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    want = simple_engine()
+    want.load_checkpoint(str(tmp_path), "global_step1")
+    one_step(want)
+    flip(tmp_path / "global_step2" / "rank_00000.safetensors", -100)
+    for options in ({"fallback": True}, {"tag": "global_step1", "load_optimizer_states": False}):
+        engine.load_checkpoint(str(tmp_path), **options)
+        assert not engine.optimizer.counters()
+        one_step(engine)
+        assert torch.equal(engine.module[0].weight, want.module[0].weight)
+
+
+def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(world, tmp_path):
+    engine = simple_engine()
+    for _ in range(2):
+        one_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        engine.load_checkpoint(str(tmp_path), "global_step7")
+    one_step(engine)  # as nothing has been overwritten
+    flip(tmp_path / "global_step2" / "rank_00000.safetensors", -100)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(tmp_path))
+    for use in (lambda: one_step(engine), lambda: engine.save_checkpoint(str(tmp_path), tag="torn")):
+        with pytest.raises(RuntimeError, match="load of a checkpoint, was cut short by an error"):
+            use()
+    engine.load_checkpoint(str(tmp_path), "global_step1")
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path), tag="whole")
+
+
+def failing_rank_case(directory: str) -> None:
+    engine, rank = make_engine(1), torch.distributed.get_rank()
+    train(engine, 1)
+    engine.save_checkpoint(directory)
+
+    def refuse(reader: Reader) -> None:
+        if rank == 1:
+            raise ValueError("not this one")
+
+    with pytest.raises((ValueError, comm.OtherRankError), match="not this one"):
+        engine.load_checkpoint(directory, prepare=refuse)
+    with pytest.raises(RuntimeError, match="cut short by an error"):  # on both: one alone would wait for the other
+        train(engine, 1)
+    with pytest.raises(
+        (OSError, comm.OtherRankError), match=r"rank 1 does not see .*global_step1, .* the same directory"
+    ):
+        engine.load_checkpoint(directory if rank == 0 else f"{directory}/of_another_node", "global_step1")
+
+
+def test_a_rank_that_fails_to_load_stops_all_and_says_so_where_it_sees_another_directory(tmp_path):
+    run_ranks(2, failing_rank_case, str(tmp_path))
+
+
 def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(world, tmp_path):
     engine = simple_engine()
     one_step(engine)
