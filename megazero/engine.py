@@ -611,8 +611,9 @@ class Engine:
             tag: which checkpoint (default: the one that `latest` names).
             load_optimizer_states: otherwise the optimizer starts with empty moments, as where the checkpoint has none.
             load_module_only: read only the weights; always the case without an optimizer.
-            strict: the checkpoint must hold every parameter of the model, and no others.
-            fallback: if the checkpoint is damaged, take the newest older one that is not.
+            strict: the checkpoint must hold every parameter of the model, and no others. Otherwise what it has not keeps its
+                values, and a warning names what is only in one of them.
+            fallback: if the checkpoint is damaged, or files of it are missing, take the newest older one that is whole.
             prepare: called on every rank before anything is read; an error on one rank ends the load on all of them.
 
         Returns:

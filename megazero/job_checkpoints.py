@@ -57,7 +57,7 @@ def load(job: Job, is_expected: bool = False) -> None:
         is_expected: there must be one, because the model has no initial values.
 
     Raises:
-        ValueError: it is damaged, belongs to a model of another shape, or was trained with another vocabulary.
+        ValueError: it is damaged, belongs to another model, or was trained with another vocabulary.
         FileNotFoundError: it is expected, and has disappeared.
     """
     flags = job.config.checkpoint

@@ -37,10 +37,14 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
 
     Raises:
         CheckpointError: it is damaged.
-        ValueError: it is of a model of another shape, or of another optimizer.
+        ValueError: it is of another model, or of another optimizer.
     """
-    places = {segment.name: _place(state, reader, segment) for segment in state.segments()}
-    _check_shapes(state, reader, places, strict)
+    with reader.well_formed("aliases"):
+        aliases = {alias: str(name) for alias, name in reader.index.get("aliases", {}).items()}
+    places = {segment.name: _place(state, reader, aliases, segment) for segment in state.segments()}
+    buffers = [(_saved_name(reader, aliases, name), buffer) for name, buffer in state.buffers().items()]
+    shapes = [(place.name, place.shape) for place in places.values()]
+    _check_tensors(reader, [*shapes, *((name, tuple(buffer.shape)) for name, buffer in buffers)], strict)
     has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
     keys_of, counters = _saved_optimizer(state, reader, places) if has_optimizer else ({}, {})
     state.optimizer.is_torn = True
@@ -64,7 +68,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
                 for first, key, out in to_read:
                     at = place.start + first
                     reader.read_part(place.name, key, out, cut=place.cut, rank=rank, size=size, start=at)
-    for name, buffer in state.buffers().items():
+    for name, buffer in buffers:
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
             reader.read_part(name, CONSTANT, values)
@@ -170,26 +174,47 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
         logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
 
 
-def _place(state: TrainingState, reader: Reader, segment: Segment) -> Place:
+def _saved_name(reader: Reader, aliases: dict[str, str], name: str) -> str:
+    """The name under which the checkpoint has a parameter or buffer: of what is tied, only one name is saved."""
+    return aliases[name] if name not in reader.tensors and aliases.get(name) in reader.tensors else name
+
+
+def _place(state: TrainingState, reader: Reader, aliases: dict[str, str], segment: Segment) -> Place:
     """Where the checkpoint has a parameter: a tile in the whole layer's, unless it was saved by itself."""
-    place = state.place(segment)
-    return place if place.name in reader.tensors or segment.name not in reader.tensors else state.own_place(segment)
+    places = [
+        place._replace(name=_saved_name(reader, aliases, place.name))
+        for place in (state.place(segment), state.own_place(segment))
+    ]
+    return next((place for place in places if place.name in reader.tensors), places[0])
 
 
-def _check_shapes(state: TrainingState, reader: Reader, places: dict[str, Place], strict: bool) -> None:
-    wanted = {place.name: place.shape for place in places.values()}
-    wanted.update({name: tuple(value.shape) for name, value in state.buffers().items()})
+def _check_tensors(reader: Reader, wanted: list[tuple[str, tuple[int, ...]]], strict: bool) -> None:
+    """Raises if the checkpoint has other shapes than are wanted, or (`strict`) other names. Otherwise logs which names differ."""
     saved = {name: entry.shape for name, entry in reader.tensors.items()}
-    names = {**saved, **wanted} if strict else saved.keys() & wanted.keys()
-    different = [name for name in names if saved.get(name) != wanted.get(name)]
+    different = [(name, shape) for name, shape in wanted if saved.get(name, shape) != shape]
     if different:
-        first = different[0]
+        name, shape = different[0]
         raise ValueError(
             f"The checkpoint {reader.path} is of a model of another shape: {len(different)} parameters differ, the first is "
-            f"{first}: saved {list(saved[first]) if first in saved else 'nothing'}, model "
-            f"{list(wanted[first]) if first in wanted else 'nothing'}. Make the model of the sizes that it was trained with, or "
-            "load what is there of it by load_module_strict=False."
+            f"{name}: saved {list(saved[name])}, model {list(shape)}. Make the model of the sizes that it was trained with."
         )
+    names = dict(wanted)
+    lacks = {
+        "the checkpoint": [name for name in names if name not in saved],
+        "the model": [name for name in saved if name not in names],
+    }
+    told = "; ".join(f"{who} has no {_first_of(found)}" for who, found in lacks.items() if found)
+    if told and strict:
+        raise ValueError(
+            f"The checkpoint {reader.path} is not of this model: {told}. Make the model that was saved; or load what both have, "
+            "as where it was saved with exclude_frozen_parameters, by strict=False (load_module_strict=False)."
+        )
+    if told:
+        logger.warning("%s is loaded in part: %s", reader.path, told, extra=ALIKE)
+
+
+def _first_of(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, list[str]]) -> None:

@@ -162,13 +162,45 @@ def test_missing_checkpoint_is_named(world, tmp_path):
         make_engine(1).load_checkpoint(str(tmp_path), tag="global_step7")
 
 
-def test_model_of_another_shape_is_refused_naming_the_parameter(world, tmp_path):
-    write_one(tmp_path)
-    model = Net()
-    model.norm = nn.LayerNorm(12, bias=False)
-    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.AdamW(g, lr=0.1), *weight_decay_groups(model, 0.1))
-    with pytest.raises(ValueError, match=r"norm.bias: saved \[12\], model nothing"):
-        engine.load_checkpoint(str(tmp_path))
+def test_model_of_another_shape_or_with_other_parameters_is_refused_naming_them(world, tmp_path, caplog):
+    saved = write_one(tmp_path)
+
+    def engine_with(norm: nn.Module) -> Engine:
+        model = Net()
+        model.norm = norm
+        settings = weight_decay_groups(model, 0.1)
+        return Engine(model, mpu.get_groups(), lambda g: torch.optim.AdamW(g, lr=0.1), *settings)
+
+    with pytest.raises(ValueError, match=r"of another shape: 2 .*norm.weight: saved \[12\], model \[3, 4\]"):
+        engine_with(nn.LayerNorm((3, 4))).load_checkpoint(str(tmp_path), strict=False)
+    other = engine_with(nn.ModuleDict({"bias": nn.Linear(5, 5)}))
+    told = "the checkpoint has no norm.bias.weight, norm.bias.bias; the model has no norm.weight, norm.bias"
+    with pytest.raises(ValueError, match=f"not of this model: {told}. .* strict=False"):
+        other.load_checkpoint(str(tmp_path))
+    own = other.module.norm["bias"].weight.detach().clone()
+    other.load_checkpoint(str(tmp_path), strict=False)
+    assert torch.equal(other.module.up.weight, saved.module.up.weight)
+    assert torch.equal(other.module.norm["bias"].weight, own) and caplog.text.count(f"in part: {told}") == 1
+
+
+def test_what_is_tied_is_loaded_by_whichever_name_it_was_saved(world, tmp_path):
+    groups = mpu.initialize_model_parallel(1)
+
+    def build(first: str, second: str, seed: int) -> Engine:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({first: nn.BatchNorm1d(3)})
+        model[second] = model[first]
+        return Engine(model, groups, lambda g: torch.optim.AdamW(g, lr=0.1), *weight_decay_groups(model, 0.0))
+
+    saved, other = build("a", "b", 0), build("b", "a", 1)
+    with torch.no_grad():
+        saved.module["a"].weight.copy_(torch.arange(3.0))
+        saved.module["a"].running_mean.fill_(7.0)
+    saved.save_checkpoint(str(tmp_path))
+    assert "b.weight" not in Reader(tmp_path).tensors
+    other.load_checkpoint(str(tmp_path))
+    for name, value in saved.module.state_dict().items():
+        assert torch.equal(other.module.state_dict()[name], value), name
 
 
 def test_module_only_leaves_counters_and_optimizer(world, tmp_path):
