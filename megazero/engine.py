@@ -549,8 +549,7 @@ class Engine:
 
         Raises:
             TypeError: the client state holds something else; the message says where.
-            OSError: a file could not be written; ranks that could write theirs raise OtherRankError. The previous checkpoint
-                stays the latest.
+            OSError: a file could not be written, on whichever rank. The previous checkpoint stays the latest.
             DirectoryInUseError: another job saves there.
             ValueError: `exclude_frozen_parameters` without an optimizer: nothing is trained, so nothing would be saved.
         """

@@ -117,6 +117,13 @@ def continue_run(
             state.optimizer.loss_scaler.load_state_dict(_numbers(index["loss_scaler"]))
     with reader.well_formed("lr_scheduler"):
         schedule = decode(index["lr_scheduler"], reader.blobs(SCHEDULE)) if continue_schedule else None
+    if continue_schedule and (schedule is None) != (state.lr_scheduler is None):
+        what = "starts anew" if schedule is None else "is not continued, as this run has none"
+        logger.warning(
+            "the learning-rate schedule %s: %s was saved %s one",
+            *(what, reader.path, "without" if schedule is None else "with"),
+            extra=ALIKE,
+        )
     if not with_optimizer or index.get("optimizer") is None:
         state.optimizer.allocate_state({}, {})  # what it has is of other weights, or of a damaged checkpoint
         logger.warning(
@@ -171,7 +178,9 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
     if states:
         set_rng_states(states)
     else:
-        logger.info("random generators are seeded anew: the checkpoint has no states for these ranks and devices")
+        logger.info(
+            "random generators stay as this run has seeded them: the checkpoint has no states for these ranks and devices"
+        )
 
 
 def _saved_name(reader: Reader, aliases: dict[str, str], name: str) -> str:

@@ -469,6 +469,28 @@ def test_cycled_momentum_continues(world, tmp_path):
     assert torch.equal(other.module[0].weight, engine.module[0].weight)
 
 
+def test_a_schedule_on_one_side_only_is_told(world, tmp_path, caplog):
+    def build(schedule) -> Engine:
+        model = nn.Linear(3, 3)
+        settings = weight_decay_groups(model, 0.0)
+        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
+        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
+
+    for tag, schedule in (("without", None), ("with", Scheduler)):
+        engine = build(schedule)
+        one_step(engine)
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+        build(schedule).load_checkpoint(str(tmp_path))
+    build(Scheduler).load_checkpoint(str(tmp_path), "without", load_lr_scheduler_states=False)
+    assert "schedule" not in caplog.text
+    build(Scheduler).load_checkpoint(str(tmp_path), "without")
+    build(None).load_checkpoint(str(tmp_path), "with")
+    assert caplog.messages == [
+        f"the learning-rate schedule starts anew: {tmp_path}/without was saved without one",
+        f"the learning-rate schedule is not continued, as this run has none: {tmp_path}/with was saved with one",
+    ]
+
+
 def load_once_case(directory: str) -> tuple[list[str], list[str]]:
     engine, asked, errors = make_engine(1), [], []
     check_size = CheckedFile.check_size
