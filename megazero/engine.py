@@ -631,6 +631,7 @@ class Engine:
         self._optimizer.finish()
         self._follow_requires_grad()  # so that parameters unfrozen since then get their moments back
         self._saver.wait()
+        was_torn = self._optimizer.is_torn
         path, client = loader.load(
             self._checkpointed,
             load_dir,
@@ -644,7 +645,7 @@ class Engine:
             prepare=prepare,
         )
         self.zero_grad()  # from before the load
-        self._optimizer.is_torn = False
+        self._optimizer.is_torn = was_torn and load_module_only  # then its moments are still those of the failure
         if not load_module_only:
             self.micro_steps, self._boundary = 0, None
             self.schedule.waiting.steps_done = self.global_steps

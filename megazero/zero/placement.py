@@ -113,7 +113,7 @@ class Placement:
         if plan is self._done or plan is None:
             return
         self._done = plan
-        self._optimizer.is_torn = True  # until its slices refer to O's new memory
+        was_torn, self._optimizer.is_torn = self._optimizer.is_torn, True  # until its slices refer to O's new memory
         torch.cuda.empty_cache()  # else what comes would cut up the blocks that activations come back for
         for is_coming in (False, True):  # states that leave make room for those that come
             home = None if is_coming else self._host
@@ -124,7 +124,7 @@ class Placement:
                 if bucket.weights.is_offloaded == is_coming and (bucket.unit in plan.shard_units) == is_coming:
                     bucket.weights.move(home)
         self._optimizer.refresh()
-        self._optimizer.is_torn = False
+        self._optimizer.is_torn = was_torn
 
     def close(self) -> None:
         """Drops Gemini, which refers to this object, so that the buckets are freed together with the engine."""
