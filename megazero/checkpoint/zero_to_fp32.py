@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.format import bytes_of
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.checkpoint.weight_files import shard_index, sharded
@@ -189,17 +188,14 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
 
 def _write_torch(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
     """torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".zero_to_fp32.") as file:
-        state, start = {}, 0
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".zero_to_fp32.") as folder:
+        file = Path(folder) / "tensors"
+        starts = write_tensors(file, tensors).offsets
+        mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
+        state = {}
         for name, stored in tensors.items():
-            value = stored.read()
-            if value.nbytes:
-                file.truncate(start + value.nbytes)
-                mapped = np.memmap(file.name, dtype=np.uint8, mode="r+", offset=start, shape=(value.nbytes,))
-                mapped[:] = bytes_of(value)
-                value = torch.from_numpy(mapped).view(value.dtype).view(value.shape)
-            state[name] = value
-            start += -(-value.nbytes // 64) * 64
+            values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
+            state[name] = values.view(stored.dtype).view(stored.shape)
         state.update({alias: state[name] for alias, name in aliases.items() if name in state})
         torch.save(state, path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -143,6 +144,23 @@ def test_a_conversion_replaces_an_earlier_one_of_another_number_of_files(saved, 
     assert {file.name for file in out.iterdir()} == names and len(names) > 2
     with pytest.raises(ValueError, match="is read before the pytorch_model.bin"):
         convert_zero_checkpoint_to_fp32_state_dict(folder, out)
+
+
+def constant(folder: Path, value: float, count: int) -> None:
+    """A checkpoint of `count` parameters, all of that value."""
+    values = {f"p{i}": {"master": torch.full((256,), value)} for i in range(count)}
+    make(folder, 1, 1, values, optimizer=None, aliases={})
+
+
+def test_a_bin_file_may_have_more_tensors_than_a_process_may_have_files(tmp_path):
+    constant(tmp_path / "saved", 1.0, 100)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limit[1]))
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "model.bin")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert len(torch.load(tmp_path / "model.bin", weights_only=True)) == 100
 
 
 def test_tensor_parallel_parts_are_merged_bit_for_bit(tmp_path):
