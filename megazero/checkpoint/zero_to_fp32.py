@@ -152,7 +152,7 @@ def _write_directory(
     max_bytes: int,
     safe_serialization: bool,
 ) -> None:
-    """Writes files of at most `max_bytes`, their index if they are several, and deletes what an earlier conversion has left."""
+    """Writes files of at most `max_bytes`, and their index if they are several, in place of those of an earlier conversion."""
     output.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     if not safe_serialization and any((output / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
@@ -160,22 +160,23 @@ def _write_directory(
             f"{output} has a model.safetensors already, which is read before the pytorch_model.bin that would be written beside "
             "it. Choose another directory, or --safe_serialization."
         )
-    files = sharded(stem, suffix, tensors, max_bytes)
-    for file, shard in files.items():
-        _write_file(output / file, shard, aliases)
-    index, kept = output / f"{stem}{suffix}.index.json", set(files)
-    if len(files) > 1:
-        content = shard_index(files)
-        if not safe_serialization:
-            file_of = content["weight_map"]
-            file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
-        _replace(index, lambda path: path.write_text(json.dumps(content, indent=2)))
-        kept.add(index.name)
-    # Of an earlier conversion, which whoever reads the directory would take for this one.
-    digits = "[0-9]" * 5
-    for older in (index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
-        if older.name not in kept:
+    files, index = sharded(stem, suffix, tensors, max_bytes), f"{stem}{suffix}.index.json"
+    with tempfile.TemporaryDirectory(dir=output, prefix=".zero_to_fp32.") as folder:
+        aside = Path(folder)
+        for file, shard in files.items():
+            _write_file(aside / file, shard, aliases)
+        if len(files) > 1:
+            content = shard_index(files)
+            if not safe_serialization:
+                file_of = content["weight_map"]
+                file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
+            _replace(aside / index, lambda path: path.write_text(json.dumps(content, indent=2)))
+        # The index leads to the rest: gone first and back last, it never leads to files of two conversions.
+        digits = "[0-9]" * 5
+        for older in (output / index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
             older.unlink(missing_ok=True)
+        for file in [*files, *([index] if len(files) > 1 else [])]:
+            os.replace(aside / file, output / file)
 
 
 def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megazero import mpu
+from megazero.checkpoint import zero_to_fp32
 from megazero.checkpoint.zero_to_fp32 import main
 from megazero.engine import Engine, weight_decay_groups
 from megazero.utils.zero_to_fp32 import (
@@ -150,6 +151,38 @@ def constant(folder: Path, value: float, count: int) -> None:
     """A checkpoint of `count` parameters, all of that value."""
     values = {f"p{i}": {"master": torch.full((256,), value)} for i in range(count)}
     make(folder, 1, 1, values, optimizer=None, aliases={})
+
+
+def dies_at_the_second(call):
+    calls = []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        call(*arguments)
+
+    return dying
+
+
+def test_a_conversion_that_dies_never_leaves_an_index_of_two_checkpoints(tmp_path, monkeypatch):
+    out, replace = tmp_path / "out", os.replace
+
+    def convert(value: float) -> None:
+        constant(tmp_path / str(value), value, 3)
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / str(value), out, "1KiB", safe_serialization=True)
+
+    convert(1.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(zero_to_fp32, "_write_file", dies_at_the_second(zero_to_fp32._write_file))
+        convert(2.0)
+    files = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert [load_file(out / file)[name][0].item() for name, file in files.items()] == [1.0] * 3
+    move = dies_at_the_second(replace)
+    monkeypatch.setattr(os, "replace", lambda old, new: (move if Path(new).parent == out else replace)(old, new))
+    with pytest.raises(KeyboardInterrupt):
+        convert(3.0)
+    assert [file.name for file in out.iterdir()] == ["model-00001-of-00003.safetensors"], "and no index"
 
 
 def test_a_bin_file_may_have_more_tensors_than_a_process_may_have_files(tmp_path):
