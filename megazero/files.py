@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+# What a file system says that has no locks; EINVAL is POSIX's word for it (fcntl).
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SAMPLE_BYTES = 1 << 16
 
 
@@ -106,7 +107,7 @@ def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
         logger.info("waiting for another process that holds %s", path)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         _warn_of_no_locks(path.parent)
 

@@ -22,7 +22,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import is_still, sync_folder, write_whole
+from megazero.files import NO_LOCKS, is_still, sync_folder, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,9 @@ class CheckpointFolder:
                     "Stop it, or give this job another --save."
                 ) from None
             except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    os.close(lock)
+                    raise OSError(error.errno, f"could not lock {self.path / '.lock'}: {error.strerror}") from error
                 logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
             return lock
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -131,6 +133,21 @@ def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path,
     monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
     with pytest.raises(folder.DirectoryInUseError, match="another job"):
         folder.CheckpointFolder(tmp_path).claim()
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSYS, False)])
+def test_a_lock_that_fails_is_an_error_unless_the_file_system_has_none(
+    tmp_path, monkeypatch, caplog, number, is_refused
+):
+    def fails(*_):
+        raise OSError(number, "it fails")
+
+    monkeypatch.setattr(folder.fcntl, "lockf", fails)
+    claimed = folder.CheckpointFolder(tmp_path)
+    with pytest.raises(OSError, match=r"could not lock .*\.lock: it fails") if is_refused else nullcontext():
+        claimed.claim()
+    assert ("no locks on this file system" in caplog.text) != is_refused
+    claimed.release()
 
 
 def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
