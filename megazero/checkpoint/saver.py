@@ -110,10 +110,13 @@ class Saver:
             self._folders.pop(next(iter(self._folders))).release()
         try:
             sign = self._on_first_rank(partial(_claim, folder))
-        except comm.OtherRankError as error:
-            raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
-        if (name := comm.all_gathered_objects(sign, self._line.group)[0]) is not None:
-            self._refuse_unshared(path, name)
+            if (name := comm.all_gathered_objects(sign, self._line.group)[0]) is not None:
+                self._refuse_unshared(path, name)
+        except BaseException as error:
+            folder.release()  # who tries again is checked again
+            if isinstance(error, comm.OtherRankError):
+                raise OSError(f"{path}: no checkpoint can be saved there: {error}") from error
+            raise
         return folder
 
     def _refuse_unshared(self, path: Path, sign: str) -> None:
