@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -169,7 +170,7 @@ class Saver:
         aside = folder.aside(tag)
         self._on_first_rank(lambda: folder.prepare(tag))
         try:
-            comm.together(lambda: _write_part(aside, snapshot), self._line.group)
+            comm.together(partial(_write_part, aside, snapshot), self._line.group)
             self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
         except BaseException:
             if torch.distributed.get_rank() == 0:
@@ -180,6 +181,8 @@ class Saver:
         try:
             write(snapshot)
         except BaseException as error:
+            del snapshot
+            _forget_frames(error)  # which refer to it, too
             kind = OSError if isinstance(error, (OSError, comm.OtherRankError)) else RuntimeError
             self._error = kind(f"the checkpoint {path} was not saved: {type(error).__name__}: {error}")
             self._error.__cause__ = error
@@ -209,6 +212,17 @@ def _claim(folder: CheckpointFolder) -> str | None:
     sign = f".{uuid.uuid4().hex}.partial"
     (folder.path / sign).touch()
     return sign
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Frees what the calls that an error has ended were working on, also those of the errors that led to it.
+
+    What a lambda refers to stays with its frame.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def _is_seen(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -9,13 +10,14 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from megazero import comm, mpu
-from megazero.checkpoint import saver, writer
+from megazero.checkpoint import saver, tensor_file, writer
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
 from tests.checkpoint.engines import make_engine, train, write_one
@@ -86,6 +88,30 @@ def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, m
     monkeypatch.undo()
     engine.save_checkpoint(str(tmp_path))
     assert latest_tag(tmp_path) == "global_step0"
+
+
+def test_failure_in_the_background_frees_the_copy_of_what_was_to_be_saved(world, tmp_path, monkeypatch):
+    engine, copies, staged = make_engine(1), [], writer.Snapshot.staged
+
+    def noted(snapshot):
+        copies.append(weakref.ref(copy := staged(snapshot)))
+        copies.extend(weakref.ref(value) for states in copy.pieces.values() for value in states.values())
+        return copy
+
+    def full_disk(file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer.Snapshot, "staged", noted)
+    monkeypatch.setattr(tensor_file.ChecksummedStream, "write", full_disk)
+    gc.disable()
+    try:
+        engine.save_checkpoint(str(tmp_path), in_background=True)
+        engine._saver._thread.join()
+        assert len(copies) > 2 and not any(copy() is not None for copy in copies)
+    finally:
+        gc.enable()
+    with pytest.raises(OSError, match="No space left"):
+        engine.wait_for_checkpoint()
 
 
 def test_what_one_rank_cannot_write_or_copy_raises_on_all(tmp_path):
