@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def as_foreign(reader: Reader) -> ForeignCheckpoint:
     found = {}
     for name, entry in reader.tensors.items():
         read = {state: lambda name=name, state=state: reader.read(name, state) for state in entry.states}
-        found[name] = ForeignTensor(entry.shape, entry.kind, read)
+        found[name] = ForeignTensor(entry.shape, entry.kind, read, entry.states.get("constant", torch.float32))
     optimizer = reader.index["optimizer"]
     return ForeignCheckpoint(
         found,
@@ -130,7 +131,8 @@ def foreign() -> ForeignCheckpoint:
     for name, states in tensors().items():
         kind = "trained" if "master" in states else "frozen" if name == "frozen" else "buffer"
         shape = tuple(next(iter(states.values())).shape)
-        found[name] = ForeignTensor(shape, kind, {state: value.clone for state, value in states.items()})
+        readers = {state: value.clone for state, value in states.items()}
+        found[name] = ForeignTensor(shape, kind, readers, next(iter(states.values())).dtype)
     return ForeignCheckpoint(
         found,
         aliases={"head": "words"},
@@ -169,6 +171,19 @@ def test_a_foreign_checkpoint_becomes_one_of_ours(tmp_path):
     assert client["history"] == [float("inf")] and client["rng"].equal(torch.arange(3, dtype=torch.uint8))
 
 
+def test_every_foreign_tensor_is_read_once(tmp_path):
+    checkpoint, reads = foreign(), Counter()
+
+    def counted(name: str, state: str, read):
+        return lambda: (reads.update([(name, state)]), read())[1]
+
+    for name, tensor in checkpoint.tensors.items():
+        states = {state: counted(name, state, read) for state, read in tensor.states.items()}
+        checkpoint.tensors[name] = replace(tensor, states=states)
+    write_foreign(checkpoint, tmp_path)
+    assert reads[("frozen", "constant")] == 1 and set(reads.values()) == {1}
+
+
 def test_a_foreign_checkpoint_of_weights_alone_has_no_optimizer(tmp_path):
     only = {
         name: ForeignTensor(tensor.shape, tensor.kind, {"master": tensor.states["master"]})
@@ -188,6 +203,10 @@ def test_a_foreign_checkpoint_of_weights_alone_has_no_optimizer(tmp_path):
             r"master of a has shape \[2\], announced as \[3\]",
         ),
         (ForeignTensor((3,), "trained", {"exp_avg": lambda: torch.zeros(3)}), "it has no weights"),
+        (
+            ForeignTensor((3,), "frozen", {"constant": lambda: torch.zeros(3).half()}),
+            "a is torch.float16, announced as",
+        ),
     ],
 )
 def test_a_foreign_checkpoint_that_is_wrong_leaves_nothing(tensor, message, tmp_path):

@@ -109,18 +109,21 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
 
 
 def _constant(value: Tensor, kind: str) -> ForeignTensor:
-    return ForeignTensor(tuple(value.shape), kind, {"constant": value.clone})
+    return ForeignTensor(tuple(value.shape), kind, {"constant": value.clone}, value.dtype)
 
 
 def _frozen_shares(models: Sequence[dict[str, Any]]) -> dict[str, ForeignTensor]:
     """The frozen parameters of a stage 3 checkpoint: the model file of each data-parallel rank has its share of them."""
-    shapes = models[0].get("frozen_param_shapes") or {}
+    shapes, first = models[0].get("frozen_param_shapes") or {}, models[0].get("frozen_param_fragments") or {}
 
     def read(name: str) -> Tensor:
         joined = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
         return joined[: math.prod(shapes[name])].view(tuple(shapes[name]))
 
-    return {n: ForeignTensor(tuple(shape), "frozen", {"constant": partial(read, n)}) for n, shape in shapes.items()}
+    return {
+        name: ForeignTensor(tuple(shape), "frozen", {"constant": partial(read, name)}, first[name].dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def _same_storage(module: dict[str, Tensor]) -> dict[str, str]:

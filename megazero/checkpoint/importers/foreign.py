@@ -29,12 +29,14 @@ class ForeignTensor:
         shape: full and unpadded.
         kind: "trained", "frozen" (a parameter without optimizer state) or "buffer".
         states: by name, a function that reads the full tensor of `shape` (CPU). A trained parameter has "master" (fp32) and may
-            have the optimizer's tensors ("exp_avg", "exp_avg_sq", fp32); others have "constant" alone, in their own dtype.
+            have the optimizer's tensors ("exp_avg", "exp_avg_sq", fp32); others have "constant" alone.
+        dtype: of "constant".
     """
 
     shape: tuple[int, ...]
     kind: str
     states: Mapping[str, Read]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass
@@ -71,7 +73,7 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
 
     Raises:
-        ValueError: `foreign` is inconsistent: a tensor is not of the shape that was announced, or has no values at all.
+        ValueError: `foreign` is inconsistent: a tensor is not as it was announced, or has no values at all.
         OSError: as `write_checkpoint`.
     """
     entries = {name: _entry(name, tensor) for name, tensor in foreign.tensors.items()}
@@ -82,6 +84,8 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
         if tuple(value.shape) != tuple(tensor.shape):
             found, announced = list(value.shape), list(tensor.shape)
             raise ValueError(f"{state} of {piece.name} has shape {found}, announced as {announced}.")
+        if state == CONSTANT and value.dtype != dtype:
+            raise ValueError(f"{piece.name} is {value.dtype}, announced as {dtype}.")
         return value.to(dtype).reshape(-1)[piece.start : piece.stop]
 
     client_state, client_tensors = encode(foreign.client_state)
@@ -106,7 +110,7 @@ def _entry(name: str, tensor: ForeignTensor) -> TensorEntry:
     if tensor.kind == "trained" and MASTER in tensor.states:
         states = dict.fromkeys(tensor.states, torch.float32)
     elif tensor.kind in ("frozen", "buffer") and tensor.states.keys() == {CONSTANT}:
-        states = {CONSTANT: tensor.states[CONSTANT]().dtype}
+        states = {CONSTANT: tensor.dtype}
     else:
         found = ", ".join(tensor.states) or "none"
         raise ValueError(f"{name} is {tensor.kind!r} with the states {found}: it has no weights.")

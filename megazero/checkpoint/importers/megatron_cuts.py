@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def merge_model_parallel(ranks: Sequence[dict[str, ForeignTensor]], version: flo
         stack = 3 if version < 1 and _STACKED.fullmatch(name) else 1
         cut = Partition(dim, stack, full_size=first.shape[dim] * len(ranks))
         states = {state: partial(_join, [t.states[state] for t in tensors], cut) for state in first.states}
-        merged[name] = ForeignTensor(cut.full_shape(first.shape), first.kind, states)
+        merged[name] = replace(first, shape=cut.full_shape(first.shape), states=states)
     return merged
 
 
