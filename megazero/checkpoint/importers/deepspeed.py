@@ -70,7 +70,7 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
         global_steps=int(model.get("global_steps") or 0),
         skipped_steps=int(model.get("skipped_steps") or 0),
         global_samples=int(model.get("global_samples") or 0),
-        optimizer_type=_optimizer_type(model.get("ds_config")),
+        optimizer_type=_optimizer_type(str(files.folder), model.get("ds_config"), first.optimizer),
         optimizer_counters=first.optimizer.counters,
         optimizer_groups=plain_data(first.optimizer.groups, "optimizer_groups"),
         lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
@@ -167,13 +167,33 @@ def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32, copy=True)
 
 
-def _optimizer_type(config: Any) -> str | None:
+def _optimizer_type(where: str, config: Any, saved: SavedOptimizer) -> str | None:
     """The class's name; DeepSpeed's "Adam" is AdamW unless adam_w_mode is off."""
     section = config.get("optimizer") if isinstance(config, dict) else None
     if not section or not section.get("type"):
-        return None
+        return None if saved.counters is None else _type_of_states(where, saved)
     is_coupled = not (section.get("params") or {}).get("adam_w_mode", True)
     return {"adam": "Adam" if is_coupled else "AdamW", "adamw": "AdamW"}.get(section["type"].lower(), section["type"])
+
+
+def _type_of_states(where: str, saved: SavedOptimizer) -> str | None:
+    """The class's name where the script made the optimizer itself: files have its states, not its class. None if not Adam's."""
+    keys = {key for states in saved.readers.values() for key in states} - {"master"}
+    if keys != {"exp_avg", "exp_avg_sq"}:
+        logger.warning(
+            "%s does not say which optimizer has the states %s, and so no run can load them: load what is imported with "
+            "--no-load-optim (load_optimizer_states=False)",
+            *(where, ", ".join(sorted(keys)) or "none"),
+        )
+        return None
+    # torch's groups say how weights decay, since 2.8; fused Adams, whose groups do not, decouple it by default.
+    kind = "AdamW" if (saved.groups or [{}])[0].get("decoupled_weight_decay", True) else "Adam"
+    logger.warning(
+        "%s does not say which optimizer has the states exp_avg and exp_avg_sq: they are imported as %s's. If they were "
+        "another's, load what is imported with --no-load-optim (load_optimizer_states=False)",
+        *(where, kind),
+    )
+    return kind
 
 
 def _loss_scaler(state: dict[str, Any]) -> dict[str, Any] | None:

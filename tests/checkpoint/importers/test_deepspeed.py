@@ -15,6 +15,7 @@ from megazero.checkpoint.importers.deepspeed import read_deepspeed
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint
 from megazero.checkpoint.importers.torch_files import Record, load_torch_file
 from megazero.optim.loss_scaler import LossScaler
+from tests.checkpoint.importers import deepspeed_checkpoints
 from tests.checkpoint.importers.deepspeed_checkpoints import Saved, small_model, states_of, values, write_checkpoint
 
 CUTS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3, 4)]
@@ -215,6 +216,31 @@ def test_megatron_names_are_joined_over_model_parallel_ranks(tmp_path, stage, ve
         write_checkpoint(tmp_path, small_model(), stage, 2, mp_rank=rank, mp_world=2)
     with pytest.raises(ValueError, match=r"2 model-parallel ranks.*'embed\.weight' was cut"):
         read_deepspeed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changed", "kind"),
+    [(2, {}, "AdamW"), (3, {}, "AdamW"), (2, {"decoupled_weight_decay": False}, "Adam"), (3, {"other": True}, None)],
+)
+def test_an_optimizer_of_the_scripts_own_is_known_by_its_states(tmp_path, caplog, monkeypatch, stage, changed, kind):
+    adam, config = deepspeed_checkpoints._adam, deepspeed_checkpoints._config
+
+    def optimizer(states, steps):
+        saved = adam(states, steps)
+        for group in saved["param_groups"]:
+            group |= changed
+        if kind is None:
+            saved["state"] = {
+                number: {"step": s["step"], "momentum": s["exp_avg"]} for number, s in saved["state"].items()
+            }
+        return saved
+
+    monkeypatch.setattr(deepspeed_checkpoints, "_adam", optimizer)
+    monkeypatch.setattr(deepspeed_checkpoints, "_config", lambda stage: config(stage) | {"optimizer": None})
+    write_checkpoint(tmp_path, small_model(), stage, 2)
+    assert read_deepspeed(tmp_path).optimizer_type == kind
+    message = f"they are imported as {kind}'s" if kind else "has the states momentum, and so no run can load them"
+    assert message in caplog.text and "--no-load-optim" in caplog.text
 
 
 def test_stage_0_is_a_plain_optimizer(tmp_path, caplog):
