@@ -143,8 +143,16 @@ def _plain_optimizer(where: str, state: dict[str, Any], trained: dict[str, Tenso
     order = [number for group in groups for number in group["params"]]
     states = [state["state"].get(number, {}) for number in order]
     readers: dict[str, dict[str, Read]] = {n: {"master": partial(_to_fp32, value)} for n, value in trained.items()}
-    # The file has no names: they are certain where one group lists every parameter, in the model's order.
-    if len(groups) == 1 and [_shape_of(found) for found in states] == [value.shape for value in trained.values()]:
+    # The file has no names: one group lists every parameter, in the model's order as far as shapes tell.
+    shapes = [value.shape for value in trained.values()]
+    if len(groups) == 1 and [_shape_of(found) for found in states] == shapes:
+        if len(set(shapes)) < len(shapes):
+            logger.warning(
+                "%s: the optimizer's states are given to the parameters in the model's order, that of model.parameters(). A "
+                "checkpoint without ZeRO has no names for them, and shapes do not tell parameters of one shape apart. If the "
+                "optimizer was made with another order, load and save the checkpoint with stage 1 first.",
+                where,
+            )
         for own, found in zip(readers.values(), states, strict=True):
             own |= {key: partial(_to_fp32, value) for key, value in found.items() if is_vector(value)}
         counters = {key: float(value) for key, value in states[0].items() if not is_vector(value)}

@@ -273,3 +273,16 @@ def test_stage_0_is_a_plain_optimizer(tmp_path, caplog):
     write(torch.optim.AdamW(groups))
     assert read_deepspeed(tmp_path, "t").optimizer_counters is None
     assert "state is left out" in caplog.text
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_stage_0_says_that_it_takes_the_models_order_where_shapes_do_not_tell(tmp_path, caplog, alike):
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3 if alike else 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
+    (tmp_path / "t").mkdir()
+    torch.save(content, tmp_path / "t" / "mp_rank_00_model_states.pt")
+    assert read_deepspeed(tmp_path, "t").optimizer_counters == {"step": 1}
+    assert ("given to the parameters in the model's order" in caplog.text) == alike
