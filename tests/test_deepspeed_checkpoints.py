@@ -15,6 +15,7 @@ from torch import nn
 
 import megazero as deepspeed
 from megazero import mpu
+from megazero.zero import access
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
 
@@ -209,7 +210,12 @@ def half_case(folder: str, size: int, stage: int) -> dict[str, list]:
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
     }
     engine = deepspeed.initialize(model=Net(), config=config, mpu=mpu)[0]
+    kept, state_dict = [], access.state_dict
+    access.state_dict = lambda *arguments: kept.append(state_dict(*arguments)) or kept[0]
     assert engine.save_16bit_model(folder, "model.bin") is True
+    is_first = torch.distributed.get_rank() == 0
+    assert [value is not None for value in kept[0].values()] == [is_first] * len(kept[0]), "no other rank has the room"
+    access.state_dict = state_dict
     assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
     assert groups.model_parallel_size == size
     return [name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad]

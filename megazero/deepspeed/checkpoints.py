@@ -136,7 +136,8 @@ class CheckpointingEngine(Engine):
 
         Tiled layers are saved whole, as in a checkpoint.
 
-        At stage 3 this needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes through host memory.
+        At stage 3 this needs `stage3_gather_16bit_weights_on_model_save`, because the whole model goes into the first rank's host
+        memory.
 
         Raises:
             OSError: the file could not be written; the other ranks raise OtherRankError.
@@ -147,31 +148,33 @@ class CheckpointingEngine(Engine):
                 extra=ALIKE,
             )
             return False
+        self._refuse_changed_model("save_16bit_model()")
         self.channel.meet("save_16bit_model")
-        state = self._merged(self.module_state_dict())
-        if exclude_frozen_parameters:
-            named = self.module.named_parameters(remove_duplicate=False)
-            frozen = {name for name, p in named if not p.requires_grad}
-            state = {name: value for name, value in state.items() if name not in frozen}
-        state = join_tiles(state, self._checkpointed.tiles)
+        self._optimizer.finish()
+        named, cuts = dict(self.module.named_parameters(remove_duplicate=False)), partitions(self.module)
+        cut_of = {id(named[name]): cut for name, cut in cuts.items()} if self.groups.model_parallel_size > 1 else {}
+        is_first = torch.distributed.get_rank() == 0
+
+        def kept(value: Any) -> Any:
+            """What is written, on the first rank alone: parameters are merged over the tensor-parallel ranks."""
+            if id(value) not in cut_of:
+                return access.copied(value) if is_first else None
+            shards = comm.all_gathered(value.detach(), self.groups.model)
+            return cut_of[id(value)].merge([shard.cpu() for shard in shards]) if is_first else None
+
+        state = access.state_dict(self.module, self.buckets, kept)
 
         def write() -> None:
+            frozen = {name for name, p in named.items() if exclude_frozen_parameters and not p.requires_grad}
+            written = {name: value for name, value in state.items() if name not in frozen}
             os.makedirs(save_dir, exist_ok=True)
             with written_aside(Path(save_dir) / save_filename) as file:
-                torch.save(state, file)
+                torch.save(join_tiles(written, self._checkpointed.tiles), file)
 
-        comm.together(write if torch.distributed.get_rank() == 0 else None)
+        comm.together(write if is_first else None)
         return True
 
     save_fp16_model = save_16bit_model
-
-    def _merged(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state dictionary with its parameters merged over the tensor-parallel ranks. Tied ones stay one tensor."""
-        cuts, whole = partitions(self.module), {}
-        for name, value in state.items():
-            if name in cuts and self.groups.model_parallel_size > 1 and id(value) not in whole:
-                whole[id(value)] = cuts[name].merge(comm.all_gathered(value, self.groups.model))
-        return {name: whole.get(id(value), value) for name, value in state.items()}
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Loads full values, the same on every rank, into the module, however it is sharded. Collective.

@@ -7,7 +7,7 @@ Getters are collective over the data-parallel group: every rank calls them, for 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -245,29 +245,33 @@ def _to_set(
     return bucket, segment, optimizer
 
 
-def state_dict(module: nn.Module, buckets: list[Bucket]) -> dict[str, Any]:
+def copied(value: Any) -> Any:
+    """A copy, of a tensor on the CPU."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], Any] = copied) -> dict[str, Any]:
     """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective.
 
     What modules' `get_extra_state` returns is in it, as in torch. Parameters are gathered one bucket at a time.
+
+    Args:
+        kept: takes each full value once, in the same order on every rank, and returns what goes into the dictionary for it.
     """
     known = module.state_dict(keep_vars=True)
     copies: dict[int, Any] = {}  # by id, so that a tied parameter stays one tensor
     for value in known.values():
         if not isinstance(value, nn.Parameter):
-            copies[id(value)] = _copied(value)
+            copies[id(value)] = kept(value)
     for bucket in buckets:
         was_gathered = bucket.weights.is_gathered
         bucket.weights.gather()
         bucket.weights.wait_gathered()
         for parameter in bucket.parameters.values():
-            copies[id(parameter)] = _copied(parameter)
+            copies[id(parameter)] = kept(parameter)
         if not was_gathered:
             bucket.weights.release()
     return {name: copies[id(value)] for name, value in known.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Any], strict: bool = True) -> None:
