@@ -77,7 +77,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     config.check_world(world_size)
     if not config.data.train_data and not config.checkpoint.load:
         raise ValueError("--train-data is missing: name the data to train on, as --help says.")
-    refuse_to_replace(config.checkpoint)
+    refuse_to_replace(config.checkpoint)  # as `pretrain` does, but before the ranks start
     for folder in config.swap_folders:
         check_folder(folder)
     tokenizer = build_tokenizer_from(config.data)

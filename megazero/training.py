@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megazero.config import Config
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets, take_counted, token_weights
-from megazero.job_checkpoints import has_something_to_load, load, save, warn_of_other_corpora
+from megazero.job_checkpoints import has_something_to_load, load, refuse_to_replace, save, warn_of_other_corpora
 from megazero.logging import told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.out_of_memory import tells_out_of_memory
@@ -60,7 +61,8 @@ def pretrain(
             counts, and the mean is 0. Called only with --calculate-per-token-loss, on first tensor-parallel ranks.
 
     Raises:
-        ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit.
+        ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit; or --save
+            holds the checkpoints of another run.
     """
     started = time.monotonic()
     set_up_backends(config)
@@ -82,7 +84,7 @@ def pretrain(
         minutes = flags.exit_duration_in_mins
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
-        _claim(job, config.checkpoint.save)
+        _claim(job)
     with tells_out_of_memory(config, job), told_if_slow(logger, "loading the checkpoint takes a while"):
         load(job, is_expected=loads)
     train, valid, test = datasets(job)
@@ -295,10 +297,15 @@ def _finish(job: Job, metrics: MetricsWriter) -> None:
     metrics.close()
 
 
-def _claim(job: Job, save: str) -> None:
+def _claim(job: Job) -> None:
+    """Makes --save this job's, unless it holds what this job would replace."""
+    flags = job.config.checkpoint
+    assert flags.save is not None
     try:
-        job.engine.claim_checkpoints(save)
+        job.engine.claim_checkpoints(flags.save)
     except DirectoryInUseError:
         raise
     except OSError as error:
-        raise OSError(f"--save {save} cannot be written: {error}") from error
+        raise OSError(f"--save {flags.save} cannot be written: {error}") from error
+    # Nobody else can save there any more, and a script's own checks need not have asked.
+    comm.together(partial(refuse_to_replace, flags) if torch.distributed.get_rank() == 0 else None)

@@ -96,6 +96,24 @@ def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_no
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
+UNCHECKED = """
+import pretrain_gpt2
+from megazero.entry import run_script
+
+pretrain_gpt2.refuse_to_replace = lambda flags: None  # a script of the user's own may not ask
+run_script(pretrain_gpt2.check, pretrain_gpt2.main)
+"""
+
+
+def test_a_script_without_checks_of_its_own_does_not_replace_another_runs_checkpoints(corpus, whole, tmp_path):
+    (tmp_path / "job.py").write_text(UNCHECKED)
+    before = {tag: files(whole, tag) for tag in ("global_step4", "global_step12")}
+    done = run_script(2, str(tmp_path / "job.py"), [*FLAGS, *corpus, "--save", str(whole), "--seed", "5"])
+    assert done.returncode == 1 and "(the newest is global_step12)" in done.stdout, done.stdout
+    assert "error: --save" in done.stdout and "Traceback" not in done.stdout, done.stdout
+    assert {tag: files(whole, tag) for tag in before} == before
+
+
 def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_one_before(corpus, whole, tmp_path):
     subprocess.run(["cp", "-r", f"{whole}/.", str(tmp_path)], check=True)
     os.utime(tmp_path / "global_step4" / "index.json")  # of a copy, whose last file is that of any checkpoint
