@@ -71,18 +71,17 @@ class Snapshot:
         Raises:
             MemoryError: there is no room for it.
         """
-        starts, ends = {}, {True: 0, False: 0}  # by whether it lies on the device: what does is copied to pinned pages
-        for key, tensor in self.tensors().items():
-            if isinstance(tensor, Tensor):
-                pins = comm.has_streams(tensor.device)
-                starts[key] = ends[pins]
-                ends[pins] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        pages = {pins: aligned_empty(end, pin=pins) for pins, end in ends.items()}
+        held = {key: tensor for key, tensor in self.tensors().items() if isinstance(tensor, Tensor)}
+        places: dict[str, Tensor] = {}
+        for pins in (True, False):  # what lies on a device is copied to pinned pages
+            mine = {key: tensor for key, tensor in held.items() if comm.has_streams(tensor.device) == pins}
+            sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in mine.values()]
+            places |= zip(mine, aligned_empty(sum(sizes), pin=pins).split(sizes), strict=True)
 
         def copy(key: str, tensor: Tensor | LazyTensor) -> Tensor:
             if isinstance(tensor, LazyTensor):
                 return tensor.read()
-            place = pages[comm.has_streams(tensor.device)][starts[key] : starts[key] + tensor.nbytes]
+            place = places[key][: tensor.nbytes]
             return place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
 
         try:
