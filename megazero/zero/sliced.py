@@ -316,9 +316,11 @@ class SlicedOptimizer:
             for key in [key for key in bucket.states if key != MASTER]:
                 bucket.states.pop(key).free()
         self._recut(keys, counters)
-        if self._counts_in_group and counters:
+        if self._counts_in_group:
+            saved = next(iter(counters.values()), {})
             for group in self.param_groups:
-                group.update({key: int(value) for key, value in next(iter(counters.values())).items()})
+                group.pop("step", None)
+                group.update({key: int(value) for key, value in saved.items()})
 
 
 def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
