@@ -488,6 +488,11 @@ def test_parameters_that_no_stage_shards_stay_and_the_file_is_told_so(stage, cap
     assert zero(stage=3, offload_param=param).zero.offload_param == "nvme" and not caplog.records
 
 
+def test_requests_of_no_whole_pages_are_refused_by_their_own_section():
+    with pytest.raises(DeepSpeedConfigError, match="^aio.block_size=1000 must be a multiple of 4096"):
+        _ = load(aio={"block_size": 1000}).zero
+
+
 def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):
     load(zero_optimization={"stage": 2, "contiguous_gradients": True, "reduce_scatter": True})
     assert not caplog.records

@@ -21,7 +21,6 @@ from megazero.json_config.sections import (
 )
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from megazero.json_source import DeepSpeedConfigError
-from megazero.nvme import AioConfig
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits
@@ -189,7 +188,7 @@ class JsonConfig:
             raise DeepSpeedConfigError(f"zero_optimization: {error}") from error
 
     def _zero(self) -> ZeroConfig:
-        section, aio = self.zero_optimization, self.aio
+        section = self.zero_optimization
         optimizer = section.offload_optimizer or OffloadOptimizerSection()
         param = (None if section.has_idle_offload_param else section.offload_param) or OffloadParamSection()
         if "none" not in (optimizer.device, param.device) and optimizer.pin_memory != param.pin_memory:
@@ -211,7 +210,7 @@ class JsonConfig:
             "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
             "nvme_path": next(iter(paths), None),
             "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
-            "aio": AioConfig(aio.block_size, aio.queue_depth, aio.overlap_events, aio.intra_op_parallelism),
+            "aio": self.aio.settings,
             "gather_limits": GatherLimits(**self._given(_LIMITS)),
         }
         return ZeroConfig(**{**self._given(ZERO_FIELDS), **as_zero_has_it})

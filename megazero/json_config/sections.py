@@ -7,6 +7,7 @@ from typing import Any
 
 from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
+from megazero.nvme import AioConfig
 from megazero.optim.optimizers import optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 
@@ -125,6 +126,18 @@ class AioSection:
     single_submit: bool = key(False, NO_EFFECT, _NVME + ": every request is a call of its own")
     overlap_events: bool = key(True, OBEYED, _NVME + ": false makes one transfer at a time")
     use_gds: bool = key(False, REFUSED, "GPUDirect storage is not built")
+
+    @property
+    def settings(self) -> AioConfig:
+        """The same for a swap file.
+
+        Raises:
+            DeepSpeedConfigError: `block_size` is not a number of whole pages.
+        """
+        try:
+            return AioConfig(self.block_size, self.queue_depth, self.overlap_events, self.intra_op_parallelism)
+        except ValueError as error:
+            raise DeepSpeedConfigError(str(error)) from error
 
 
 @dataclass(frozen=True)
