@@ -46,6 +46,7 @@ ZERO_FIELDS = {
     f"{ZERO}.overlap_param_gather": "overlap_param_gather",
     f"{ZERO}.placement": "placement",
     f"{ZERO}.gpu_margin_mem_ratio": "gpu_margin_mem_ratio",
+    f"{ZERO}.delayed_param_update": "delayed_param_update",
     f"{ZERO}.sub_group_size": "sub_group_size",
     **dict.fromkeys(_LIMITS, "gather_limits"),
     f"{ZERO}.stage3_param_persistence_threshold": "param_persistence_threshold",

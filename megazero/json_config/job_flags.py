@@ -161,6 +161,6 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
         zero[name] = dict(section or {})
         for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
-    for name in ("stage", "placement", "overlap_param_gather"):
+    for name in ("stage", "placement", "overlap_param_gather", "delayed_param_update"):
         flags.put(zero, name, name, ZERO)
     flags.put(zero, "mics_shard_size", "shard_size", ZERO)

@@ -80,6 +80,14 @@ class ZeroSection:
         at_least=0,
     )
 
+    delayed_param_update: int = key(
+        0,
+        OBEYED,
+        "not DeepSpeed's: from this step on, an offloaded update runs while the next step computes with weights one step older; "
+        "0: never",
+        at_least=0,
+    )
+
     contiguous_gradients: bool = key(True, ALWAYS, "the gradients of a unit always lie in one buffer")
     reduce_scatter: bool = key(True, ALWAYS, "a rank gets the gradients that it needs and no others")
     allgather_partitions: bool = key(True, ALWAYS, "updated weights travel in one all-gather per bucket")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
+import megazero
 from megazero import mpu, zero
 from megazero.engine import Engine, weight_decay_groups
 from megazero.utils import safe_get_full_fp32_param
@@ -16,15 +19,19 @@ from tests.zero.test_offload import Wide
 STEPS, WARMUP = 6, 2
 
 
+def decay_groups(parameters: Iterable[torch.Tensor]) -> list[dict]:
+    parameters = list(parameters)
+    decay = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
+    return [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
+
+
 def by_hand(batches: torch.Tensor, dtype: torch.dtype) -> tuple[list[float], dict]:
     """Losses and master weights on one process: gradients of the whole batch; from WARMUP on an update is one step late."""
     torch.manual_seed(0)
     model = Wide()
     masters = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     model.to(dtype)
-    decay = [p for p in masters.values() if p.ndim > 1], [p for p in masters.values() if p.ndim < 2]
-    groups = [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True)
+    adam = torch.optim.AdamW(decay_groups(masters.values()), lr=1e-2, eps=1e-3, fused=True)
     losses, pending = [], None
 
     def apply(gradients: dict[str, torch.Tensor]) -> None:
@@ -86,6 +93,30 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype) -> None:
     engine.destroy()
 
 
+def initialize_case() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu"},
+            "delayed_param_update": WARMUP,
+            "sub_group_size": 4096,
+        },
+    }
+    engine = megazero.initialize(model=model, model_parameters=decay_groups(model.parameters()), config=config)[0]
+    batches = token_batches(STEPS, 1, 2)
+    for batch in batches:
+        engine.backward(engine(batch[0][torch.distributed.get_rank()]))
+        engine.step()
+    assert engine.buckets[0].is_delayed
+    want = {name: master.detach() for name, master in by_hand(batches, torch.float32)[1].items()}
+    torch.testing.assert_close(dict(engine.state_dict()), want, rtol=1e-5, atol=1e-6)
+
+
 def mpu_mean(loss: torch.Tensor) -> float:
     total = loss.detach().double()
     torch.distributed.all_reduce(total)
@@ -95,6 +126,10 @@ def mpu_mean(loss: torch.Tensor) -> float:
 @pytest.mark.parametrize(("stage", "home"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), (3, "nvme")])
 def test_a_delayed_update_equals_a_loop_that_applies_each_gradient_one_step_late(stage, home, tmp_path):
     run_ranks(2, delayed_case, str(tmp_path), stage, home, torch.float32)
+
+
+def test_the_key_of_the_json_delays_the_update_too():
+    run_ranks(2, initialize_case)
 
 
 def test_a_delayed_update_in_16_bits(tmp_path):
