@@ -200,7 +200,7 @@ def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Confi
     """
     given = parse(make_parser(COMPONENTS, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
     config = config_of(given, world_size)
-    config.warn_of_idle()
+    config.warn_of_idle(given)
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 
 from megazero.activation_checkpointing.options import CheckpointSettings
@@ -15,7 +16,7 @@ from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.option import check_options, option
+from megazero.option import as_given, check_options, option
 from megazero.zero.config import ZeroConfig
 
 logger = get_logger(__name__)
@@ -198,8 +199,8 @@ class Config:
             if is_asked_for:
                 raise ValueError(f"--optimizer muon does not go with {reason}. Drop one of them.")
 
-    def warn_of_idle(self) -> None:
-        """Warns of settings that were given but have no effect."""
+    def warn_of_idle(self, given: Collection[str]) -> None:
+        """Warns of settings that have no effect: of how activation checkpoints are kept, and of ZeRO's fields in `given`."""
         idle = [name for name, value in vars(self.checkpoint_settings()).items() if value]
         if self.model.recompute_mode == "none" and idle:
             logger.warning(
@@ -208,13 +209,10 @@ class Config:
                 ", ".join(idle),
                 extra=ALIKE,
             )
-        if self.zero.nvme_path and "nvme" not in (self.zero.offload_optimizer, self.zero.offload_param):
-            logger.warning(
-                "--nvme-path %s has no effect: states rest there by --offload-optimizer nvme and --offload-param nvme, and "
-                "activation checkpoints by --checkpoint-nvme-path",
-                self.zero.nvme_path,
-                extra=ALIKE,
-            )
+        for field in fields(self.zero):
+            if field.name in given and field.name in self.zero.idle:
+                flag = as_given(field, getattr(self.zero, field.name))
+                logger.warning("%s has no effect: %s", flag, self.zero.idle[field.name], extra=ALIKE)
 
     def checkpoint_settings(self) -> CheckpointSettings:
         """How activation checkpoints are kept; by default, contiguous storage has room for one micro-batch.

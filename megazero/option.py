@@ -46,6 +46,14 @@ def own_flag(described: Field) -> str:
     return described.metadata["flag"] or flag_of(described.name)
 
 
+def as_given(described: Field, value: Any) -> str:
+    """The flag of a field with its value, as on a command line."""
+    name = own_flag(described)
+    if isinstance(value, bool):
+        return name if value else f"--no-{name[2:]}"
+    return f"{name} {value}"
+
+
 def check_options(config: Any) -> None:
     """Raises a ValueError if a field of a configuration dataclass has a value that its option does not accept."""
     for each in (each for each in fields(config) if "help" in each.metadata):

@@ -532,10 +532,27 @@ ZERO_FLAGS = [
         ("--checkpoint-in-cpu --checkpoint-activations", ""),
         (
             "--zero-stage 3 --nvme-path /drive --offload-optimizer cpu",
-            "--nvme-path /drive has no effect: states rest",
+            "--nvme-path /drive has no effect: it is for --offload-optimizer nvme and --offload-param nvme; activation",
         ),
         ("--zero-stage 3 --nvme-path /drive --offload-optimizer cpu --offload-param nvme", ""),
         ("--zero-stage 3 --nvme-path /drive --offload-optimizer nvme", ""),
+        ("--zero-stage 2 --sub-group-size 4096", "--sub-group-size 4096 has no effect: it is for --offload-optimizer"),
+        ("--zero-stage 2 --sub-group-size 4096 --offload-optimizer cpu", ""),
+        ("--zero-stage 3 --sub-group-size 4096 --no-use-pin-memory --placement auto", ""),
+        (
+            "--zero-stage 2 --no-use-pin-memory",
+            "--no-use-pin-memory has no effect: it is for --offload-optimizer and --offload-param",
+        ),
+        ("--zero-stage 3 --no-use-pin-memory --offload-param cpu", ""),
+        (
+            "--zero-stage 3 --gpu-margin-mem-ratio 0.5",
+            "--gpu-margin-mem-ratio 0.5 has no effect: it is for --placement",
+        ),
+        ("--zero-stage 3 --gpu-margin-mem-ratio 0.5 --placement auto", ""),
+        (
+            "--zero-stage 3 --zero-reduce-bucket-size 9",
+            "--zero-reduce-bucket-size 9 has no effect: it is for --zero-st",
+        ),
     ],
 )
 def test_a_flag_without_effect_is_said(caplog, flags, said):
@@ -581,6 +598,20 @@ def test_the_file_is_checked_as_it_will_be_run_and_errors_name_the_flags_in_it(w
         with_file(document, "--zero-stage 0")
     with pytest.raises(ValueError, match="--cpu-optimizer and --offload-optimizer none exclude each other"):
         load_config("--cpu-optimizer --offload-optimizer none --zero-stage 1".split())
+
+
+def test_keys_without_effect_are_told_by_one_line_about_the_file_and_flags_apart(with_file):
+    section = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "reduce_bucket_size": 1e7}
+    _, log = with_file({"zero_optimization": section, "aio": {"queue_depth": 32}})
+    idle = "aio.queue_depth, zero_optimization.stage3_max_live_parameters, zero_optimization.sub_group_size"
+    assert f"change nothing here: {idle}\n" in log and len(log.splitlines()) == 1
+    section = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "x"},
+        "offload_optimizer": {"device": "cpu"},
+    }
+    _, log = with_file({"zero_optimization": section}, "--nvme-path y")
+    assert "--nvme-path y wins over" in log and len(log.splitlines()) == 1
 
 
 def test_a_home_of_parameters_passes_below_stage_3_in_the_file_and_not_as_a_flag(with_file):

@@ -493,6 +493,35 @@ def test_requests_of_no_whole_pages_are_refused_by_their_own_section():
         _ = load(aio={"block_size": 1000}).zero
 
 
+@pytest.mark.parametrize(
+    "section, idle",
+    [
+        ({"stage": 2, "stage3_max_live_parameters": 1e9, "stage3_param_persistence_threshold": 1e5}, 2),
+        ({"stage": 2, "stage3_prefetch_bucket_size": 0, "stage3_gather_16bit_weights_on_model_save": True}, 2),
+        ({"stage": 3, "stage3_max_live_parameters": 1e9, "stage3_gather_16bit_weights_on_model_save": True}, 0),
+        ({"stage": 3, "reduce_bucket_size": 5e8, "gpu_margin_mem_ratio": 0.5, "sub_group_size": 1e9}, 3),
+        ({"stage": 3, "gpu_margin_mem_ratio": 0.5, "sub_group_size": 1e9, "placement": "auto"}, 0),
+        ({"stage": 2, "reduce_bucket_size": 5e8, "sub_group_size": 1e9, "offload_optimizer": {"device": "cpu"}}, 0),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_count": 7, "pipeline_read": False}}, 2),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": "x", "pin_memory": True, "ratio": 1.0}}, 1),
+        ({"stage": 2, "offload_optimizer": {"pipeline_write": True, "pin_memory": True, "ratio": 1.0}}, 3),
+        ({"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 7, "nvme_path": "x", "pin_memory": True}}, 2),
+    ],
+    ids=str,
+)
+def test_keys_that_have_no_effect_beside_the_others_are_listed(section, idle):
+    assert len(zero(**section).idle) == idle and (" without effect: " in zero(**section).describe()) == (idle > 0)
+
+
+def test_nothing_of_nvme_has_an_effect_without_it_and_all_has_with_it(tmp_path):
+    home = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "pin_memory": True}
+    document = {"aio": {"queue_depth": 32, "block_size": 4096, "intra_op_parallelism": 2, "overlap_events": True}}
+    assert len(load(**document).idle) == 4
+    for name, more in ("offload_param", {}), ("offload_optimizer", {"pipeline_read": False, "pipeline_write": False}):
+        config = load(**document, zero_optimization={"stage": 3, name: {**home, **more}})
+        assert config.idle == set() and "without effect" not in config.describe()
+
+
 def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):
     load(zero_optimization={"stage": 2, "contiguous_gradients": True, "reduce_scatter": True})
     assert not caplog.records

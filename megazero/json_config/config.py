@@ -159,9 +159,17 @@ class JsonConfig:
 
     @property
     def idle(self) -> set[str]:
-        """The paths of the given keys that have no effect."""
+        """The paths of the given keys that have no effect, by themselves or beside the others."""
+        zero, section = self.zero, self.zero_optimization
         idle = {path for path, f in every_key(type(self)) if f.metadata["effect"] == NO_EFFECT}
-        if self.zero_optimization.has_idle_offload_param:
+        idle |= {path for path, field in ZERO_FIELDS.items() if field in zero.idle}
+        if not zero.sharding.parameters:
+            idle.add(f"{ZERO}.stage3_gather_16bit_weights_on_model_save")
+        for name in ("offload_optimizer", "offload_param"):  # one field of ZeroConfig stands for these keys of both
+            home = getattr(zero, name)
+            idle |= {f"{ZERO}.{name}.nvme_path"} if home != "nvme" else set()
+            idle |= {f"{ZERO}.{name}.pin_memory"} if home == "none" and zero.placement == "static" else set()
+        if section.has_idle_offload_param:
             idle |= {path for path in self.given if path.startswith(f"{ZERO}.offload_param.")}
         return idle & self.given
 

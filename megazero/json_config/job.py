@@ -49,7 +49,7 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
         raise DeepSpeedConfigError(f"{flags.source}: {error}") from error
     for key, field, value in said:
         flags.note(field, key, value, config.at(key))
-    _log_idle(config, {key for key, _, _ in said}, path)
+    _log_idle(config, {key for key, _, _ in said}, flags)
     return {
         **{field: value for _, field, value in said},
         "batch_size": config.train_micro_batch_size_per_gpu,
@@ -120,16 +120,16 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
     return said + [(f"{where}.betas", field, float(value)) for field, value in betas]
 
 
-def _log_idle(config: JsonConfig, used: set[str], path: str) -> None:
+def _log_idle(config: JsonConfig, used: set[str], flags: Flags) -> None:
     """Logs the file's keys that have no effect in this job."""
     used = used | {*BATCH_KEYS.values(), STEPS_KEY}
     elsewhere = ("fp16.", "optimizer.", "scheduler.")  # obeyed or refused as a whole
     idle = [
         key
         for key, field in every_key(JsonConfig)
-        if key in (config.given - used) | config.idle
+        if key in ((config.given - used) | config.idle) - flags.keys
         and field.metadata["effect"] != ALWAYS
         and not key.startswith(elsewhere)
     ]
     if idle:
-        logger.info("of %s these change nothing here: %s", path, ", ".join(sorted(idle)))
+        logger.info("of %s these change nothing here: %s", flags.path, ", ".join(sorted(idle)))

@@ -12,7 +12,7 @@ from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.schedules import SCHEDULES
-from megazero.option import own_flag
+from megazero.option import as_given
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ class Flags:
 
     Args:
         given: the flags that were given, by field name of `components`.
+
+    Attributes:
+        keys: the paths of the document's keys that flags have been put into.
     """
 
     def __init__(self, path: str, given: Mapping[str, Any], components: Sequence[type], world_size: int) -> None:
@@ -39,6 +42,7 @@ class Flags:
         self.world_size = world_size
         self._fields: dict[str, Field] = {f.name: f for component in components for f in fields(component)}
         self._put: list[str] = []  # the flags put into the document so far
+        self.keys: set[str] = set()
         self.describe_schedule = False  # if so, the file's is checked but not used
 
     @property
@@ -53,12 +57,10 @@ class Flags:
 
     def text(self, field: str) -> str:
         """The flag as it was given."""
-        value, name = self.given[field], own_flag(self._fields[field])
+        value = self.given[field]
         if (field, value) == ("offload_optimizer", "cpu") and "cpu_optimizer" in self.given:
             return self.given["cpu_optimizer"]
-        if isinstance(value, bool):
-            return name if value else f"--no-{name[2:]}"
-        return f"{name} {value}"
+        return as_given(self._fields[field], value)
 
     def note(self, field: str, key: str, value: Any, written: Any) -> None:
         """Logs that a given flag overrides the file's `key`, unless it has the same `value`, `written` in the file."""
@@ -72,6 +74,7 @@ class Flags:
                 self.note(field, join(path, key), section[key], section[key])
             section[key] = self.given[field]
             self._put.append(self.text(field))
+            self.keys.add(join(path, key))
 
     def write_into(self, document: dict[str, Any]) -> None:
         """Puts the flags into a document in the current forms: batch sizes, dtype, schedule, ZeRO's stage and homes.

@@ -165,6 +165,27 @@ class ZeroConfig:
         is_apart = self.sharding.gradients and self.offload_param != "nvme"
         return self.overlap_comm and is_all_away and is_apart and may_arrive_late and not self.delays_update
 
+    @property
+    def idle(self) -> dict[str, str]:
+        """By name, the fields that have no effect beside the others, whatever their own values, and what they are for."""
+        optimizer, param, is_placed = self.offload_optimizer, self.offload_param, self.placement == "auto"
+        limits = ("gather_limits", "param_persistence_threshold", "model_persistence_threshold")
+        on_nvme = (
+            "--offload-optimizer nvme and --offload-param nvme; activation checkpoints have --checkpoint-nvme-path"
+        )
+        uses = (
+            (self.stage == 3, "--zero-stage 3", limits),
+            (self.stage < 3, "--zero-stage 0 to 2", ("reduce_bucket_size",)),
+            (is_placed, "--placement auto", ("gpu_margin_mem_ratio",)),
+            (optimizer != "none", "--offload-optimizer cpu and nvme", ("offload_optimizer_ratio",)),
+            (is_placed or optimizer != "none", "--offload-optimizer cpu and nvme", ("sub_group_size",)),
+            (is_placed or {optimizer, param} != {"none"}, "--offload-optimizer and --offload-param", ("pin_memory",)),
+            (optimizer == "nvme", "--offload-optimizer nvme", ("optimizer_buffer_count",)),
+            (param == "nvme", "--offload-param nvme", ("param_buffer_count",)),
+            ("nvme" in (optimizer, param), on_nvme, ("nvme_path", "aio", "pipeline_read", "pipeline_write")),
+        )
+        return {name: f"it is for {use}" for is_there, use, names in uses if not is_there for name in names}
+
     def __post_init__(self) -> None:
         check_options(self)
         if not 0 < self.gradient_predivide_factor < math.inf:

@@ -28,9 +28,6 @@ STATE_BYTES = 12  # per element of an optimizer shard: master weight and two mom
 def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter | None]:
     """The configuration with the homes for `placement="auto"`, and the meter to plan by; None means static placement."""
     if config.placement != "auto":
-        if config.gpu_margin_mem_ratio != ZeroConfig.gpu_margin_mem_ratio:
-            ratio = config.gpu_margin_mem_ratio
-            logger.warning("gpu_margin_mem_ratio %g has no effect: it is for placement auto", ratio, extra=ALIKE)
         return config, None
     device = comm.local_device()
     meter = meter or (CudaMeter(device) if device.type == "cuda" else None)

@@ -12,7 +12,6 @@ from megazero import comm, mpu
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import LOST_BETWEEN_TENSORS, CudaMeter, Gemini
-from megazero.zero.placement import placed
 from megazero.zero.residency import GatherLimits
 from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
@@ -332,15 +331,6 @@ def no_accelerator_case() -> None:
 
 def test_without_an_accelerator_there_is_nothing_to_place():
     run_ranks(1, no_accelerator_case)
-
-
-@pytest.mark.parametrize(
-    ("options", "count"), [({"gpu_margin_mem_ratio": 0.5}, 1), ({"placement": "auto"}, 0), ({}, 0)]
-)
-def test_a_margin_without_placement_auto_is_said_to_have_no_effect(options, count, caplog):
-    placed(ZeroConfig(stage=3, **options), FakeDevice(0))
-    said = "gpu_margin_mem_ratio 0.5 has no effect: it is for placement auto"
-    assert [record.getMessage() for record in caplog.records] == [said] * count
 
 
 @pytest.mark.parametrize(
