@@ -23,16 +23,11 @@ from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadPa
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.zero.config import ZeroConfig
-from megazero.zero.residency import GatherLimits
+from megazero.zero.residency import LIMIT_KEYS, GatherLimits
 
 _DTYPES = ("fp32", "fp16", "bf16")
 ZERO = "zero_optimization"  # the name of a section
-# The field of GatherLimits that corresponds to a key.
-_LIMITS = {
-    f"{ZERO}.stage3_prefetch_bucket_size": "prefetch",
-    f"{ZERO}.stage3_max_live_parameters": "live",
-    f"{ZERO}.stage3_max_reuse_distance": "reuse",
-}
+_LIMITS = {f"{ZERO}.{key}": field for field, key in LIMIT_KEYS.items()}  # the fields of GatherLimits, by key
 # The field of ZeroConfig that corresponds to a key. nvme_path and pin_memory are missing: they are keys of two sections.
 ZERO_FIELDS = {
     "gradient_predivide_factor": "gradient_predivide_factor",

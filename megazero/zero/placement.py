@@ -16,7 +16,7 @@ from megazero.zero.gemini_plan import Plan
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.home import Home
 from megazero.zero.optimizer import BucketOptimizer
-from megazero.zero.residency import Residency
+from megazero.zero.residency import LIMIT_KEYS, GatherLimits, Residency
 from megazero.zero.schedule import Schedule
 from megazero.zero.units import ROOT
 
@@ -37,6 +37,14 @@ def placed(config: ZeroConfig, meter: Meter | None) -> tuple[ZeroConfig, Meter |
             extra=ALIKE,
         )
         return config, None
+    limits, default = config.gather_limits, GatherLimits()
+    if given := [key for name, key in LIMIT_KEYS.items() if getattr(limits, name) != getattr(default, name)]:
+        logger.warning(
+            "placement auto: from the second step on, the plan decides what is gathered ahead and what stays, within the memory "
+            "that is free, and these limits have no effect: %s. Drop them, or use placement static.",
+            ", ".join(given),
+            extra=ALIKE,
+        )
     return replace(config, offload_optimizer="cpu", offload_param="cpu"), meter
 
 

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+# The names of the limits in DeepSpeed's `zero_optimization`.
+LIMIT_KEYS = {
+    "prefetch": "stage3_prefetch_bucket_size",
+    "live": "stage3_max_live_parameters",
+    "reuse": "stage3_max_reuse_distance",
+}
+
 
 @dataclass(frozen=True)
 class GatherLimits:

@@ -12,7 +12,8 @@ from megazero import comm, mpu
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import LOST_BETWEEN_TENSORS, CudaMeter, Gemini
-from megazero.zero.residency import GatherLimits
+from megazero.zero.placement import placed
+from megazero.zero.residency import LIMIT_KEYS, GatherLimits
 from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine, token_batches, train
@@ -331,6 +332,22 @@ def no_accelerator_case() -> None:
 
 def test_without_an_accelerator_there_is_nothing_to_place():
     run_ranks(1, no_accelerator_case)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"placement": "auto", "gather_limits": GatherLimits(0, 1, 1)}, [*LIMIT_KEYS.values()]),
+        ({"placement": "auto", "gather_limits": GatherLimits(live=10**9)}, ["stage3_max_live_parameters"]),
+        ({"placement": "auto"}, []),
+        ({"gather_limits": GatherLimits(0, 1, 1)}, []),
+    ],
+    ids=str,
+)
+def test_limits_that_a_plan_does_not_look_at_are_named(options, named, caplog):
+    placed(ZeroConfig(stage=3, **options), FakeDevice(0))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(named) and all(f"no effect: {', '.join(named)}. Drop them" in line for line in said)
 
 
 @pytest.mark.parametrize(
