@@ -137,8 +137,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """The flags that were given, by field name; flags that were not given are absent.
 
     Raises:
-        ValueError: flags are unknown or do not apply here (all are named at once, with the nearest known flag), or one has a bad
-            value.
+        ValueError: flags are unknown or do not apply here (all are named at once, with the nearest known flag), one has a bad
+            value, or two names of one setting have different values.
     """
     known, foreign = parser.takes_value, {*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS}
     settings = [flag for flag in known if flag not in foreign]
@@ -166,6 +166,11 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
         raise ValueError(" ".join(told) + ("" if all(near.values()) else " --help lists all flags."))
     if rest:
         raise ValueError(f"Stray argument {rest[0]!r}: every value follows a flag. --help lists all flags.")
+    for names in parser.contradictions(values):
+        raise ValueError(
+            f"{' and '.join(f'{name} {values[name]}' for name in names)} are names of one setting with different values. Give "
+            "one of them; what a script gives is overridden under the script's own name."
+        )
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 
 

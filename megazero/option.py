@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, NoReturn
 
@@ -86,6 +86,20 @@ class Parser(argparse.ArgumentParser):
     def takes_value(self) -> dict[str, bool]:
         """Whether each flag takes a value."""
         return {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
+
+    def contradictions(self, given: Mapping[str, str]) -> list[list[str]]:
+        """For each setting that has different values under several of its names: these names.
+
+        Args:
+            given: the flags of a command line that parses, each with the first word of its value.
+        """
+        found = []
+        for action in self._actions:
+            names = [name for name in action.option_strings if name in given]
+            read = action.type if callable(action.type) else str
+            if action.nargs != 0 and len({read(given[name]) for name in names}) > 1:
+                found.append(names)
+        return found
 
 
 def check_known(what: str, given: Iterable[str], known: Collection[str]) -> None:

@@ -138,6 +138,23 @@ def test_spellings_of_later_megatrons_mean_the_same(spelling, ours):
     assert load_config(spelling.split()) == load_config(ours.split())
 
 
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("--offload-param cpu", "--remote-device nvme", "--remote-device CPU"),
+        ("--batch-size 8", "--micro-batch-size 4", "--micro-batch-size=8.0"),
+        ("--train-data a b", "--data-path c", "--data-path a b"),
+    ],
+)
+def test_two_names_of_one_setting_with_different_values_are_refused(one, other, same):
+    flags = f"--zero-stage 3 --nvme-path x {one}".split()
+    assert load_config([*flags, *same.split()]) == load_config(flags)
+    for first, second in ((one, other), (other, one)):
+        flags = f"--zero-stage 3 --nvme-path x {first} {second}".split()
+        with pytest.raises(ValueError, match="--.* and --.* are names of one setting with different values"):
+            load_config(flags)
+
+
 def test_what_a_script_gives_can_be_taken_back_behind_it(with_file):
     taken_back = "--fp16 --checkpoint-activations --no-checkpoint-activations --no-fp16 --bf16".split()
     assert load_config(taken_back) == load_config(["--bf16"])
