@@ -79,7 +79,7 @@ def initialize_engine(
             f"initialize_engine: local_rank is {local_rank}, and this process computes on {device}, by LOCAL_RANK. Give both "
             "the same number: start with torchrun and pass int(os.environ['LOCAL_RANK'])."
         )
-    fp16 = _fp16(settings.get("fp16"))
+    fp16 = None if settings.get("fp16") is None else _fp16(_section(settings, "fp16"))
     dtype = torch.float16 if fp16 else None
     with nullcontext() if settings.get("release_after_init", False) else zero.Init(dtype=dtype):
         model = model_func()
@@ -94,7 +94,7 @@ def initialize_engine(
         section["sub_group_size"] = chunk
     document = {
         "train_micro_batch_size_per_gpu": 1,  # a batch may have any number of samples
-        "optimizer": _optimizer(settings.get("optimizer", {})),
+        "optimizer": _optimizer(_section(settings, "optimizer")),
         "gradient_clipping": max(0.0, settings.get("gradient_clipping", 0.0)),  # -1 means none in PatrickStar
         "zero_optimization": section,
     }
@@ -129,30 +129,38 @@ class FP16Adam(EngineOptimizer):
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are obeyed, after checking all of them."""
     values = {key: value for key, value in config.items() if key != "client"}
-    client = config.get("client", {})
+    client = _section(config, "client")
     check_known("config['client'] has no", client, ("mem_tracer", "opts"))
     for part in client:
-        values.update({f"client.{part}.{key}": value for key, value in client[part].items()})
+        values.update({f"client.{part}.{key}": value for key, value in _section(client, part, "['client']").items()})
     check_known("PatrickStar's configuration has no", values, {*_OBEYED, *_REFUSED, *_NO_EFFECT})
     for key, value in values.items():
         if value and key in _REFUSED:
             raise ValueError(f"{key} true cannot be obeyed: {_REFUSED[key]}. Drop it.")
     idle = [f"{key} ({_NO_EFFECT[key]})" for key in values if key in _NO_EFFECT]
+    if _MARGIN in values and values.get(_STATIC):
+        idle.append(f"{_MARGIN} ({_STATIC} keeps all states in host memory)")
     if idle:
         logger.info("given, but without effect: %s", "; ".join(idle))
     return {key: value for key, value in values.items() if key in _OBEYED}
 
 
-def _fp16(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _section(config: Mapping[str, Any], key: str, path: str = "") -> Mapping[str, Any]:
+    """The section at `key`, in the one at `path`; empty if it is absent."""
+    section = config.get(key, {})
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config{path}[{key!r}] must be a dict, got {section!r}. Give one, or drop the key.")
+    return section
+
+
+def _fp16(section: Mapping[str, Any]) -> dict[str, Any] | None:
     """DeepSpeed's fp16 section, with PatrickStar's default of 2000 clean steps, or None if fp16 is not enabled."""
-    if section is None:
-        return None
     check_known("config['fp16'] has no", section, _FP16)
     return {"loss_scale_window": 2000, **section} if section.get("enabled", False) else None
 
 
 def _optimizer(section: Mapping[str, Any]) -> dict[str, Any]:
-    kind, given = section.get("type", "Adam"), section.get("params", {})
+    kind, given = section.get("type", "Adam"), _section(section, "params", "['optimizer']")
     if kind not in ("Adam", "AdamW"):
         raise ValueError(f"config['optimizer']['type'] must be Adam or AdamW, got {kind!r}.")
     check_known("config['optimizer']['params'] has no", given, _ADAM)

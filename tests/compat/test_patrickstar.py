@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,6 +156,11 @@ def test_a_backward_takes_the_place_of_the_one_before(one_rank):
         ({"client": {"opts": {"with_mem_saving_comm": True}}}, "client.opts.with_mem_saving_comm"),
         ({"client": {"opts": {"nothing": True}}}, "client.opts.nothing"),
         ({"client": {"optss": {}}}, "Did you mean 'opts'"),
+        ({"client": None}, r"config\['client'\] must be a dict, got None"),
+        ({"client": {"opts": None}}, r"config\['client'\]\['opts'\] must be a dict, got None"),
+        ({"optimizer": None}, r"config\['optimizer'\] must be a dict, got None"),
+        ({"optimizer": {"params": [1]}}, r"config\['optimizer'\]\['params'\] must be a dict, got \[1\]"),
+        ({"fp16": True}, r"config\['fp16'\] must be a dict, got True"),
         ({"optimizer": {"type": "SGD"}}, "must be Adam or AdamW, got 'SGD'"),
         ({"optimizer": {"params": {"beta": 1}}}, "Did you mean 'betas'"),
         ({"fp16": {"enabled": True, "scale": 1}}, "has no 'scale'"),
@@ -176,13 +183,16 @@ def test_what_cannot_be_obeyed_is_named(one_rank, config, message):
         ({}, ("auto", 0.8)),
         ({"margin_use_ratio": 0.5}, ("auto", 0.5)),
         ({"with_static_partition": True}, ("static", 0.0)),
+        ({"with_static_partition": True, "margin_use_ratio": 0.3}, ("static", 0.0)),
     ],
     ids=str,
 )
-def test_the_memory_tracers_settings_decide_the_placement(one_rank, tracer, placement):
+def test_the_memory_tracers_settings_decide_the_placement(one_rank, tracer, placement, caplog):
+    caplog.set_level(logging.INFO, logger="megazero")
     model, _ = initialize_engine(model_func, 0, {"client": {"mem_tracer": tracer}})
     section = model.engine.config.zero_optimization
     assert section.placement == placement[0]
+    assert ("client.mem_tracer.margin_use_ratio (" in caplog.text) == (len(tracer) == 2)
     assert placement[0] == "static" or section.gpu_margin_mem_ratio == placement[1]
     assert section.offload_optimizer.device == section.offload_param.device == "cpu"
 
