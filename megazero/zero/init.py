@@ -37,6 +37,7 @@ _OFF = {
     "zero_quantized_weights": _QUANTIZED,
     "zero_quantized_nontrainable_weights": _QUANTIZED,
 }
+_BUFFERS, _BUFFER_NBYTES = 4, 1 << 22  # host buffers on the way to the swap file
 
 
 class Init:
@@ -65,10 +66,12 @@ class Init:
         data_parallel_group: ranks to shard over; by default those of `mpu`, of megazero's groups, or the world.
         remote_device: where shards rest: "none" the accelerator, "cpu" host memory, "nvme" a swap file. None means what the
             configuration's zero_optimization.offload_param specifies, else the accelerator.
-        pin_memory: page-lock the host memory that shards take, for CUDA.
+        pin_memory: page-lock the host memory that shards take, for CUDA. A configuration with offload_param.pin_memory true does
+            the same. That is the key's default for `initialize`, which soon takes the shards over, but not here.
         config_dict_or_path, config, deepspeed_config: a configuration. Its fp16 or bf16 section gives the dtype,
             zero_optimization.offload_param the device and the swap file's directory, aio the settings of the swap file's
-            requests, and mics_shard_size the number of ranks to shard over.
+            requests, and mics_shard_size the number of ranks to shard over. The rest is for `initialize`, such as buffer_count:
+            here shards go to the file through four buffers of 4 MiB, because no units are known yet.
         enabled: False makes the context do nothing.
         dtype: the dtype of the sharded parameters; by default the configuration's, else each parameter's own.
         mem_efficient_linear: accepted for compatibility; it has no effect.
@@ -220,8 +223,9 @@ def _section(sections: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str, Any]) -> Home | None:
     """Where shards rest until `initialize` takes them over; None is the accelerator."""
     offload = _section(sections, "zero_optimization", "offload_param")
+    pin_memory = pin_memory or offload.get("pin_memory") is True
     if remote_device is None:
-        device, pin_memory = offload.get("device"), pin_memory or offload.get("pin_memory") is True
+        device = offload.get("device")
         remote_device = device.lower() if isinstance(device, str) and device != "auto" else None
     if remote_device in (None, "none", comm.local_device().type):
         return None
@@ -236,7 +240,7 @@ def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str,
             "zero_optimization.offload_param.nvme_path."
         )
     swap = SwapFile(path, torch.distributed.get_rank(), _aio_of(sections))
-    return NvmeHome(swap, 1 << 22, 4, pin=pin_memory)
+    return NvmeHome(swap, _BUFFER_NBYTES, _BUFFERS, pin=pin_memory)
 
 
 def _aio_of(sections: Mapping[str, Any]) -> AioConfig:

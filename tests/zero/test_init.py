@@ -342,6 +342,12 @@ def configured_case(folder: str) -> None:
         assert torch.ones(2).dtype == torch.float32 and vars(nn.Parameter(torch.ones(2))) == {}
     shard = bucket_of(model.weight).weights.shard
     assert shard.home.swap._requests._aio == AioConfig(block_size=1 << 16, queue_depth=2, thread_count=3)
+    assert not shard.home.pin, "unless the configuration says so"
+    offload["offload_param"]["pin_memory"] = True
+    for remote_device in (None, "nvme"):
+        with zero.Init(remote_device=remote_device, config_dict_or_path=sections):
+            pinned = nn.Linear(6, 5)
+        assert bucket_of(pinned.weight).weights.shard.home.pin
     assert shard.resident is None and model.weight.dtype == torch.float32 and not model.weight.ds_persist
     with zero.Init():
         later = nn.Linear(6, 5, device="meta")
