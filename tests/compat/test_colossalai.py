@@ -22,6 +22,8 @@ from megazero.compat.colossalai import (
     ZeroInitContext,
     get_current_device,
 )
+from megazero.deepspeed import api
+from tests.plan.fake_world import ACCELERATOR, fake_world
 from tests.ranks import run_ranks
 
 VOCABULARY, LENGTH, STEPS = 31, 9, 3
@@ -57,10 +59,10 @@ class GPTLMModel(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2, width: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 3)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x):
         for layer in self.layers:
@@ -434,6 +436,32 @@ def test_a_policy_that_does_less_than_it_says_is_logged(one_rank):
             "none" if policy == "cuda" else "cpu",
             "none" if policy == "cuda" or not shard_param else "cpu",
         )
+
+
+def peak_bytes(policy: str, margin_ratio: float, budget: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Most bytes on a pretended accelerator during a step of one of two ranks that train a sharded model of fake tensors."""
+    monkeypatch.setattr(api, "_check_values", lambda *_: None)  # the accelerator is the meta device
+    with fake_world(2, device_bytes=budget) as held:
+        with torch.device(ACCELERATOR):
+            model = Mlp(layers=6, width=512)
+        sharded = ShardedModelV2(model, BucketTensorShardStrategy(), tensor_placement_policy=policy, bf16=True)
+        sharded.is_sharded = True  # zero.Init leaves what is on the meta device alone
+        optimizer = ShardedOptimizerV2(sharded, HybridAdam(model.parameters()), gpu_margin_mem_ratio=margin_ratio)
+        held.watch(bucket.weights.flat for bucket in optimizer.engine.buckets)
+        for _ in range(3):  # the first step is traced, and states move after it
+            held.restart()
+            optimizer.zero_grad()
+            optimizer.backward(sharded(torch.zeros(8, 512, device=ACCELERATOR)).float().square().mean())
+            optimizer.step()
+        return held.peak[ACCELERATOR.type]
+
+
+def test_the_policies_need_more_of_the_device_from_cpu_over_auto_to_cuda(monkeypatch):
+    settings = [("cpu", 0.0), ("auto", 0.0), ("auto", 0.5), ("auto", 1.0), ("cuda", 0.0)]
+    budget = 15_000_000  # the plan keeps a little free, so not all that cuda has fits
+    cpu, least, half, most, cuda = (peak_bytes(*each, budget, monkeypatch) for each in settings)
+    assert cpu < least < half < most <= min(cuda, budget)
+    assert peak_bytes("auto", 1.0, 10 * budget, monkeypatch) == cuda, "where all fits, nothing is elsewhere"
 
 
 def test_reports(one_rank):
