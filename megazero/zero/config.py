@@ -180,9 +180,13 @@ class ZeroConfig:
             (optimizer != "none", "--offload-optimizer cpu and nvme", ("offload_optimizer_ratio",)),
             (is_placed or optimizer != "none", "--offload-optimizer cpu and nvme", ("sub_group_size",)),
             (is_placed or {optimizer, param} != {"none"}, "--offload-optimizer and --offload-param", ("pin_memory",)),
-            (optimizer == "nvme", "--offload-optimizer nvme", ("optimizer_buffer_count",)),
+            (
+                optimizer == "nvme",
+                "--offload-optimizer nvme",
+                ("optimizer_buffer_count", "pipeline_read", "pipeline_write"),
+            ),
             (param == "nvme", "--offload-param nvme", ("param_buffer_count",)),
-            ("nvme" in (optimizer, param), on_nvme, ("nvme_path", "aio", "pipeline_read", "pipeline_write")),
+            ("nvme" in (optimizer, param), on_nvme, ("nvme_path", "aio")),
         )
         return {name: f"it is for {use}" for is_there, use, names in uses if not is_there for name in names}
 
