@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megazero import comm
 from megazero.comm import join
+from megazero.comm.shared_memory import area_bytes
 from tests.comm.ways import PIECE_BYTES, WAYS, open_channel
 from tests.ranks import run_ranks
 
@@ -337,6 +338,10 @@ def test_traffic_is_what_a_rank_sends():
         for got, after_reset in run_ranks(size, traffic_case):
             assert got == dict(zip(("all_reduce", "reduce_scatter", "all_gather"), counts, strict=True))
             assert after_reset == {0}
+
+
+def test_the_memory_that_ranks_share_grows_with_their_number_and_not_with_its_square():
+    assert area_bytes(2) == 2 << 20 and area_bytes(17) == area_bytes(128) == 8 << 20
 
 
 def test_a_group_of_one_does_nothing(one_rank):
