@@ -16,7 +16,7 @@ from torch import nn
 import megazero as deepspeed
 from megazero import comm, mpu
 from megazero.json_config import DeepSpeedConfigError
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.test_deepspeed_api import make_model
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -195,6 +195,28 @@ def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_pa
     torch.distributed.destroy_process_group()
     deepspeed.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert torch.distributed.get_world_size() == 1
+
+
+def rank_given_case(port: int) -> int:
+    """Joins another world, as the other rank."""
+    rank = 1 - torch.distributed.get_rank()
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    deepspeed.init_distributed("gloo", rank=rank, world_size=2)
+    return torch.distributed.get_rank()
+
+
+def test_init_distributed_joins_as_the_rank_that_it_is_given():
+    assert run_ranks(2, rank_given_case, free_port()) == [1, 0]
+
+
+def test_a_rank_that_contradicts_the_environments_is_refused(no_world):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        no_world.setenv(name, value)
+    with pytest.raises(ValueError, match=r"init_distributed\(rank=1\), and the environment has RANK=0\. Drop"):
+        deepspeed.init_distributed("gloo", rank=1, world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,15 @@ def init_distributed(
         dist_backend: "nccl" or "gloo"; by default nccl if CUDA is available.
         auto_mpi_discovery: without torchrun's variables, use Open MPI's and `distributed_port`.
         timeout: a collective that some rank never enters raises after it (default 10 minutes, or DEEPSPEED_TIMEOUT minutes).
-        init_method, rank, world_size: where to join, and as which rank, instead of what the environment says.
+        init_method: where to join, instead of what the environment says.
+        rank, world_size: this process's rank and the number of ranks; by default the environment's, which may not say otherwise
+            without `init_method`.
         dist_init_required: False if the caller has joined already.
 
     Raises:
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
-            the launcher's variables are not as `told_world` wants them; or the ranks are on several hosts, and the name of one
-            is a loopback address there.
+            the launcher's variables are not as `told_world` wants them, or contradict `rank` or `world_size`; or the ranks are on
+            several hosts, and the name of one is a loopback address there.
         OSError: the rendezvous port is taken.
     """
     if dist.is_initialized() or dist_init_required is False:
@@ -61,7 +63,10 @@ def init_distributed(
             "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
         )
     if init_method is None:
-        told_world(distributed_port if auto_mpi_discovery else None)
+        if auto_mpi_discovery:
+            _adopt_open_mpi(distributed_port)
+        _adopt_arguments(rank, world_size)
+        told_world(None)
     _take_device()
     _share_interface()
     if backend == "nccl":
@@ -173,6 +178,16 @@ def _default_timeout() -> timedelta:
         raise ValueError(
             f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be a number of minutes, no more than a timedelta holds."
         ) from None
+
+
+def _adopt_arguments(rank: int, world_size: int) -> None:
+    """Has the environment say what the caller says of this process."""
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if value >= 0 and (found := os.environ.setdefault(name, str(value))) != str(value):
+            raise ValueError(
+                f"init_distributed({name.lower()}={value}), and the environment has {name}={found}. Drop the argument or the "
+                "variable; or give init_method too, which does not ask the environment."
+            )
 
 
 def _adopt_open_mpi(port: int) -> None:
