@@ -38,15 +38,25 @@ def without_views(output: Any, buckets: list[Bucket]) -> Any:
     return output
 
 
-def first_nodes(output: Any, inputs: Sequence[tuple[Tensor, Any]]) -> list[Node]:
+def makers(values: Any) -> list[tuple[Tensor, Node | None]]:
+    """The tensors in `values` and the nodes that have made them. Of a view it is the tensor behind it.
+
+    A view's own node leaves the graph when the view is written to in place (`y = linear(x); y += x`); that of the tensor behind
+    it stays.
+    """
+    bases = (tensor if tensor._base is None else tensor._base for tensor in tensors_in(values))
+    return [(tensor, tensor.grad_fn) for tensor in bases]
+
+
+def first_nodes(output: Any, inputs: Sequence[tuple[Tensor, Node | None]]) -> list[Node]:
     """The nodes with which a module's backward begins: those of its output, and of inputs that it has changed in place.
 
     Excludes those of tensors that it passes on unchanged, such as other units' tensors in a cache.
 
     Args:
-        inputs: input tensors, each with its grad_fn before the module ran.
+        inputs: the `makers` of its inputs before the module ran.
     """
-    made_before = {id(tensor): maker for tensor, maker in inputs}
-    found = {id(tensor): tensor for tensor in (*tensors_in(output), *(tensor for tensor, _ in inputs))}
-    own = [t.grad_fn for t in found.values() if t.grad_fn is not None and made_before.get(id(t)) is not t.grad_fn]
+    made_before = {id(tensor): node for tensor, node in inputs}
+    now = makers((output, [tensor for tensor, _ in inputs]))
+    own = [node for tensor, node in now if node is not None and made_before.get(id(tensor)) is not node]
     return list(dict.fromkeys(own))

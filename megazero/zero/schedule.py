@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from megazero.logging import ALIKE, get_logger
 from megazero.nested import tensors_in
@@ -32,7 +33,7 @@ from megazero.zero.external import external_parameters, register_external_parame
 from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook, weak_hook
 from megazero.zero.layout import NO_GROUP, Segment
-from megazero.zero.outputs import first_nodes, without_views
+from megazero.zero.outputs import first_nodes, makers, without_views
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
@@ -245,7 +246,7 @@ class Schedule:
             index: the unit that the module is, if the buckets are its own; None if it reads parameters that others own.
         """
 
-        inputs: list[tuple[Tensor, Any]] = []  # with their grad_fn before the module ran
+        inputs: list[tuple[Tensor, Node | None]] = []  # as `makers` before the module ran
         was_wanted = False  # before the module ran
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -253,7 +254,7 @@ class Schedule:
             if self._first is None and index is not None and self._forwards.train and not _in_backward():
                 self._first = index
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
-            inputs[:] = [(tensor, tensor.grad_fn) for tensor in tensors_in((args, kwargs))]
+            inputs[:] = makers((args, kwargs))
             self._gather(buckets, index)
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
@@ -286,9 +287,8 @@ class Schedule:
     def _gather_root_for_backward(self, _: nn.Module, __: Any, output: Any) -> None:
         """Makes the root whole for a backward that is not this engine's: autograd.grad, or another engine's."""
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(partial(self._gather_for_backward, self._of_unit[ROOT], None))
+            for node in first_nodes(output, ()):
+                node.register_prehook(partial(self._gather_for_backward, self._of_unit[ROOT], None))
 
     def _is_over(self, index: int | None, was_wanted: bool) -> bool:
         """Whether a module that has run forward does not need its buckets until its backward asks for them.

@@ -112,6 +112,27 @@ class InPlaceToy(Toy):
         return super().hidden(1 * x)
 
 
+class ViewBlock(Block):
+    """Returns what a Linear makes of three dimensions: a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class WrittenViewToy(Toy):
+    """Writes to what blocks return, and what they return is a view, whose own node then leaves the graph."""
+
+    def __init__(self) -> None:
+        super().__init__(block=ViewBlock)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x
+
+
 @dataclass(slots=True)
 class SlotOutput:
     hidden: Tensor
@@ -212,6 +233,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dataclass outputs": lambda: Toy(block=OutputBlock, picks=lambda out: out.extras["pair"][1]),
     "a cache handed on": CachingToy,
     "residual added in place": InPlaceToy,
+    "outputs written to that are views": WrittenViewToy,
     "outputs with slots": lambda: Toy(block=SlotBlock, picks=lambda out: out.hidden),
     "frozen layers": FrozenToy,
     "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
