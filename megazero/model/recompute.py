@@ -106,12 +106,19 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
     Raises:
         ValueError: nothing fits.
     """
-    plans = (
-        ["full"] * full + ["selective"] * selective + ["none"] * (num_blocks - full - selective)
+    plans = (  # numbers of blocks, of which the last is "none"
+        {"full": full, "selective": selective, "none": num_blocks - full - selective}
         for full in range(num_blocks)
         for selective in range(num_blocks - full)
     )
-    rated = ((sum(costs[mode].seconds for mode in modes), peak_bytes(modes, costs), modes) for modes in plans)
+    rated = (
+        (
+            sum(count * costs[mode].seconds for mode, count in plan.items()),
+            sum(count * costs[mode].nbytes for mode, count in plan.items()),
+            plan,
+        )
+        for plan in plans
+    )
     best = min((plan for plan in rated if plan[1] <= budget_bytes), key=itemgetter(0, 1), default=None)
     if best is None:
         least = min(peak_bytes([mode] * (num_blocks - 1) + ["none"], costs) for mode in BLOCK_MODES)
@@ -121,7 +128,7 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
             "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
             "--model-parallel-size."
         )
-    return best[2]
+    return [mode for mode, count in best[2].items() for _ in range(count)]
 
 
 def measure_block(
