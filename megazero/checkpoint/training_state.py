@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -130,4 +130,5 @@ def rng_states() -> dict[str, Tensor]:
 def set_rng_states(states: dict[str, Tensor]) -> None:
     """Puts every generator back to what `rng_states` returned."""
     tracker = {name.removeprefix(_TRACKED): stream for name, stream in states.items() if name.startswith(_TRACKED)}
-    RngState(states["cpu"], states.get("cuda"), tracker).restore()
+    # Forks belong to the code that runs, not to the checkpoint.
+    replace(RngState.capture(), cpu=states["cpu"], cuda=states.get("cuda"), tracker=tracker).restore()

@@ -154,16 +154,21 @@ class RngState:
     cpu: Tensor
     cuda: Tensor | None
     tracker: dict[str, Tensor]
+    forks: tuple[str, ...]  # that are open, outermost first: they say which stream a device's state is
 
     @classmethod
     def capture(cls) -> RngState:
         """Copies of the current states."""
         cuda = torch.cuda.get_rng_state() if comm.local_device().type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, _tracker.get_states())
+        return cls(torch.get_rng_state(), cuda, _tracker.get_states(), tuple(_tracker._active))
 
     def restore(self) -> None:
-        """Puts every stream back to where it stood."""
+        """Puts every stream back to where it stood, and draws from the one that was drawn from then.
+
+        Where other forks are open now, restore the state of now before they end.
+        """
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
         _tracker.set_states(self.tracker)
+        _tracker._active[:] = self.forks

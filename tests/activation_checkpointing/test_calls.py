@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,6 +47,29 @@ def test_dropout_would_differ_without_restored_streams(blocks, monkeypatch, chec
     monkeypatch.setattr(mpu.random.RngState, "restore", lambda self: None)
     got = run(blocks, x, None, checkpoint)
     assert torch.equal(got[0], want[0]) and not torch.equal(got[1], want[1])
+
+
+@BOTH
+@pytest.mark.parametrize("forked", ["forward", "backward", "both"])
+def test_forks_around_the_forward_and_the_backward_change_nothing(blocks, forked, checkpoint):
+    """Those inside of the block nest in them, in the first run and in the second one."""
+
+    def fork(part):
+        return mpu.get_cuda_rng_tracker().fork() if forked in (part, "both") else nullcontext()
+
+    def run(call):
+        torch.manual_seed(3)
+        mpu.model_parallel_cuda_manual_seed(5)
+        x = torch.arange(24.0).view(4, 6).requires_grad_()
+        with fork("forward"):
+            y = call(blocks[0], x)
+        with fork("backward"):
+            y.square().sum().backward()
+            drawn = torch.rand(2)
+        with mpu.get_cuda_rng_tracker().fork():
+            return [y.detach(), x.grad, drawn, torch.rand(2)]
+
+    assert_same(run(checkpoint), run(plainly))
 
 
 def mixed(x, number, nothing, items, flags, unused):
