@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.comm import ProcessGroup
 from megazero.mpu.cross_entropy import max_and_sum, over_ranks, write_gradient
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.mappings import copy_to_model_parallel_region
 from megazero.mpu.sequence_mappings import gather_from_sequence_parallel_region
-from megazero.mpu.utils import as_autocast, check_token_ids
+from megazero.mpu.utils import as_autocast, check_token_ids, once_differentiable
 
 
 def chunked_vocab_parallel_loss(
@@ -62,7 +61,7 @@ def chunked_vocab_parallel_loss(
 
     Returns:
         [...] fp32 loss in nats (fp64 for fp64 `x`), the same on every rank. Not averaged: mask it first. Its backward may run
-        several times (`retain_graph=True`), but cannot be differentiated again.
+        several times (`retain_graph=True`); differentiating its gradient again is a RuntimeError.
 
     Raises:
         ValueError: a chunk size is less than 1, shapes do not fit, there are fewer rows than `vocab_size`, or a target is outside
@@ -132,14 +131,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
         is_own = (ids >= 0) & (ids < ctx.columns)
         largest, z, loss = over_ranks(torch.stack(maxima), torch.stack(sums), target_logit, is_own, group)
-        ctx.save_for_backward(rows, weight, ids, largest, z)
-        ctx.shape = x.shape
+        ctx.save_for_backward(x, weight, ids, largest, z)
         return loss.view(targets.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, ids, largest, z = ctx.saved_tensors
+    @once_differentiable("chunked_vocab_parallel_loss")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ids, largest, z = saved
+        rows = x.reshape(-1, x.size(-1))
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.zeros_like(rows, dtype=z.dtype) if needs_x else None  # this rank's part of the sum
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -163,7 +162,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_weight is not None and total is not None and total.dtype != grad_weight.dtype:
                 grad_weight[part] = total
         if grad_x is not None:
-            grad_x = grad_x.to(rows.dtype).view(ctx.shape)
+            grad_x = grad_x.to(rows.dtype).view(x.shape)
         return grad_x, grad_weight, None, None, None, None, None
 
 

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero import comm
 from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.utils import check_token_ids
+from megazero.mpu.utils import check_token_ids, once_differentiable
 
 CHUNK_NUMEL_CPU = 1 << 18  # fp32 elements of a chunk: 1 MB, which a core's second-level cache holds
 CHUNK_NUMEL_DEVICE = 1 << 26  # 256 MB: few launches, and still small beside the logits of a large batch
@@ -44,7 +43,7 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         [...] fp32 loss in nats (fp64 for fp64 logits), the same on every rank. Not averaged: mask it first. Its backward may
-        run several times (`retain_graph=True`), but cannot be differentiated again.
+        run several times (`retain_graph=True`); differentiating its gradient again is a RuntimeError.
 
     Raises:
         ValueError: the leading shapes of `logits` and `targets` differ, there are fewer columns than `vocab_size`, or a target
@@ -83,21 +82,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         own_max, own_sum = max_and_sum(rows[:, :columns])
         target_logit = rows.gather(1, local)[:, 0].to(own_max.dtype)
         largest, z, loss = over_ranks(own_max[None], own_sum[None], target_logit, is_own[:, 0], group)
-        ctx.save_for_backward(rows, local, is_own, largest, z)
-        ctx.columns, ctx.shape = columns, logits.shape
+        ctx.save_for_backward(logits, local, is_own, largest, z)
+        ctx.columns = columns
         return loss.view(targets.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # grad [...], the same on every rank
-        rows, local, is_own, largest, z = ctx.saved_tensors
+    @once_differentiable("vocab_parallel_cross_entropy")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, local, is_own, largest, z = saved
+        rows = logits.reshape(-1, logits.size(-1))
         out = torch.empty_like(rows)  # [tokens, v/t]
         if ctx.columns:
-            scale = grad.reshape(-1)
+            scale = grad.reshape(-1)  # [tokens], the same on every rank
             write_gradient(rows, ctx.columns, local, is_own[:, 0], largest, z, scale, out)
         else:
             out.zero_()
-        return out.view(ctx.shape), None, None, None
+        return out.view(logits.shape), None, None, None
 
 
 def max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:

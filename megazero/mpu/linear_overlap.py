@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero import comm
 from megazero.comm import ProcessGroup
 from megazero.mpu.mappings import copy_to_model_parallel_region
 from megazero.mpu.sequence_mappings import start_sequence_gather, start_sequence_reduce_scatter
-from megazero.mpu.utils import as_autocast, outside_graphs
+from megazero.mpu.utils import as_autocast, once_differentiable, outside_graphs
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -41,9 +40,11 @@ class _ColumnLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)  # [..., o/t]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors  # [..., i] as it came, [o/t, i]
+    @once_differentiable("a column-parallel layer with overlap_backward or sequence_parallel")
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = saved  # [..., i] as it came, [o/t, i]
         grad_x = grad_weight = grad_bias = gathering = reducing = None
         rows = grad.reshape(-1, grad.size(-1))  # [tokens, o/t]
         if ctx.sequence_parallel and ctx.needs_input_grad[1]:

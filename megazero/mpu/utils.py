@@ -1,7 +1,8 @@
-"""Small things that the layers share: divisions that must come out even, vocabulary ranges, the cast of autocast."""
+"""Small things that the layers share: divisions that come out even, vocabulary ranges, autocast, no second derivatives."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,46 @@ def outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return torch.compiler.disable(function)(*args)
     return function(*args)
+
+
+def once_differentiable(what: str) -> Callable[[Callable[..., tuple]], Callable[..., tuple]]:
+    """A decorator for the backward of a Function, called `what` in messages, that computes outside of autograd.
+
+    What it returns may be kept with `create_graph=True`, and raises when it is differentiated. torch's decorator of that name
+    raises only if the incoming gradient has a graph: that of `loss.sum()` has none, and derivatives are silently wrong.
+
+    The backward is called with `(ctx, saved, *grads)`, because saved tensors may be read once only (they may be recomputed). They
+    must be the inputs themselves that it depends on, which have the graph.
+    """
+
+    def decorate(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, *grads: Tensor) -> tuple:
+            saved = ctx.saved_tensors
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # torch.compile refuses by itself
+                return backward(ctx, saved, *grads)
+            with torch.no_grad():
+                results = backward(ctx, saved, *grads)
+            return _Undifferentiable.apply(what, results, *saved, *grads)
+
+        return wrapper
+
+    return decorate
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, what: str, results: tuple, *depends_on: Tensor | None) -> tuple:
+        ctx.what = what
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        raise RuntimeError(
+            f"{ctx.what} is differentiated a second time, which it does not support: its gradient, made with create_graph=True, "
+            "is part of what backward() or grad() was called on. Leave it out of that (detach() it), or compute this part with "
+            "torch's own functions."
+        )
 
 
 class VocabUtility:

@@ -113,9 +113,11 @@ def uses_case():
     assert torch.equal(torch.autograd.grad((chunked(x, head) * upstream).sum(), head)[0], want_weight)
     with torch.no_grad():
         assert torch.equal(chunked(leaf, head), want)
-    (twice,) = torch.autograd.grad((chunked(leaf, head) ** 2).sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        twice.sum().backward()
+    # The gradient of one depends on the other, also where the incoming gradient is a constant.
+    for first, second in ((leaf, head), (head, leaf)):
+        (twice,) = torch.autograd.grad((chunked(leaf, head) * upstream).sum(), first, create_graph=True)
+        with pytest.raises(RuntimeError, match="chunked_vocab_parallel_loss is differentiated a second time"):
+            torch.autograd.grad(twice.sum(), second)
     assert chunked(torch.full_like(x, torch.nan), own).isnan().all(), "NaN must not get lost"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, grad_x, grad_weight = gradients(chunked, x, own, upstream)

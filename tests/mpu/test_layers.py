@@ -201,6 +201,16 @@ def overlap_case():
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+def twice_case():
+    """One node: its gradients may be kept with a graph, and a second derivative raises, though that of sum() is a constant."""
+    layer = mpu.ColumnParallelLinear(IN, OUT, gather_output=False, group=dist.group.WORLD, overlap_backward=True)
+    x = shared(S, IN).requires_grad_()
+    for first, second in ((x, layer.weight), (layer.weight, x)):
+        (grad,) = torch.autograd.grad(layer(x).sum(), first, create_graph=True)
+        with pytest.raises(RuntimeError, match="layer with overlap_backward .* is differentiated a second time"):
+            torch.autograd.grad(grad.sum(), second)
+
+
 def graph_has(y, kind):
     nodes, seen = [y.grad_fn], []
     while nodes:
@@ -249,6 +259,7 @@ def order_case():
 
 
 def overlap_cases():
+    twice_case()
     overlap_case()
     order_case()
 

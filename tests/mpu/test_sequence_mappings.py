@@ -83,6 +83,14 @@ def second_derivative_case():
     (second,) = torch.autograd.grad(first.sum(), own)
     assert_close(first, (3 * sum(weights) * x**2).chunk(t)[r])
     assert_close(second, (6 * sum(weights) * x).chunk(t)[r])
+    # A parameter: used in its third power on every rank's slice.
+    p = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(
+        ((r + 1) * mpu.copy_parameters_to_sequence_parallel_region([p], group)[0] ** 3).sum(), p, create_graph=True
+    )
+    (second,) = torch.autograd.grad(first.sum(), p)
+    assert_close(first, 3 * sum(range(1, t + 1)) * p**2)
+    assert_close(second, 6 * sum(range(1, t + 1)) * p)
 
 
 def several_parameters_case():
