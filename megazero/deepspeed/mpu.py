@@ -19,7 +19,7 @@ from megazero.json_config import DeepSpeedConfigError
 from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
-from megazero.mpu.partition import Partition, partitions
+from megazero.mpu.partition import Partition, is_marked, partitions
 from megazero.zero.access import safe_get_local_grad
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.units import shape_of
@@ -72,7 +72,7 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{prefix}.{name}".lstrip(".")
-            if _is_marked(parameter) and full_name not in cuts:
+            if is_marked(parameter) and full_name not in cuts:
                 marked.append((full_name, module, name, parameter, _dim_of(module, parameter)))
     # A tied parameter is cut as the layer that knows its dimension says; `partitions` then applies that to its other names.
     told = {id(parameter) for *_, parameter, dim in marked if dim is not None}
@@ -130,10 +130,6 @@ def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
             "tracker's fork()."
         )
     return True
-
-
-def _is_marked(parameter: nn.Parameter) -> bool:
-    return any(getattr(parameter, mark, False) is True for mark in ("tensor_model_parallel", "model_parallel"))
 
 
 def _dim_of(module: nn.Module, parameter: nn.Parameter) -> int | None:

@@ -84,7 +84,8 @@ _ABSENT = {
     "pipeline": "pipeline parallelism is not built. Split layers over model-parallel ranks, or shard them by ZeRO stage 3",
     "set_model_parallel": "a checkpoint loads at any model-parallel size, so no tool has to pretend one",
     "tensor_model_parallel_attributes": (
-        "set parameter.tensor_model_parallel, parameter.partition_dim and parameter.partition_stride: initialize(mpu=) reads them"
+        "set parameter.tensor_model_parallel, parameter.partition_dim and parameter.partition_stride, as mpu's layers do: "
+        "initialize(mpu=) and mpu.clip_grad_norm read them"
     ),
     "set_tensor_model_parallel": "a checkpoint loads at any model-parallel size, so no tool has to pretend one",
     "checkpointed_activations_memory_buffer": (

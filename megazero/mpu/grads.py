@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megazero import comm
 from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.partition import partitions
+from megazero.mpu.partition import is_marked, partitions
 
 
 def clip_grad_norm(
@@ -27,8 +27,8 @@ def clip_grad_norm(
     in all.
 
     Args:
-        parameters: a module, whose sharded parameters are known by `partitions`; or parameters, of which those with
-            `model_parallel = True` are sharded. Give the module where you can: a copied parameter loses that attribute.
+        parameters: a module, or parameters. Sharded are those with `tensor_model_parallel = True` or `model_parallel = True`, and
+            of a module also those in `partitions`. Give the module where you can: a copied parameter loses these attributes.
         max_norm: the largest norm allowed.
         norm_type: p of the p-norm, fp32; `inf` for the largest absolute value.
         group: the model-parallel group by default.
@@ -54,12 +54,14 @@ def clip_grad_norm(
 
 def _split(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[Tensor], set[int]]:
     """All parameters, and the ids of the sharded ones."""
+    declared: set[int] = set()
     if isinstance(parameters, nn.Module):
         # A tied one may be sharded by one name only.
         by_name = dict(parameters.named_parameters(remove_duplicate=False))
-        return list(parameters.parameters()), {id(by_name[name]) for name in partitions(parameters)}
+        declared = {id(by_name[name]) for name in partitions(parameters)}
+        parameters = parameters.parameters()
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return tensors, {id(p) for p in tensors if getattr(p, "model_parallel", False)}
+    return tensors, declared | {id(p) for p in tensors if is_marked(p)}
 
 
 def _norm(x: Tensor, norm_type: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megazero.comm import ProcessGroup
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.init import InitMethod, init_weight_
-from megazero.mpu.partition import Partition
+from megazero.mpu.partition import Partition, mark
 
 
 class ParallelModule(nn.Module):
@@ -40,12 +40,8 @@ class ParallelModule(nn.Module):
         self.master_weight = full if keep_master_weight else None
 
     def _mark_partitions(self) -> None:
-        """Sets `model_parallel = True` on the sharded parameters.
-
-        Code written for Megatron-LM reads it.
-        """
-        for name in self.partitions:
-            getattr(self, name).model_parallel = True
+        for name, cut in self.partitions.items():
+            mark(getattr(self, name), cut)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A copy that shares the process group, which cannot be copied; torch drops a copied parameter's attributes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,17 @@ class Partition:
                 pieces.append(shard.narrow(self.dim, k * chunk, length))
                 room -= length
         return torch.cat(pieces, dim=self.dim)
+
+
+def mark(parameter: Any, cut: Partition) -> None:
+    """Sets the attributes by which code written for Megatron-LM knows a sharded parameter, of 2019 and of v1.1.5 on."""
+    parameter.model_parallel = parameter.tensor_model_parallel = True
+    parameter.partition_dim, parameter.partition_stride = cut.dim, cut.stride
+
+
+def is_marked(parameter: Tensor) -> bool:
+    """Whether a parameter has one of Megatron-LM's attributes of sharded ones. A copied parameter has lost them."""
+    return any(getattr(parameter, name, False) for name in ("tensor_model_parallel", "model_parallel"))
 
 
 def partitions(module: nn.Module) -> dict[str, Partition]:

@@ -97,6 +97,12 @@ def special_case():
     lone.model_parallel = True
     lone.grad = torch.tensor([3.0, math.nan if group.rank() == group.size() - 1 else 4.0])
     assert math.isnan(mpu.clip_grad_norm([lone], 1.0, group=group))
+    # Megatron-LM's later mark, on a parameter or in a module that declares no partitions.
+    later = nn.Linear(4, 1, bias=False)
+    later.weight.tensor_model_parallel = True
+    later.weight.grad = torch.ones(1, 4)
+    for given in (later, later.weight, later.parameters()):
+        assert_close(mpu.clip_grad_norm(given, 1e9, group=group), math.sqrt(4 * group.size()))
     # A head without partitions of its own, tied to a sharded table and listed first.
     head = nn.Linear(6, 12 // group.size(), bias=False)
     tied = nn.ModuleDict({"head": head, "embedding": model["embedding"]})

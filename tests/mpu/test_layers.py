@@ -1,5 +1,6 @@
 """Column- and row-parallel linear layers against nn.Linear: outputs, gradients of input, weight and bias."""
 
+import copy
 import itertools
 
 import pytest
@@ -104,7 +105,10 @@ def row_case():
     got.backward(shared(S, B, OUT, seed=9))
     want = (shared(S, B, OUT, seed=9) @ weight).chunk(group.size(), -1)[group.rank()]
     assert_close(own.grad, want, atol=1e-5, rtol=1e-5)
-    assert not hasattr(layer.bias, "model_parallel") and layer.weight.model_parallel
+    assert not hasattr(layer.bias, "model_parallel") and not hasattr(layer.bias, "tensor_model_parallel")
+    for weight in (layer.weight, copy.deepcopy(layer).weight):
+        assert weight.model_parallel and weight.tensor_model_parallel
+        assert (weight.partition_dim, weight.partition_stride) == (1, 1)
 
 
 def qkv_case():
