@@ -45,14 +45,16 @@ def broadcast_data(
     """
     keys = list(dict.fromkeys(keys))
     group = group_or_default(group)
-    device = comm.local_device() if device is None else torch.device(device)
+    local = (
+        comm.local_device()
+    )  # where messages are: NCCL takes no others, and the host would read a copy before it is done
     is_source = group.rank() == 0
     given = dict(data or {}) if is_source else {}
 
     faults = {key: _fault(given.get(key), dtype, given, (shapes or {}).get(key)) for key in keys} if is_source else {}
     if shapes is None:
         sent = {key: given[key].shape for key, fault in faults.items() if fault is None}
-        shapes = _of_first_rank(sent, keys, group, device)
+        shapes = _of_first_rank(sent, keys, group, local)
         wrong = next((key for key in keys if key not in shapes), None)
         faults = comm.all_gathered_objects(faults, group)[0] if wrong is not None else {}
     for key, fault in faults.items():
@@ -64,11 +66,12 @@ def broadcast_data(
             )
 
     numels = [math.prod(shapes[key]) for key in keys]
-    flat = torch.empty(sum(numels), dtype=dtype, device=device)
+    flat = torch.empty(sum(numels), dtype=dtype, device=local)
     if is_source and keys:
-        torch.cat([given[key].detach().reshape(-1).to(device, non_blocking=True) for key in keys], out=flat)
+        torch.cat([given[key].detach().reshape(-1).to(local, non_blocking=True) for key in keys], out=flat)
     if flat.numel():
         comm.broadcast_(flat.view(torch.uint8), group)  # bytes: every backend sends them, whatever the dtype
+    flat = flat.to(local if device is None else device)
     return {key: part.view(tuple(shapes[key])) for key, part in zip(keys, flat.split(numels), strict=True)}
 
 

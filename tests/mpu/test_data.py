@@ -73,6 +73,18 @@ def test_two_messages_whatever_the_number_of_keys():
     run_ranks(2, message_case)
 
 
+def other_device_case():
+    """Messages are on the device that computes, which the backend is of, wherever the results are wanted."""
+    sent, real = [], comm.broadcast_
+    comm.broadcast_ = lambda buffer, group: (sent.append(buffer.device), real(buffer, group))
+    got = mpu.broadcast_data(["x"], {"x": torch.ones(3)}, torch.float32, group=dist.group.WORLD, device="meta")
+    assert sent == [comm.local_device()] * 2 and got["x"].device.type == "meta" and got["x"].shape == (3,)
+
+
+def test_results_on_another_device_travel_on_the_one_that_computes():
+    run_ranks(2, other_device_case)
+
+
 def known_shapes_case():
     """One message, and the host reads nothing that other ranks have sent."""
     groups = mpu.initialize_model_parallel(2)
