@@ -20,10 +20,15 @@ class LayerCache:
     length: int  # slots to read
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes new [b, n/t, s, d] into their slots; returns all keys and values [b, n/t, length, d] (views)."""
+        """Writes new [b, n/t, s, d] into their slots; returns all keys and values [b, n/t, length, d] (views).
+
+        They have the cache's dtype, whatever that of the new ones is under autocast.
+        """
         rows = torch.arange(k.size(0), device=k.device)[:, None]
-        self.keys[rows, :, self.slots] = k.transpose(1, 2)  # indexing puts the indexed [b, s] first: [b, s, n/t, d]
-        self.values[rows, :, self.slots] = v.transpose(1, 2)
+        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(
+            self.keys.dtype
+        )  # indexing puts [b, s] first: [b, s, n/t, d]
+        self.values[rows, :, self.slots] = v.transpose(1, 2).to(self.values.dtype)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 

@@ -97,7 +97,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[Tensor] = []
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         logits = model(tokens, cache=cache, logit_index=lengths - 1)  # [b, 1, v/t]
@@ -111,7 +111,8 @@ def generate(
             positions = lengths + len(steps) - 1
             logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
     rows = torch.stack(steps, dim=1).tolist()
     return [row[: row.index(eod)] if eod in row else row for row in rows]
 
@@ -129,7 +130,12 @@ def _draw(
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Refuses options outside their ranges with a ValueError; it needs no model."""
     for name, value, is_valid, valid in (
-        ("--temperature", temperature, temperature >= 0, "at least 0"),
+        (
+            "--temperature",
+            temperature,
+            temperature == 0 or temperature >= 1e-30,
+            "0, or at least 1e-30",
+        ),  # fp32 overflows
         ("--top-k", top_k, top_k >= 0, "at least 0 (0 is off)"),
         ("--top-p", top_p, 0 <= top_p <= 1, "between 0 and 1 (0 is off)"),
     ):

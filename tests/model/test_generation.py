@@ -49,6 +49,11 @@ def cache_case():
     pieces = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 2], dim=1)]
     logits = mpu.gather_from_model_parallel_region(torch.cat(pieces, dim=1))[..., : CONFIG.vocab_size]
     assert_close(logits, plain(tokens), atol=1e-5, rtol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = KeyValueCache(CONFIG, 2, 12, model_parallel_size=model.group.size())
+        pieces = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 2], dim=1)]
+        assert_close(torch.cat(pieces, dim=1), model(tokens), atol=0.05, rtol=0.05)
+        generate(model, PROMPTS, 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -109,11 +114,14 @@ def test_generation_stops_when_every_row_has_ended(one_rank_model):
 
 def test_generation_leaves_mode_and_random_streams_alone(one_rank_model):
     model, _ = one_rank_model
+    frozen = model.transformer.layers[0]
     model.train()
+    frozen.eval()
     before = torch.get_rng_state()
     a, b = (generate(model, PROMPTS, 4, temperature=0) for _ in range(2))
     assert a == b, "dropout must be off"
-    assert model.training and torch.equal(torch.get_rng_state(), before)
+    assert model.training and model.transformer.layers[1].training and not frozen.training
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.fixture
@@ -157,6 +165,7 @@ def test_samples_follow_the_tempered_distribution():
         ([[1], []], {}, "prompt 1 is empty"),
         ([[1] * 10], {"max_new_tokens": 7}, "--max-position-embeddings 16"),
         ([[1]], {"temperature": -1.0}, "--temperature is -1.0"),
+        ([[1]], {"temperature": 1e-40}, "--temperature is 1e-40; it must be 0, or at least 1e-30"),
         ([[1]], {"top_p": 1.5}, "--top-p is 1.5"),
         ([[1]], {"top_k": -1}, "--top-k is -1"),
     ],
