@@ -75,7 +75,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = group.rank() * logits.size(-1)  # id of this rank's first column
         columns = min(max(vocab_size - first, 0), logits.size(-1))  # without padding
         rows = logits.reshape(-1, logits.size(-1))  # [tokens, v/t]
-        ids = targets.reshape(-1, 1)  # [tokens, 1]
+        ids = targets.reshape(-1, 1).long()  # [tokens, 1]; in 8 or 16 bits the arithmetic below would overflow
         is_own = (ids >= first) & (ids < first + columns)
         local = (ids - first).masked_fill(~is_own, 0)  # [tokens, 1] column of the target, 0 where another rank has it
 

@@ -54,8 +54,10 @@ def check_token_ids(ids: Tensor, vocab_size: int) -> None:
     """Returns if all `ids` are in [0, vocab_size). Looks at CPU tensors only: reading a CUDA tensor would make it wait.
 
     Raises:
-        ValueError: one is outside.
+        ValueError: one is outside, or they are no integers, wherever they are.
     """
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"token ids are {ids.dtype}, and must be integers: convert them with .long().")
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in ids.aminmax())

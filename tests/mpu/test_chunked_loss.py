@@ -113,6 +113,8 @@ def uses_case():
     assert torch.equal(torch.autograd.grad((chunked(x, head) * upstream).sum(), head)[0], want_weight)
     with torch.no_grad():
         assert torch.equal(chunked(leaf, head), want)
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            assert torch.equal(chunked(leaf, head, targets.to(dtype)), want), dtype
     # The gradient of one depends on the other, also where the incoming gradient is a constant.
     for first, second in ((leaf, head), (head, leaf)):
         (twice,) = torch.autograd.grad((chunked(leaf, head) * upstream).sum(), first, create_graph=True)

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import mpu
 from megazero.mpu import cross_entropy
+from tests.mpu.values import shared
 from tests.plan.live_bytes import tensors_in
 from tests.ranks import run_ranks
 
@@ -104,7 +105,7 @@ def chunk_case():
 def error_case():
     group = dist.group.WORLD
     t = group.size()
-    logits = torch.zeros(2, 3, 12 // t)
+    logits = shared(2, 3, 12).chunk(t, -1)[group.rank()]
     with pytest.raises(ValueError, match=r"need targets \[2, 3\], got \[3, 2\]"):
         mpu.vocab_parallel_cross_entropy(logits, torch.zeros(3, 2, dtype=torch.int64), group)
     with pytest.raises(ValueError, match=f"vocab_size=13 but {t} ranks x {12 // t} columns make 12"):
@@ -112,6 +113,10 @@ def error_case():
     for bad in (11, -1):
         with pytest.raises(ValueError, match=f"token id {bad} is outside of the vocabulary: 11 ids"):
             mpu.vocab_parallel_cross_entropy(logits, torch.full((2, 3), bad), group, 11)
+    targets = torch.tensor([[0, 5, 10], [7, 2, 9]])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        got, want = (mpu.vocab_parallel_cross_entropy(logits, x, group, 11) for x in (targets.to(dtype), targets))
+        assert torch.equal(got, want), dtype
     leaf = logits.clone().requires_grad_()
     loss = mpu.vocab_parallel_cross_entropy(leaf, torch.zeros(2, 3, dtype=torch.int32), group).sum()
     (want,) = torch.autograd.grad(loss, leaf, retain_graph=True)

@@ -38,6 +38,8 @@ def test_vocabulary_ranges_tile_the_vocabulary():
 
 def test_token_ids_outside_of_the_vocabulary_are_named():
     check_token_ids(torch.tensor([[0, 6]]), 7)
+    with pytest.raises(ValueError, match="token ids are torch.float32, and must be integers"):
+        check_token_ids(torch.zeros(2), 7)
     check_token_ids(torch.empty(0, 3, dtype=torch.int64), 7)
     for bad, advice in ((7, "another vocabulary"), (-1, "any.*multiply their loss by 0"), (-100, "any.*by 0")):
         with pytest.raises(ValueError, match=f"token id {bad} is outside of the vocabulary: 7 ids.*{advice}"):
