@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -51,6 +51,24 @@ class ParallelModule(nn.Module):
         new.__setstate__(copy.deepcopy(self.__dict__, memo))
         new._mark_partitions()
         return new
+
+    def __copy__(self) -> ParallelModule:
+        """A shallow copy, which would call `__reduce__` otherwise."""
+        new = type(self).__new__(type(self))
+        new.__setstate__(self.__dict__)
+        return new
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses pickle, and so `torch.save` of a whole model: a shard alone does not say of which ranks it is one.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: it has a part of its weight, and belongs to a process group of this job. "
+            "Save state_dict() on every rank, or engine.save_checkpoint(directory), which any number of ranks loads. "
+            "copy.deepcopy() makes a copy."
+        )
 
 
 def shard_size(layer: str, argument: str, full: int, ranks: int, stride: int = 1) -> int:

@@ -105,6 +105,13 @@ def test_partitions_lists_sharded_parameters_by_full_name_and_survives_deepcopy(
     assert torch.equal(clone[1](x), column(x))
 
 
+def test_a_split_layer_is_not_pickled_and_says_what_to_do_instead(one_rank, tmp_path):
+    model = nn.Sequential(mpu.RowParallelLinear(6, 2))
+    with pytest.raises(TypeError, match=r"RowParallelLinear cannot be pickled: .* Save state_dict\(\)"):
+        torch.save(model, tmp_path / "model.pt")
+    assert copy.copy(model[0]).weight is model[0].weight
+
+
 def tied(head_first: bool) -> nn.ModuleDict:
     embedding, head = (
         mpu.VocabParallelEmbedding(4, 3),
