@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.logging import some
+from megazero.logging import ALIKE, get_logger, some
 from megazero.model.config import GPT2Config
+
+logger = get_logger(__name__)
 
 # ours inside transformer.layers.{i} -> theirs inside h.{i}; whether the weight is a Conv1D
 _BLOCK = (
@@ -135,6 +137,8 @@ def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
 def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
     """The `GPT2Config` of a Hugging Face `config.json`; keys that it leaves out have GPT-2's defaults.
 
+    Warns if embeddings have another dropout than the rest there: here they have that of the rest.
+
     Raises:
         ValueError: it describes something that this model cannot compute (another activation, an untied head, ...).
     """
@@ -153,6 +157,15 @@ def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
             )
 
     given = {ours: config.get(theirs, default) for ours, theirs, default in _CONFIG}
+    embeddings = config.get("embd_pdrop", 0.1)
+    if embeddings != given["hidden_dropout"]:  # of no account unless the model is trained on
+        logger.warning(
+            "the Hugging Face config has embd_pdrop=%s and resid_pdrop=%s: --hidden-dropout, %s, is that of embeddings too.",
+            embeddings,
+            given["hidden_dropout"],
+            given["hidden_dropout"],
+            extra=ALIKE,
+        )
     return GPT2Config(**given)  # type: ignore[arg-type]
 
 

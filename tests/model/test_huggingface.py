@@ -134,6 +134,14 @@ def test_configurations_convert_both_ways():
     assert (small.num_parameters(), small.vocab_size) == (124_439_808, 50257)
 
 
+def test_a_dropout_of_embeddings_alone_is_told(caplog):
+    for dropouts in ({}, {"embd_pdrop": 0.2, "resid_pdrop": 0.2}):
+        config_from_huggingface(dropouts)
+    assert not caplog.messages
+    assert config_from_huggingface({"embd_pdrop": 0.0}).hidden_dropout == 0.1
+    assert "embd_pdrop=0.0 and resid_pdrop=0.1: --hidden-dropout, 0.1, is" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("model_type", "llama"), ("activation_function", "relu"), ("tie_word_embeddings", False)]
 )
