@@ -26,9 +26,8 @@ BLOCK_BYTES = 1 << 20  # of a checksum
 _CHUNK_BYTES = 1 << 24  # of a copy from a device
 _WRITE_OUT_BYTES = 1 << 24  # written at a time by the disk, while the next are on their way into memory
 _ALIGNMENT = 64  # bytes, of the first tensor
-MOST_OPEN = (
-    128  # files at a time that are read: there is one of every rank, and a process may have 256 descriptors, or 1024
-)
+# Files at a time that are read: there is one of every rank, and a process may have 256 descriptors, or 1024.
+MOST_OPEN = 128
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.columns = min(max(vocab_size - first, 0), weight.size(0))  # without padding
         ctx.chunk_size, ctx.token_chunk = chunk_size, token_chunk
         rows = x.reshape(-1, x.size(-1))  # [tokens, h]
-        ids = (
-            targets.reshape(-1).long() - first
-        )  # [tokens] column of the target; outside of [0, columns) on another rank
+        # [tokens] column of the target; outside of [0, columns) on another rank
+        ids = targets.reshape(-1).long() - first
 
         none = rows[:, :0]  # a rank with nothing but padding has no chunk
         maxima, sums = ([part] for part in max_and_sum(none))  # [tokens] per chunk of the vocabulary
