@@ -19,8 +19,8 @@ class GatheredParameters:
 
     With `modifier_rank`, the values that the modifier rank holds at the end become the parameters' values everywhere, in the
     master weights too. This includes tensors assigned to `p.data`, if they have the parameter's shape. Without `modifier_rank`
-    the values are for reading: a change raises at the end, on every rank, instead of being lost. Parameters that neither an
-    engine nor `zero.Init` holds are left alone.
+    the values are for reading: a change raises at the end, on every rank, instead of being lost. Leaving by an exception undoes
+    all changes. Parameters that neither an engine nor `zero.Init` holds are left alone.
 
     Args:
         params: a parameter, or any iterable of them.
@@ -81,6 +81,10 @@ class GatheredParameters:
                 bucket.weights.gather()
             for bucket in self.buckets:
                 bucket.weights.wait_gathered()
+            # To undo changes after an exception, which other ranks may not have: what is whole anyway has no shard to return to,
+            # and may be the master weights themselves.
+            whole = [bucket for bucket in self.buckets if not bucket.sharding.parameters]
+            self._before = [(values, values.clone()) for bucket in whole for values in self._to_send(bucket)]
         except BaseException:  # not enough memory for all: those gathered so far would be in the way of another try
             for bucket in self._to_release:
                 bucket.weights.release()
@@ -94,6 +98,9 @@ class GatheredParameters:
         weights = [bucket.weights for bucket in self.buckets]
         assigned = [each.assigned() for each in weights]  # all before any write: one may be a view of another
         reshaped = [name for each, new in zip(weights, assigned, strict=True) for name in each.write(new)]
+        for values, before in self._before if kind is not None else []:
+            values.copy_(before)
+        self._before = []
         for bucket in self.buckets:
             bucket.weights.is_held = False
             if kind is None and self.modifier_rank is not None:
@@ -102,7 +109,10 @@ class GatheredParameters:
                 bucket.adopt_gathered()
             elif kind is None:
                 changed.update(_changed(bucket))
-            bucket.weights.mark_unwritten()
+            if (
+                kind is None or bucket.sharding.parameters
+            ):  # else the step has still to look for what was written before
+                bucket.weights.mark_unwritten()
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
         for bucket in self.buckets:

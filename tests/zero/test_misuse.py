@@ -106,6 +106,34 @@ def test_what_gathered_parameters_do_not_keep_is_undone_on_all_ranks_between_mic
     run_ranks(2, undone_case)
 
 
+def undone_below_stage_3_case(dtype: torch.dtype) -> None:
+    """What one rank writes before an exception on every rank; nothing is left of it, not even after a step."""
+    mpu.initialize_model_parallel(1)
+    for stage in STAGES[:3]:
+        torch.manual_seed(0)
+        model = Toy()
+        model.blocks[0].requires_grad_(False)
+        engine = make_engine(model, stage, dtype=dtype, optimizer="sgd", decay=0.0)
+        frozen, trained, other = model.blocks[0].up.weight, model.blocks[1].up.weight, model.blocks[1].down.bias
+        with torch.no_grad():
+            other.fill_(7.0)  # on every rank, and kept
+        want = engine.state_dict()
+        with pytest.raises(KeyError), zero.GatheredParameters([frozen, trained], modifier_rank=0), torch.no_grad():
+            if mpu.get_data_parallel_rank() == 0:
+                frozen.zero_()
+                trained.data = torch.zeros_like(trained)
+            raise KeyError
+        engine.backward(0.0 * engine(my_batch()))
+        engine.step()
+        state = {name: values.tolist() for name, values in engine.state_dict().items()}
+        assert state == {name: values.tolist() for name, values in want.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_before_an_exception_in_gathered_parameters_is_undone_below_stage_3(dtype):
+    run_ranks(2, undone_below_stage_3_case, dtype)
+
+
 def copy_case() -> None:
     """A copy is another plain module, whose use between an engine's forward and backward is nothing to it."""
     mpu.initialize_model_parallel(1)
