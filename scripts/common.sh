@@ -96,13 +96,17 @@ launch() {
   exec "$PYTHON" -m megazero.runner.agent "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" </dev/null
 }
 
-# json_has KEYS ARG...: whether the JSON file after --deepspeed_config sets one of the keys (a|b) to something other than "auto"
+# json_has KEYS ARG...: whether the JSON file of the last --deepspeed_config sets one of the keys (a|b) to something other than "auto"
 json_has() {
-  local keys=$1
-  shift
-  while [ $# -gt 1 ] && [ "$1" != --deepspeed_config ]; do shift; done
+  local keys=$1 file=
+  while shift && [ $# -gt 0 ]; do
+    case $1 in  # all names of the flag (megazero/config.py)
+      --deepspeed[_-]config | --deepscale[_-]config) file=${2:-} ;;
+      --deepspeed[_-]config=* | --deepscale[_-]config=*) file=${1#*=} ;;
+    esac
+  done
   # -c reads to the end: with -q, sed could die of a closed pipe, and the test would fail because of `pipefail`
-  [ $# -gt 1 ] && [ -f "$2" ] && [ "$(sed 's:^ *//.*::' "$2" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
+  [ -f "$file" ] && [ "$(sed 's:^ *//.*::' "$file" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
 }
 
 # precision_flag ARG...: sets PRECISION_FLAG to the flag for PRECISION (bf16, fp16, or fp32, which has no flag). If PRECISION is unset, ARG... or

@@ -135,6 +135,26 @@ def test_precision_is_what_was_said_else_what_the_gpus_have(tmp_path):
         assert done.stdout == f"[{expected}]\n", (precision, arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--deepspeed_config FILE",
+        "--deepspeed_config=FILE",
+        "--deepspeed-config FILE --lr 1",
+        "--deepspeed-config=FILE",
+        "--deepscale_config FILE",
+        "--deepscale-config=FILE",
+        "--deepspeed_config /dev/null --deepspeed_config=FILE",
+    ],
+)
+def test_keys_of_the_json_file_are_seen_whatever_the_flag_is_called(tmp_path, arguments):
+    file = tmp_path / "a b.json"
+    file.write_text('{"optimizer": {"type": "Adam"}}')
+    arguments = arguments.replace("FILE", f"'{file}'")
+    command = f"source scripts/common.sh; json_has optimizer {arguments} && ! json_has scheduler {arguments}"
+    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+
+
 def test_distributed_by_master_port_and_by_rendezvous(corpus, tmp_path):
     for name, where in (
         ("port", {"MASTER_PORT": str(free_port())}),
