@@ -3,7 +3,7 @@
 # Variables that every script uses, with their defaults:
 #   PYTHON          the interpreter; if unset, .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or NNODES and RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
 #   MAX_RESTARTS    one node only: how often all ranks are restarted after one has failed (0); they continue from the last checkpoint
 
 set -euo pipefail
@@ -70,6 +70,10 @@ launch() {
     [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "error: $name=${!name} must be a number, or unset." >&2; exit 2; }
   done
   # Otherwise torchrun would wait for a job that started without this node or never starts, or train alone if NNODES was forgotten.
+  if [ -z "${NNODES:-}" ] && [[ ! ${RDZV_ENDPOINT:-localhost} =~ ^(localhost|127\.) ]]; then  # no other node can reach those
+    echo "error: RDZV_ENDPOINT=$RDZV_ENDPOINT needs NNODES, the number of nodes that meet there (1 for this one alone)." >&2
+    exit 2
+  fi
   if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NODE_RANK:-0}" -ge "${NNODES:-1}" ]; then
     echo "error: NODE_RANK=${NODE_RANK:-0} must be below NNODES=${NNODES:-1}: nodes are numbered from 0." >&2
     exit 2

@@ -345,6 +345,10 @@ def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2: nodes are numbered from 0."),
         ({"NODE_RANK": "1"}, "NODE_RANK=1 must be below NNODES=1: nodes are numbered from 0."),
         ({"NNODES": "0"}, "NODE_RANK=0 must be below NNODES=0: nodes are numbered from 0."),
+        (
+            {"RDZV_ENDPOINT": "node0:6000"},
+            "RDZV_ENDPOINT=node0:6000 needs NNODES, the number of nodes that meet there (1 for this one alone).",
+        ),
     ],
 )
 def test_wrong_numbers_of_nodes_are_one_line(corpus, tmp_path, variables, said):
