@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from megazero import launch
+from megazero import launch, runner
 from megazero.cgroups import available_cores
 from megazero.children import children
 from megazero.runner import main
@@ -23,7 +23,7 @@ from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
 from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
 from megazero.runner.environment import exported, parse_environment, visible_devices
-from megazero.runner.hosts import is_this_machine, parse_hostfile, select
+from megazero.runner.hosts import is_this_machine, parse_hostfile, select, slurm_gpus
 from megazero.runner.processes import run_nodes
 from tests.ranks import free_port
 
@@ -601,6 +601,37 @@ def test_slurm_allocation_is_seen_and_used(folder, monkeypatch):
     assert "srun has started megazero on several nodes" in finish(start(folder, SHOW), status=2)[1]
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "two")
     assert "error: SLURM_JOB_NUM_NODES=two is no number" in finish(start(folder, SHOW), status=2)[1]
+
+
+@pytest.mark.parametrize(
+    "variables, gpus",
+    [
+        ({"ON_NODE": "4", "PER_NODE": "8"}, 4),
+        ({"PER_NODE": "8"}, 8),
+        ({"PER_NODE": "a100:8"}, 8),
+        ({"PER_NODE": "a100:4,3g.20gb:2"}, 6),
+        ({"PER_NODE": "a100"}, 0),
+        ({}, 0),
+    ],
+)
+def test_gpus_of_slurms_nodes(variables, gpus):
+    assert slurm_gpus({f"SLURM_GPUS_{name}": value for name, value in variables.items()}) == gpus
+
+
+def test_slurm_nodes_with_an_unknown_number_of_gpus_do_not_run_as_if_they_had_none(folder, monkeypatch, capsys):
+    """As under salloc, on a machine without a GPU."""
+    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(runner, "_count_gpus", lambda: 0)
+    monkeypatch.setattr(os, "execvp", lambda _, command: started.append(command))
+    started: list[list[str]] = []
+    assert main([__file__]) == 2 and not started
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and "Give --num_gpus, the number of ranks per node" in output, output
+    for number, variable in enumerate(("", "a100:3")):
+        monkeypatch.setenv("SLURM_GPUS_PER_NODE", variable)
+        main([__file__] if variable else ["--num_gpus=3", __file__])
+        assert "--nproc-per-node 3" in " ".join(started[number])
 
 
 def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):

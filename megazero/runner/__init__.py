@@ -31,7 +31,7 @@ from megazero.runner.commands import (
     static,
     torchrun_command,
 )
-from megazero.runner.hosts import Nodes, is_this_machine, parse_hostfile, select, slurm_hosts
+from megazero.runner.hosts import Nodes, is_this_machine, parse_hostfile, select, slurm_gpus, slurm_hosts
 from megazero.runner.processes import Node, run_nodes
 
 logger = logging.getLogger(__name__)
@@ -190,8 +190,13 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
         raise ValueError(
             "--launcher slurm needs an allocation (SLURM_JOB_ID is not set): start it inside sbatch or salloc."
         )
-    on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    count = _slots(int(on_node) if on_node.isdigit() else _count_gpus(), options)
+    gpus = slurm_gpus(os.environ) or _count_gpus()
+    if not gpus and options.num_gpus < 1:
+        raise ValueError(
+            "this machine has no GPU, and neither SLURM_GPUS_ON_NODE nor SLURM_GPUS_PER_NODE says how many a node of the "
+            "allocation has. Give --num_gpus, the number of ranks per node, or allocate with --gpus-per-node."
+        )
+    count = _slots(gpus, options)
     hosts = dict.fromkeys(slurm_hosts(os.environ.get("SLURM_JOB_NODELIST", "")), count)
     nodes = select(hosts, options.include, options.exclude, options.num_nodes, options.num_gpus)
     first = next(iter(nodes))

@@ -122,6 +122,18 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
+def slurm_gpus(environment: Mapping[str, str]) -> int:
+    """The number of GPUs per node by Slurm's variables, 0 if they do not say; salloc sets at most the second one.
+
+    Their forms are `8`, `a100:8` and `a100:4,v100:2`.
+    """
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        counts = re.findall(r"(?:^|[,:])(\d+)(?=,|$)", environment.get(name, ""))
+        if total := sum(map(int, counts)):
+            return total
+    return 0
+
+
 def slurm_hosts(nodelist: str) -> list[str]:
     """The host names in a Slurm node list, from `scontrol show hostnames`.
 
