@@ -20,6 +20,7 @@ import torch
 from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
 from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
+from megazero.runner import CPU_RANKS
 from megazero.stop_signal import StopSignal
 
 logger = get_logger(__name__)
@@ -148,11 +149,11 @@ def _may_open(path: str) -> bool:
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:
-    """The number of ranks for this node: NPROC, else one per GPU, else 2. With one node, `check` has passed for that number."""
+    """The number of ranks for this node: NPROC, else one per GPU, else CPU_RANKS. With one node, `check` has passed for it."""
     wanted = os.environ.get("NPROC", "")
     if wanted and not (wanted.isdecimal() and int(wanted)):
         raise ValueError(f"NPROC={wanted} must be the number of ranks on this node, or unset.")
-    ranks = int(wanted) if wanted else torch.cuda.device_count() or 2
+    ranks = int(wanted) if wanted else torch.cuda.device_count() or CPU_RANKS
     # With several nodes, none may exit before they have met: the others would wait for it.
     if os.environ.get("NNODES", "1") == "1":
         check(ranks)

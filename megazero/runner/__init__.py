@@ -37,7 +37,7 @@ from megazero.runner.processes import Node, run_nodes
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29500
-CPU_RANKS = 2  # on a machine without a GPU, unless --num_gpus sets it; megazero.entry has the same
+CPU_RANKS = 2  # on a machine without a GPU, unless --num_gpus (NPROC for scripts/) sets it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
