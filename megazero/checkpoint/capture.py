@@ -43,7 +43,7 @@ def capture(
     # What the user has made need not be plain on every rank.
     client, client_tensors = comm.together(lambda: encode(client_state))
     schedule, schedule_tensors = comm.together(lambda: _schedule(state))
-    keys: Keys = state.optimizer.state_keys_everywhere() if save_optimizer else {}
+    keys: Keys = state.optimizer.state_keys_everywhere(state.optimizer.buckets) if save_optimizer else {}
     counters = _counters(state) if save_optimizer else {}
     aliases = state.aliases()
     places = _places(state, keys, counters, aliases)

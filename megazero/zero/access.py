@@ -50,7 +50,7 @@ def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterat
     """The owned range of one state, zeros if this rank has trained nothing yet; None if no rank has the state."""
     if key != MASTER:
         with _collective(f"reading the optimizer's state {key!r}"):
-            keys = optimizer.state_keys_everywhere()[bucket]
+            keys = optimizer.state_keys_everywhere([bucket])[bucket]
         if key not in keys:
             yield None
             return
@@ -140,7 +140,7 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
         safe_set_full_fp32_param(parameter, values)
         return
     bucket, segment, optimizer = _to_set(parameter, "safe_set_full_optimizer_state", values)
-    keys = optimizer.state_keys_everywhere()[bucket]
+    keys = optimizer.state_keys_everywhere([bucket])[bucket]
     if key not in keys:
         raise KeyError(f"the optimizer has no state {key!r} of this parameter: it has {keys}, after its first step.")
     _set_state(bucket, segment, optimizer, key, values.reshape(-1), first=0)

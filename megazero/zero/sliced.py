@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -285,11 +285,11 @@ class SlicedOptimizer:
         states = (self.state.get(piece.master, {}) for piece in self.slices_of(bucket))
         return sorted({key for state in states for key, value in state.items() if _is_flat(value)})
 
-    def state_keys_everywhere(self) -> dict[Bucket, list[str]]:
+    def state_keys_everywhere(self, buckets: Sequence[Bucket]) -> dict[Bucket, list[str]]:
         """`state_keys` of all ranks together: a rank that owns nothing has no state. Collective over the data-parallel group."""
-        mine = [self.state_keys(bucket) for bucket in self.buckets]
+        mine = [self.state_keys(bucket) for bucket in buckets]
         of_ranks = zip(*comm.all_gathered_objects(mine, self.buckets[0].channel.group), strict=True)
-        return {bucket: sorted(set().union(*keys)) for bucket, keys in zip(self.buckets, of_ranks, strict=True)}
+        return {bucket: sorted(set().union(*keys)) for bucket, keys in zip(buckets, of_ranks, strict=True)}
 
     def counters(self) -> dict[str, Counters]:
         """The optimizer's scalar state, by name, of each parameter with any state on this rank; {} if none of it is scalar."""

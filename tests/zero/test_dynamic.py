@@ -415,6 +415,19 @@ def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
     run_ranks(2, access_case, dtype)
 
 
+def test_a_states_keys_are_exchanged_for_the_parameters_own_bucket_alone(one_rank, monkeypatch):
+    engine = fresh(1)
+    one_step(engine, my_batch())
+    sent = []
+    gathered = comm.all_gathered_objects
+    monkeypatch.setattr(comm, "all_gathered_objects", lambda value, *rest: sent.append(value) or gathered(value, *rest))
+    weight = engine.module.blocks[1].up.weight
+    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    utils.safe_set_full_optimizer_state(weight, moment, "exp_avg")
+    utils.safe_get_local_optimizer_state(weight, "exp_avg")
+    assert sent == 3 * [[["exp_avg", "exp_avg_sq"]]] and len(engine.buckets) > 1
+
+
 def straggler_case(folder: str) -> None:
     mpu.initialize_model_parallel(1, timeout_s=5.0)
     engine = fresh(3)
