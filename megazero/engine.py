@@ -105,8 +105,7 @@ class Engine:
         allow_untested_optimizer: bool = False,
         placement_meter: Meter | None = None,
     ) -> None:
-        if gradient_accumulation_steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {gradient_accumulation_steps}.")
+        _check_accumulation_steps(gradient_accumulation_steps)
         _check_world(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
@@ -366,6 +365,7 @@ class Engine:
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Changes the number of micro-batches per optimizer step; call it between two steps."""
+        _check_accumulation_steps(steps)
         self._accumulation_steps = steps
         if self.placement is not None:
             self.placement.expect(steps)
@@ -738,6 +738,11 @@ def _refuse_max_norm(model: nn.Module) -> None:
                 "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
                 "max_norm; to limit norms, scale the rows of all ranks between two steps."
             )
+
+
+def _check_accumulation_steps(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
 
 
 def _check_world(groups: ParallelGroups) -> None:

@@ -327,6 +327,9 @@ def accumulation_case(stage: int) -> None:
     assert engine.gradient_accumulation_steps() == 3 and engine.train_batch_size() == 12
     with pytest.raises(ValueError, match="multiple of micro-batch size 2"):
         engine.set_train_batch_size(7)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
+        engine.set_gradient_accumulation_steps(0)
+    assert engine.gradient_accumulation_steps() == 3
 
 
 @pytest.mark.parametrize("stage", [1, 2])
