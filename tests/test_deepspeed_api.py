@@ -451,6 +451,20 @@ def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
     assert (engine.module_state_dict()["head.weight"] == 2.0).all()
 
 
+def expanded_case() -> None:
+    model, rank = make_model(), torch.distributed.get_rank()
+    model.register_buffer("mask", torch.full((1, 3), float(rank + 1)).expand(2, 3))
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    state = engine.module_state_dict()
+    assert state["mask"].tolist() == 2 * [[1.0, 1.0, 1.0]]
+    engine.load_module_state_dict({"mask": 2 * state["mask"]}, strict=False)
+    assert model.mask.tolist() == 2 * [[2.0, 2.0, 2.0]]
+
+
+def test_an_expanded_buffer_is_that_of_the_first_rank_and_loads():
+    run_ranks(2, expanded_case)
+
+
 class Counting(nn.Linear):
     """A layer with a state that is no tensor."""
 

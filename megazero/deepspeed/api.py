@@ -209,7 +209,9 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
             parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, buffer.to(device, dtype if buffer.is_floating_point() else None))
+            buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
+            # An expanded one cannot be written to: it gets an element's memory for every element, as a move to a GPU gives it.
+            setattr(module, name, buffer.clone() if 0 in buffer.stride() else buffer)
 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
