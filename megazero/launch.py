@@ -67,7 +67,9 @@ def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
             "where TORCH_FR_DUMP_TEMP_FILE says; torchfrtrace reads them."
         )
     if failure.exitcode < 0:
-        return f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}."
+        number = -failure.exitcode  # most real-time signals have no name
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+        return f"rank {rank} was ended by {name}."
     where = f"under {log_dir}" if log_dir else "above"
     return f"rank {rank} ended with exit status {failure.exitcode}; its message is {where}."
 

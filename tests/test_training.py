@@ -270,6 +270,8 @@ def test_a_rank_that_nccl_ended_is_explained():
     assert "torchfrtrace" in said and "\n" not in said
     other = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGSEGV, error_file="")
     assert describe(5, other) == "rank 5 was ended by SIGSEGV."
+    nameless = ProcessFailure(local_rank=1, pid=1, exitcode=-(signal.SIGRTMIN + 1), error_file="")
+    assert describe(5, nameless) == f"rank 5 was ended by signal {signal.SIGRTMIN + 1}."
 
 
 KILLED_WHILE = """
