@@ -230,8 +230,10 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     samples = f"samples {first} to {first + size - 1} of the shuffled training data"
     mine = f"rank {torch.distributed.get_rank()}: loss {loss}, {samples}"
     bad = [text for text in comm.all_gathered_objects(None if math.isfinite(loss) else mine) if text]
+    # Gradients may be finite, as those of a loss to which infinity was added.
+    updated = "were updated, by finite gradients" if job.engine.was_step_applied() else "were not updated"
     raise FloatingPointError(
-        f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights were not updated. "
+        f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights {updated}. "
         "Lower --lr, lengthen its warm-up, or look at these samples; the last checkpoint is good."
     )
 

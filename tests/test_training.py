@@ -700,6 +700,27 @@ def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
     done = run_job(flags(corpus, tmp_path, 50, "--lr", "1e30", "--clip-grad", "0", "--warmup", "0"), 2)
     assert done.returncode != 0
     assert "The loss is not finite at iteration" in done.stdout and "rank 0: loss nan, samples" in done.stdout
+    assert "The weights were not updated." in done.stdout
+
+
+INFINITE = """
+import math
+import pretrain_gpt2
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+def forward_step(job, iterator):
+    return pretrain_gpt2.forward_step(job, iterator) + math.inf
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, pretrain_gpt2.make_model, forward_step))
+"""
+
+
+def test_an_infinite_loss_whose_gradients_are_finite_is_told_as_the_update_that_it_is(corpus, tmp_path):
+    script = tmp_path / "infinite.py"
+    script.write_text(INFINITE)
+    done = run_script(1, str(script), flags(corpus, tmp_path, 2))
+    assert "rank 0: loss inf" in done.stdout and "The weights were updated, by finite gradients. Lower" in done.stdout
 
 
 @pytest.mark.parametrize(
