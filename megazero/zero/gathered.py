@@ -109,10 +109,8 @@ class GatheredParameters:
                 bucket.adopt_gathered()
             elif kind is None:
                 changed.update(_changed(bucket))
-            if (
-                kind is None or bucket.sharding.parameters
-            ):  # else the step has still to look for what was written before
-                bucket.weights.mark_unwritten()
+            if kind is None or bucket.sharding.parameters:
+                bucket.weights.mark_unwritten()  # else the step has still to look for what was written before
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
         for bucket in self.buckets:
