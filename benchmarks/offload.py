@@ -129,7 +129,8 @@ def bytes_of(engine: Engine, o: str, p: str) -> dict[str, int]:
     """What the engine has of the states and of buffers now, by kind of memory."""
     memory, found = engine.memory(), {"device": 0, "host": 0, "disk": 0}
     place = {"none": "device", "cpu": "host", "nvme": "host"}  # what of an nvme home is in memory is in the host's
-    found[place[p]] += memory["P"]
+    # Everything is trained: where O is on the device, its master weights serve as the shards of P.
+    found["device" if o == "none" else place[p]] += memory["P"]
     found[place[o]] += memory["O"]
     found[place[o] if engine.sharding.gradients else "device"] += memory["G"]
     found["device"] += memory["buffers"]
