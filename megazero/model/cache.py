@@ -25,10 +25,9 @@ class LayerCache:
         They have the cache's dtype, whatever that of the new ones is under autocast.
         """
         rows = torch.arange(k.size(0), device=k.device)[:, None]
-        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(
-            self.keys.dtype
-        )  # indexing puts [b, s] first: [b, s, n/t, d]
-        self.values[rows, :, self.slots] = v.transpose(1, 2).to(self.values.dtype)
+        for all_of_them, new in ((self.keys, k), (self.values, v)):
+            # Indexing puts the indexed [b, s] first: [b, s, n/t, d].
+            all_of_them[rows, :, self.slots] = new.transpose(1, 2).to(all_of_them.dtype)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 

@@ -130,12 +130,8 @@ def _draw(
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Refuses options outside their ranges with a ValueError; it needs no model."""
     for name, value, is_valid, valid in (
-        (
-            "--temperature",
-            temperature,
-            temperature == 0 or temperature >= 1e-30,
-            "0, or at least 1e-30",
-        ),  # fp32 overflows
+        # Below that, logits over it overflow in fp32.
+        ("--temperature", temperature, temperature == 0 or temperature >= 1e-30, "0, or at least 1e-30"),
         ("--top-k", top_k, top_k >= 0, "at least 0 (0 is off)"),
         ("--top-p", top_p, 0 <= top_p <= 1, "between 0 and 1 (0 is off)"),
     ):

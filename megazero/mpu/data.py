@@ -45,9 +45,8 @@ def broadcast_data(
     """
     keys = list(dict.fromkeys(keys))
     group = group_or_default(group)
-    local = (
-        comm.local_device()
-    )  # where messages are: NCCL takes no others, and the host would read a copy before it is done
+    # Where messages are: NCCL takes no others, and the host would read a copy before it is done.
+    local = comm.local_device()
     is_source = group.rank() == 0
     given = dict(data or {}) if is_source else {}
 
