@@ -7,7 +7,6 @@ return the same result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from megazero import comm, mpu
 from megazero.data.tokenizer import Tokenizer
 from megazero.logging import counted
 from megazero.metrics import perplexity
+from megazero.model.modes import in_mode
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def sliding_window_perplexity(
     device = comm.local_device()
     place = torch.arange(length + 1)
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    with _evaluating(model):
+    with in_mode(model, training=False):
         for rows, is_real in _share(len(starts), batch_size, groups):
             window = stream[starts[rows, None] + place].to(device)  # [b, length + 1]
             # [b, length]: the last counts[i] places
@@ -146,7 +146,7 @@ def last_word_accuracy(
     examples = [_last_word_example(i, text, tokenizer, seq_length) for i, text in enumerate(texts)]
     device = comm.local_device()
     correct = torch.zeros((), dtype=torch.int64, device=device)
-    with _evaluating(model):
+    with in_mode(model, training=False):
         for rows, is_real in _share(len(examples), batch_size, groups):
             batch = [examples[i] for i in rows.tolist()]
             longest = max(len(ids) for ids, _ in batch)
@@ -190,13 +190,3 @@ def _share(count: int, batch_size: int, groups: mpu.ParallelGroups) -> Iterator[
     for start in range(0, count, step):
         index = torch.arange(batch_size) + start + batch_size * groups.data_parallel_rank
         yield index.clamp(max=count - 1), index < count
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -12,6 +12,7 @@ from megazero import comm, mpu
 from megazero.logging import counted
 from megazero.model.cache import KeyValueCache
 from megazero.model.gpt2 import GPT2Model
+from megazero.model.modes import in_mode
 
 
 def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 0.0) -> Tensor:
@@ -97,9 +98,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[Tensor] = []
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         logits = model(tokens, cache=cache, logit_index=lengths - 1)  # [b, 1, v/t]
         while True:
             drawn = _draw(model, logits[:, 0], temperature, top_k, top_p, generator)  # [b]
@@ -110,9 +109,6 @@ def generate(
                 break
             positions = lengths + len(steps) - 1
             logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
-    finally:
-        for module, was_training in modes.items():
-            module.training = was_training
     rows = torch.stack(steps, dim=1).tolist()
     return [row[: row.index(eod)] if eod in row else row for row in rows]
 

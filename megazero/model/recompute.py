@@ -28,6 +28,7 @@ from megazero.activation_checkpointing.storage import Storage
 from megazero.model.attention import attend
 from megazero.model.block import Transformer, TransformerBlock
 from megazero.model.config import BLOCK_MODES
+from megazero.model.modes import in_mode
 from megazero.mpu.random import RngState
 from megazero.zero import GatheredParameters
 
@@ -138,10 +139,9 @@ def measure_block(
     attention, group = block.attention, block.attention.dense.group
     checkpointer = attention.checkpointer or activation_checkpointing.default
     weight = attention.query_key_value.weight
-    was_training, was_selective, streams = block.training, attention.recomputes_core, RngState.capture()
+    was_selective, streams = attention.recomputes_core, RngState.capture()
     slices = group.size() if block.sequence_parallel else 1
-    with GatheredParameters(block.parameters()), torch.enable_grad():
-        block.train()
+    with GatheredParameters(block.parameters()), torch.enable_grad(), in_mode(block, training=True):
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         x = torch.randn(seq_length // slices, micro_batch_size, weight.size(1), **like)
         heads = weight.size(0) // 3 // attention.head_size
@@ -164,7 +164,6 @@ def measure_block(
                 "full": _fastest(lambda: block(x, mask)),
             }
         finally:
-            block.train(was_training)
             attention.recomputes_core = was_selective
             streams.restore()
     return {mode: BlockCost(nbytes[mode], seconds[mode]) for mode in BLOCK_MODES}
