@@ -170,7 +170,8 @@ class ZeroConfig:
         """By name, the fields that have no effect beside the others, whatever their own values, and what they are for."""
         optimizer, param, is_placed = self.offload_optimizer, self.offload_param, self.placement == "auto"
         limits = ("gather_limits", "param_persistence_threshold", "model_persistence_threshold")
-        on_nvme = "--offload-optimizer nvme and --offload-param nvme (activation checkpoints: --checkpoint-nvme-path)"
+        on_nvme = "--offload-optimizer nvme and --offload-param nvme"
+        on_nvme += "; activation checkpoints have --checkpoint-nvme-path"
         uses = (
             (self.stage == 3, "--zero-stage 3", limits),
             (self.stage < 3, "--zero-stage 0 to 2", ("reduce_bucket_size",)),
