@@ -54,7 +54,7 @@ def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = Fals
 
 
 def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[nn.Module]:
-    units: list[nn.Module] = []
+    units: dict[nn.Module, None] = {}  # in order, each once
     for entry in container.children():  # yields an entry that appears twice only once
         if _is_never_called(entry) or _is_divided(entry):
             found = _units_of_entries(entry, shared)
@@ -62,8 +62,8 @@ def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[n
             found = _units_in(entry, shared)
         else:
             found = [entry] if any(True for _ in entry.parameters()) else []
-        units += [unit for unit in found if unit not in units]
-    return units
+        units.update(dict.fromkeys(found))
+    return list(units)
 
 
 def _is_never_called(module: nn.Module) -> bool:
@@ -97,20 +97,19 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
     if wanted is None:
         return find_units(model)
     classes = tuple(item for item in wanted if isinstance(item, type))
-    modules = [item for item in wanted if not isinstance(item, type)]
-    units = [m for m in model.modules() if (classes and isinstance(m, classes)) or any(m is item for item in modules)]
+    modules = {item for item in wanted if not isinstance(item, type)}
+    units = {m: name for name, m in model.named_modules() if isinstance(m, classes) or m in modules}
     for item in wanted:
-        if not any(unit is item or (isinstance(item, type) and isinstance(unit, item)) for unit in units):
+        if not (any(isinstance(unit, item) for unit in units) if isinstance(item, type) else item in units):
             name = item.__name__ if isinstance(item, type) else type(item).__name__
             raise ValueError(
                 f"zero_units names {name}, which the model does not contain. Name its modules or their classes."
             )
-    names = {module: name for name, module in model.named_modules()}
     for outer in units:
-        for inner in units:
-            if inner is not outer and any(inner is module for module in outer.modules()):
+        for inner in outer.modules():
+            if inner is not outer and inner in units:
                 raise ValueError(
-                    f"zero_units: {names[inner]!r} lies inside of {names[outer]!r}, so its parameters would belong to two units. "
+                    f"zero_units: {units[inner]!r} lies inside of {units[outer]!r}, so its parameters would belong to two units. "
                     "Name one of them."
                 )
     return [unit for unit in units if any(True for _ in unit.parameters())]
@@ -182,7 +181,7 @@ def plan_buckets(
         matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
             AdamW two.
     """
-    unit_of, whole = _units_of_parameters(model, units), _persistent(model, zero)
+    unit_of, whole = _units_of_parameters(units), _persistent(model, zero)
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
     behind: set[str] = set()  # names of the root's parameters that are registered after a unit
     for name, parameter in model.named_parameters():  # yields a tied parameter only once
@@ -260,7 +259,7 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
     )
 
 
-def _units_of_parameters(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+def _units_of_parameters(units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
     """The index of the unit that each parameter belongs to. The root's are left out, and with them what several units share."""
     unit_of: dict[nn.Parameter, int] = {}
     shared: set[nn.Parameter] = set()
