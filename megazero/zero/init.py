@@ -199,11 +199,21 @@ def _write(parameter: nn.Parameter, function: Callable[[], Any]) -> Any:
 
 
 def _dtype_of(sections: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a configuration's fp16 or bf16 section turns on; None for neither. `initialize` checks the rest."""
-    for key, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if _section(sections, key).get("enabled") is True:
-            return dtype
-    return None
+    """The dtype that a configuration's fp16 or bf16 section turns on; None for neither. `initialize` checks the rest.
+
+    Raises:
+        ValueError: both are turned on, or `enabled` is not true, false or "auto". `initialize` would say so as well, after the
+            model has been built, and in fp32.
+    """
+    kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+    enabled = {key: _section(sections, key).get("enabled") for key in kinds}
+    for key, value in enabled.items():
+        if value not in (True, False, None, "auto"):
+            raise ValueError(f'zero.Init: {key}.enabled must be true, false or "auto", got {value!r}.')
+    dtypes = {kinds[key] for key, value in enabled.items() if value is True}
+    if len(dtypes) > 1:
+        raise ValueError("zero.Init: fp16 and bf16 are both enabled. Enable one.")
+    return next(iter(dtypes), None)
 
 
 def _num_shards(sections: Mapping[str, Any], num_ranks: int) -> int:

@@ -286,6 +286,13 @@ def nesting_case() -> None:
         zero.Init(remote_device="nvme")
     with pytest.raises(TypeError, match=r"dtype='bf16'.*torch\.bfloat16"):
         zero.Init(dtype="bf16")
+    both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    for wrong, message in (
+        (both, "both enabled"),
+        ({"bf16": {"enabled": "yes"}}, r"bf16\.enabled must be .* got 'yes'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zero.Init(config_dict_or_path=wrong)
     tied = nn.Module()
     with zero.Init():
         tied.a, tied.b = nn.Linear(2, 2), nn.Linear(2, 2)
