@@ -112,8 +112,10 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
         larger.load_checkpoint(str(tmp_path), custom_load_fn=lambda src, dst: None)
     with caplog.at_level(logging.WARNING):
         assert fresh().load_checkpoint(str(tmp_path / "nowhere")) == (None, None)
-    assert "nothing is loaded" in caplog.text
+    assert "nowhere is no directory" in caplog.text
     (tmp_path / "latest").unlink()
+    assert fresh().load_checkpoint(str(tmp_path)) == (None, None)
+    assert "has no file `latest`; name a checkpoint by tag" in caplog.text
     path, _ = fresh().load_checkpoint(str(tmp_path), fallback=True)
     assert path is not None and "Taking the newest checkpoint that is there" in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -185,3 +186,15 @@ def test_the_architecture_page_names_every_module_of_the_library():
             assert path.stem in named, f"docs/architecture.md does not say what {path.relative_to(library)} is"
     for package in whole:
         assert package in named, f"docs/architecture.md does not say what {package}/ is"
+
+
+def test_the_architecture_page_names_every_private_part_of_torch_that_is_used():
+    page = (README.parent / "docs" / "architecture.md").read_text().split("## Beyond torch's public interface")[1]
+    private = re.compile(r"(?:torch|dist)\.(?:\w+\.)*(_[a-z]\w+)")
+    used = set()
+    for path in (README.parent / "megazero").rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        used.update(match[1] for node in nodes if (match := private.fullmatch(ast.unparse(node))))
+    assert len(used) > 5
+    for name in used:
+        assert re.search(rf"{name}\b", page), f"docs/architecture.md does not say what torch's {name} is used for"

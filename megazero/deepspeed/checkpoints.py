@@ -112,9 +112,9 @@ class CheckpointingEngine(Engine):
         if tag is None:
             tag = newest_tag(load_dir, options.get("fallback", False))
         if tag is None:
-            logger.warning(
-                "nothing is loaded: %s has no file `latest`; name a checkpoint by tag", load_dir, extra=ALIKE
-            )
+            is_there = os.path.isdir(load_dir)
+            why = "has no file `latest`; name a checkpoint by tag" if is_there else "is no directory"
+            logger.warning("nothing is loaded: %s %s", load_dir, why, extra=ALIKE)
             return None, None
         path, client = super().load_checkpoint(
             load_dir,
