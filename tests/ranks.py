@@ -22,7 +22,8 @@ from typing import Any
 _context = multiprocessing.get_context("forkserver")
 # Some of it torch imports late: torch._dynamo in the first optimizer (a second), distributed.tensor in assert_close.
 _TORCH = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.testing"]
-_PRELOAD = [*_TORCH, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks"]
+_MODELS = ["transformers.models.gpt2.modeling_gpt2"]  # two seconds; skipped if it is not installed
+_PRELOAD = [*_TORCH, *_MODELS, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks"]
 _context.set_forkserver_preload(_PRELOAD)
 
 

@@ -126,7 +126,7 @@ CASES = {
     "tiles, recomputed": (
         10,
         4,
-        "--zero-stage 3 --batch-size 1 --global-batch-size 12 --memory-centric-tiled-linear --tile-factor 2 "
+        "--zero-stage 3 --batch-size 1 --global-batch-size 8 --memory-centric-tiled-linear --tile-factor 2 "
         "--checkpoint-activations",
     ),
     "chunks of the sequence": (1.5, 2, "--zero-stage 2 --batch-size 8 --sequence-chunk-size 300"),
