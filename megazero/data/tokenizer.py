@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -169,7 +170,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json, through the package `tokenizers`.
 
     Raises:
-        ValueError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
+        ValueError: the package is missing, the file is not a tokenizer, or it has no end-of-text token that no text can write.
     """
 
     name, file, pattern = "HuggingFaceTokenizer", "a tokenizer.json", "tokenizer.json"
@@ -190,10 +191,35 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        found = [vocabulary[token] for token in _HF_END_OF_TEXT if token in vocabulary]
-        if not found:
+        end = next((token for token in _HF_END_OF_TEXT if token in vocabulary), None)
+        if end is None:
             raise ValueError(f"{path} has no end-of-text token; looked for {', '.join(_HF_END_OF_TEXT)}")
-        self.eod = found[0]
+        self.eod = vocabulary[end]
+        self._keep_as_text(end)
+        if self.eod in self.encode_array(end):
+            raise ValueError(
+                f"{path} takes a {end} in a document for its end, so that whoever writes one cuts it in two. Mark {end} as "
+                '"special": true among the "added_tokens" of the file.'
+            )
+
+    def _keep_as_text(self, end: str) -> None:
+        """Has words that spell a special token cut in two, where the model (Unigram, WordLevel) would take them for it."""
+        from tokenizers import Regex, pre_tokenizers
+
+        model, own = self._tokenizer.model, self._tokenizer.get_vocab(with_added_tokens=False)
+        special = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
+        # What the model does not make of the word alone, it makes of it nowhere.
+        forged = [
+            word
+            for word in sorted({end, *special} & own.keys())
+            if len(word) > 1 and own[word] in {token.id for token in model.tokenize(word)}
+        ]
+        if forged:
+            firsts = "|".join(f"{re.escape(word[0])}(?={re.escape(word[1:])})" for word in forged)
+            # Last of all, so that it sees what the model would, and words get no further mark of a beginning.
+            cut = pre_tokenizers.Split(Regex(firsts), "merged_with_previous")
+            before = self._tokenizer.pre_tokenizer
+            self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence([before, cut]) if before else cut
 
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of `text`, int32."""

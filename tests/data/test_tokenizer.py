@@ -12,6 +12,7 @@ import tiktoken
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megazero.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from tests.vocabularies import WORDS, make_gpt2_vocabulary, make_sentencepiece, make_texts, shared_data
@@ -54,6 +55,52 @@ def test_a_tiktoken_that_ends_documents_at_their_own_words_is_refused(tmp_path, 
         ValueError, match=r"takes a <\|endoftext\|> in a document for its end.*pip install 'tiktoken>=0.11'"
     ):
         build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
+
+
+def special_in_the_model(kind):
+    """A trained tokenizer whose special tokens are entries of the model too, as T5's and XLM-R's are, and its end of text."""
+    special, words = ["<unk>", "<pad>", "</s>"], ["the cat <s> </a> / s p a d u n k < > x"] * 50
+    if kind == "unigram":
+        made = tokenizers.Tokenizer(models.Unigram())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False)
+    elif kind == "word level":
+        made = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
+    else:
+        made = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    made.train_from_iterator(words, trainer)
+    if kind == "bpe":
+        made.model.ignore_merges = True
+    return made
+
+
+@pytest.mark.parametrize("kind", ["unigram", "word level", "bpe"])
+def test_special_tokens_of_the_model_itself_are_text_in_a_document(tmp_path, kind):
+    made = special_in_the_model(kind)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
+    pad, eod = made.token_to_id("<pad>"), made.token_to_id("</s>")
+    for text in ("the </s> cat <pad> x", "the</s>cat<pad></s></s>", "</s>", "<</s>>", "x<unk>x"):
+        ids = ours.encode(text)
+        assert ours.eod == eod and eod not in ids and pad not in ids, text
+        if kind == "unigram":
+            assert ours.decode(ids) == text and made.token_to_id("<unk>") not in ids
+    made.encode_special_tokens = True
+    assert ours.encode("the cat x < / s>") == made.encode("the cat x < / s>").ids, "other texts are encoded as ever"
+
+
+def test_an_end_of_text_that_is_not_special_is_refused(tmp_path):
+    made = special_in_the_model("unigram")
+    content = json.loads(made.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match='takes a </s> in a document for its end.*"special": true'):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
 
 
 def test_unpaired_surrogates_become_replacement_characters(any_tokenizer):
