@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -24,6 +25,11 @@ _SAMPLE_BYTES = 1 << 16
 def append_suffix(prefix: str | Path, suffix: str) -> Path:
     """`prefix` + `suffix` as a path; unlike Path.with_suffix it never cuts off a part of the name ("corpus.v2" + ".bin")."""
     return Path(f"{prefix}{suffix}")
+
+
+def aside_name(path: Path) -> Path:
+    """A new name beside `path`, for what is to become it. Not of the process's id, which containers on one folder share."""
+    return append_suffix(path, f".tmp{secrets.token_hex(4)}")
 
 
 def sync_folder(folder: Path) -> None:
@@ -45,7 +51,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
     Readers and other writers of `path` see the old file or the whole new one, never a part of it.
     """
-    aside = append_suffix(path, f".tmp{os.getpid()}")
+    aside = aside_name(path)
     try:
         with open(aside, "wb") as file:
             yield file
@@ -70,10 +76,10 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[None]:
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
     """Holds the lock file `path`, after waiting for any other process that holds it; a killed holder's lock is released.
 
-    On a file system without locks it warns and continues; then no other process may write the same output.
+    On a file system without locks it warns and continues, yielding False; then no other process may write the same output.
 
     Args:
         wait: wait for another process; if False, raise instead.
@@ -84,7 +90,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
     while True:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
         try:
-            _lock(file, path, wait)
+            has_locks = _lock(file, path, wait)
             if is_still(path, file.fileno()):
                 break
         except BaseException:
@@ -92,13 +98,14 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
             raise
         file.close()  # the previous holder removed the file while we waited for it: lock the new one
     try:
-        yield
+        yield has_locks
     finally:
         path.unlink(missing_ok=True)
         file.close()
 
 
-def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
+def _lock(file: BinaryIO, path: Path, wait: bool) -> bool:
+    """Locks the file; False where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,6 +117,8 @@ def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
         if error.errno not in NO_LOCKS:
             raise
         _warn_of_no_locks(path.parent)
+        return False
+    return True
 
 
 @cache

@@ -32,6 +32,17 @@ def test_written_aside_is_whole_or_absent(tmp_path):
     assert path.read_bytes() == b'{\n "new": [\n  1\n ]\n}\n' and os.listdir(tmp_path) == ["f"]
 
 
+def test_processes_of_one_id_in_two_containers_write_aside_apart(tmp_path):
+    path = tmp_path / "f"
+    with written_aside(path) as one:  # the same process twice stands for two of one id
+        one.write(b"one ")
+        with written_aside(path) as other:
+            other.write(b"other")
+        assert path.read_bytes() == b"other"
+        one.write(b"whole")
+    assert path.read_bytes() == b"one whole" and os.listdir(tmp_path) == ["f"]
+
+
 def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path, monkeypatch):
     def fsync(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):

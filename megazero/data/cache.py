@@ -1,7 +1,8 @@
 """Index arrays on disk, found again by a hash of everything that determines them.
 
 An entry is one .npy file per array and one .json with the full description and checksums, written last. Files are written aside
-and renamed, so any number of jobs may build the same entry at once: they write the same bytes, and readers see whole files only.
+and renamed, so readers see whole files only. Of several processes that want the same entry one builds it, and the others wait.
+Where the file system has no locks, all of them build it: they write the same bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from megazero.files import append_suffix, write_json, written_aside
+from megazero.files import append_suffix, locked, write_json, written_aside
 from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,10 @@ def is_record(path: Path) -> bool:
     """Whether a file is the description of an entry: it has such a name, and an array of the entry lies beside it."""
     has_name = re.fullmatch(rf".+-[0-9a-f]{{{_KEY_DIGITS}}}\.json", path.name) is not None
     return has_name and any(path.parent.glob(f"{glob.escape(path.stem)}-*.npy"))
+
+
+class UnwritableCacheError(ValueError):
+    """An entry could not be stored; says why, and which flag names another folder."""
 
 
 class ArrayCache:
@@ -55,38 +61,45 @@ class ArrayCache:
             build: returns the arrays by name, always the same names for one kind.
 
         Raises:
-            ValueError: an entry is damaged, or the folder cannot be written.
+            ValueError: an entry is damaged. UnwritableCacheError: the folder cannot be written.
         """
         description = {**description, "format": FORMAT}
         stem = self.folder / f"{description['kind']}-{description['name']}-{key_of(description)[:_KEY_DIGITS]}"
-        if not append_suffix(stem, ".json").is_file():
-            if self._is_expected:
-                self._is_expected = False
-                logger.warning(
-                    "%s lacks what rank 0 has stored (is it not shared between the machines?): building it here too",
-                    self.folder,
-                )
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return self._load(stem, description)
+        if self._is_expected:
+            self._is_expected = False
+            logger.warning(
+                "%s lacks what rank 0 has stored (is it not shared between the machines?): building it here too",
+                self.folder,
+            )
+        with ExitStack() as held:  # one process at a time: `refuse_too_many` counts the memory of one
+            with self._errors_named():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if held.enter_context(locked(append_suffix(stem, ".lock"))):
+                    _remove_leftovers(stem)
+            with suppress(FileNotFoundError):  # another process has built it meanwhile
+                return self._load(stem, description)
             start = time.perf_counter()
-            self._store(stem, description, build())
+            arrays = build()
+            with self._errors_named():
+                _store(stem, description, arrays)
             logger.info("built %s in %.2f s", stem.name, time.perf_counter() - start)
         return self._load(stem, description)
 
-    def _store(self, stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name, array in arrays.items():
-                with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
-                    np.save(file, array, allow_pickle=False)
-            sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
-            write_json(append_suffix(stem, ".json"), {"description": description, "crc32": sums})
+            yield
         except OSError as error:
             why = error.strerror or f"{error}, as on a full disk"  # numpy alone gives no number
-            raise ValueError(
+            raise UnwritableCacheError(
                 f"cannot write the index cache {self.folder}: {why}. Choose a folder that this job can write with "
                 "--data-cache-path."
             ) from error
 
     def _load(self, stem: Path, description: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The stored arrays; a FileNotFoundError where the entry, or one of its files, is absent."""
         record = append_suffix(stem, ".json")
         try:
             content = json.loads(record.read_bytes())
@@ -100,10 +113,24 @@ class ArrayCache:
                 if not self._is_expected and _checksum(array) != content["crc32"][name]:
                     raise ValueError(f"the checksum of {name} is another one")
             return arrays
-        except (ValueError, KeyError, TypeError, EOFError, FileNotFoundError) as error:
+        except (ValueError, KeyError, TypeError, EOFError) as error:
             raise ValueError(
                 f"{record} or an array beside it is damaged ({error}). Delete {stem}* and start again."
             ) from error
+
+
+def _store(stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
+    for name, array in arrays.items():
+        with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
+            np.save(file, array, allow_pickle=False)
+    sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
+    write_json(append_suffix(stem, ".json"), {"description": description, "crc32": sums})
+
+
+def _remove_leftovers(stem: Path) -> None:
+    """Removes what a process that was killed while it built this entry has written aside."""
+    for path in stem.parent.glob(f"{glob.escape(stem.name)}*.tmp*"):
+        path.unlink(missing_ok=True)
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data import mmidx
-from megazero.files import append_suffix
+from megazero.files import append_suffix, aside_name
 from megazero.lines.partial_shard import JOURNAL
 
 
@@ -37,7 +37,7 @@ class IndexedDatasetWriter:
         self._sizes: list[int] = []
         self._doc_idx: list[int] = [0]
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._aside = append_suffix(self.prefix, f".bin.tmp{os.getpid()}")
+        self._aside = aside_name(append_suffix(self.prefix, ".bin"))
         self._bin = open(self._aside, "wb")  # noqa: SIM115 (closed by __exit__)
 
     def add_sequence(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -76,7 +76,7 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        index_aside = append_suffix(self.prefix, f".idx.tmp{os.getpid()}")
+        index_aside = aside_name(append_suffix(self.prefix, ".idx"))
         try:
             if kind is None:
                 self._bin.flush()
