@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data import mmidx
+from megazero.data.sidecar import remove_sidecar
 from megazero.files import append_suffix, aside_name
 from megazero.lines.partial_shard import JOURNAL
 
@@ -34,8 +36,7 @@ class IndexedDatasetWriter:
         if self.dtype not in mmidx.CODE_OF:
             raise ValueError(f"dtype={self.dtype} cannot hold tokens; use one of {[str(d) for d in mmidx.CODE_OF]}")
         self._limits = np.iinfo(self.dtype)
-        self._sizes: list[int] = []
-        self._doc_idx: list[int] = [0]
+        self._sizes, self._doc_idx = array("i"), array("q", [0])  # lists would take nine times the memory
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._aside = aside_name(append_suffix(self.prefix, ".bin"))
         self._bin = open(self._aside, "wb")  # noqa: SIM115 (closed by __exit__)
@@ -46,20 +47,20 @@ class IndexedDatasetWriter:
         Raises:
             ValueError: a token is no integer or does not fit the dtype; the sequence is longer than the format's 2**31 - 1.
         """
-        array = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"tokens of dtype {array.dtype} are not integers ({self.prefix}.bin)")
-        if len(array) > mmidx.MAX_SEQUENCE:
+        ids = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
+        if ids.dtype.kind not in "iu":
+            raise ValueError(f"tokens of dtype {ids.dtype} are not integers ({self.prefix}.bin)")
+        if len(ids) > mmidx.MAX_SEQUENCE:
             raise ValueError(
-                f"a sequence of {len(array)} tokens: the .idx format stores lengths up to {mmidx.MAX_SEQUENCE}"
+                f"a sequence of {len(ids)} tokens: the .idx format stores lengths up to {mmidx.MAX_SEQUENCE}"
             )
-        if len(array) and (array.min() < self._limits.min or array.max() > self._limits.max):
+        if len(ids) and (ids.min() < self._limits.min or ids.max() > self._limits.max):
             raise ValueError(
-                f"token ids from {array.min()} to {array.max()} do not fit {self.dtype} ({self.prefix}.bin); "
+                f"token ids from {ids.min()} to {ids.max()} do not fit {self.dtype} ({self.prefix}.bin); "
                 "open the writer with a wider dtype"
             )
-        self._bin.write(np.ascontiguousarray(array, dtype=self.dtype).data)
-        self._sizes.append(len(array))
+        self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self._sizes.append(len(ids))
 
     def end_document(self) -> None:
         """Ends the current document after the sequences added so far."""
@@ -83,6 +84,7 @@ class IndexedDatasetWriter:
                 os.fsync(self._bin.fileno())
                 sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
                 mmidx.write_index(index_aside, self.dtype, [(sizes, doc_idx)])
+                remove_sidecar(self.prefix)
                 # The .idx last: where it exists, the .bin is whole.
                 mmidx.publish(self.prefix, self._aside, index_aside)
         finally:  # what has no name yet, where the block has failed, or the disk is full

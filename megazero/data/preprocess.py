@@ -15,7 +15,15 @@ import numpy as np
 from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.mmidx import Part, publish, token_dtype, write_index
-from megazero.data.sidecar import Sidecar, check_free, check_tokens, read_sidecar, sidecar_path, write_sidecar
+from megazero.data.sidecar import (
+    Sidecar,
+    check_free,
+    check_tokens,
+    read_sidecar,
+    remove_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
@@ -191,7 +199,7 @@ def publish_corpus(
         for path in (*vouchers, append_suffix(prefix, ".idx")):
             path.unlink(missing_ok=True)
         if sidecar is None:
-            sidecar_path(prefix).unlink(missing_ok=True)
+            remove_sidecar(prefix)
         else:
             write_sidecar(prefix, sidecar)
         if partial.sizes[-1]:

@@ -62,6 +62,13 @@ def check_free(prefix: str | Path) -> None:
         )
 
 
+def remove_sidecar(prefix: str | Path) -> None:
+    """Removes the record of `prefix`, before it could vouch for other tokens; a file of another kind stays."""
+    path = sidecar_path(prefix)
+    if path.exists() and _load(path) is not None:
+        path.unlink()
+
+
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
     """The record of the corpus `prefix`; None where there is none (files made by Megatron-LM)."""
     path = sidecar_path(prefix)

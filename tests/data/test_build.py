@@ -217,8 +217,10 @@ def test_ids_are_looked_at_again_when_the_tokens_change(tmp_path, tokenizer):
 
 
 def test_record_of_other_files_is_noticed(corpora, tokenizer):
-    with IndexedDatasetWriter(corpora / "a_text_document", np.uint16) as writer:
+    with IndexedDatasetWriter(corpora / "new", np.uint16) as writer:
         writer.add_document([1, 2, 3])
+    for ending in ("bin", "idx"):
+        (corpora / f"new.{ending}").replace(corpora / f"a_text_document.{ending}")
     with pytest.raises(
         ValueError, match="a_text_document.json records .* tokens, .*a_text_document.idx 3: one of them was replaced"
     ):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megazero.data import mmidx
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import token_dtype, write_index
+from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 
 # Three sequences in two documents, written out by hand from the description of the format.
 TOKENS = [[1, 2, 65535], [7], [9, 10]]
@@ -104,6 +105,17 @@ def test_sequences_that_are_documents_need_no_boundaries(tmp_path, chunk):
 
 def test_megatrons_choice_of_dtype():
     assert [token_dtype(v) for v in (50257, 65499, 65500, 128000)] == [np.uint16, np.uint16, np.int32, np.int32]
+
+
+def test_a_writer_removes_the_record_of_the_tokens_that_it_replaces(golden):
+    write_sidecar(golden, Sidecar("GPT2BPETokenizer", "0" * 64, 50257, 50256, documents=2, tokens=6))
+    with IndexedDatasetWriter(golden, np.uint16) as writer:
+        writer.add_document([1, 2, 3, 4, 5, 6])
+    assert read_sidecar(golden) is None
+    sidecar_path(golden).write_text('{"text": "a corpus"}\n')
+    with IndexedDatasetWriter(golden, np.uint16) as writer:
+        writer.add_document([1])
+    assert sidecar_path(golden).exists(), "it is no record"
 
 
 def test_a_failed_writer_leaves_nothing_and_keeps_the_old(golden):
