@@ -70,7 +70,10 @@ class BlendOrder:
         numbers = {"weights": [float(w) for w in weights], "num_samples": num_samples}
         arrays = build() if cache is None else cache.load_or_build({"kind": "blend", "name": name, **numbers}, build)
         self.dataset_index, self.sample_index = arrays["dataset_index"], arrays["sample_index"]
-        self.counts: list[int] = np.bincount(self.dataset_index, minlength=len(weights)).tolist()
+        # In chunks, because bincount makes int64 of what it counts.
+        chunks = (self.dataset_index[i : i + _CHUNK] for i in range(0, num_samples, _CHUNK))
+        counts = sum((np.bincount(chunk, minlength=len(weights)) for chunk in chunks), np.zeros(len(weights), np.int64))
+        self.counts: list[int] = counts.tolist()
 
     def __reduce__(self) -> tuple[Callable[..., BlendOrder], tuple]:
         return BlendOrder, self._arguments  # a data-loader worker maps the files itself
