@@ -18,6 +18,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 _LEAD = 3  # items per worker that may be in work, or finished before their turn
+_REAP_S = 10.0  # until how a worker ended is known, after its pipe has closed
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
@@ -87,7 +88,7 @@ class _Pool:
         try:
             worker.send(item)
         except OSError as error:
-            raise _died() from error
+            raise self._died() from error
         self._busy[worker] = number
 
     def collect(self) -> Iterator[tuple[int, Any]]:
@@ -97,11 +98,25 @@ class _Pool:
             try:
                 is_result, content = worker.recv()
             except (EOFError, OSError) as error:
-                raise _died() from error
+                raise self._died() from error
             if not is_result:
                 raise RuntimeError(f"a worker process failed:\n{content}")
             self._idle.append(worker)
             yield self._busy.pop(worker), content
+
+    def _died(self) -> RuntimeError:
+        """The error to raise where a pipe has closed."""
+        wait([process.sentinel for process in self._processes], _REAP_S)
+        if any(
+            process.exitcode == 1 for process in self._processes
+        ):  # what Python ends with where it fails to start one
+            return RuntimeError(
+                "a worker process died before its work began; its own message is above. Workers run the main script again: "
+                "put what it does, and what starts them, under if __name__ == '__main__'."
+            )
+        return RuntimeError(
+            "a worker process died, perhaps for want of memory. Start again (what is done is kept), with fewer --workers."
+        )
 
     def stop(self) -> None:
         """Ends the workers, whatever they are doing."""
@@ -122,12 +137,6 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _died() -> RuntimeError:
-    return RuntimeError(
-        "a worker process died, perhaps for want of memory. Start again (what is done is kept), with fewer --workers."
-    )
 
 
 def _work(pipe: Connection, function: Callable) -> None:

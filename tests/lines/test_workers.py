@@ -67,6 +67,21 @@ def test_error_in_a_worker_holds_its_traceback():
     assert not children()
 
 
+UNGUARDED = """
+from megazero.lines.workers import ordered_map
+
+print(list(ordered_map(abs, range(9), 2)))
+"""
+
+
+def test_a_script_without_a_guarded_main_is_told_so(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    command, environment = [sys.executable, str(tmp_path / "script.py")], {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "memory" not in run.stderr
+    assert run.stderr.splitlines()[-1].endswith("under if __name__ == '__main__'.")
+
+
 def test_dead_worker_is_an_error_not_a_hang():
     with pytest.raises(RuntimeError, match="a worker process died.*fewer --workers"):
         list(ordered_map(dies, range(9), 2))
