@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megazero.data.cache import ArrayCache
+from megazero.data.cache import ArrayCache, Arrays, UnwritableCacheError
 from megazero.data.corpora import Corpus
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
@@ -101,12 +101,24 @@ class Sources:
         def build() -> dict[str, np.ndarray]:
             return {"range": np.array(source.token_range(), dtype=np.int64)}
 
-        low, high = self.cache(source.prefix.parent).load_or_build(description, build)["range"].tolist()
+        low, high = _remembered(self.cache(source.prefix.parent), description, build)["range"].tolist()
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"{source.bin_path} holds token ids from {low} to {high}, but {self.tokenizer.name} has {vocab_size} entries "
                 f"(0 to {vocab_size - 1}). Give the vocabulary that made the data, or tokenize it again."
             )
+
+
+def _remembered(cache: ArrayCache, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """What `build` finds in a file, which is read again by each process where the cache cannot be written.
+
+    That ends no job: in a read-only copy of the data, all else that the job needs may be there.
+    """
+    try:
+        return cache.load_or_build(description, build)
+    except UnwritableCacheError as error:
+        logger.warning("reading all of %s, since what is known of it cannot be stored: %s", description["name"], error)
+        return build()
 
 
 def _described(path: Path, cache: ArrayCache) -> dict[str, Any]:
@@ -121,5 +133,5 @@ def _described(path: Path, cache: ArrayCache) -> dict[str, Any]:
         return {"sha256": np.frombuffer(bytes.fromhex(describe_files([path])[0]["pieces_sha256"]), np.uint8)}
 
     description = {"kind": "content", "name": path.name, "bytes": stat.st_size, **identity}
-    digest = cache.load_or_build(description, build)["sha256"]
+    digest = _remembered(cache, description, build)["sha256"]
     return {"name": path.name, "bytes": stat.st_size, "pieces_sha256": digest.tobytes().hex()}

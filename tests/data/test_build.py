@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megazero.data import cache, preprocess, sources
 from megazero.data.blend import BlendedDataset
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from, check_data
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -237,6 +239,24 @@ def test_unwritable_cache_names_the_flag(corpora, tokenizer):
     with pytest.raises(ValueError, match="--data-cache-path"):
         build(tokenizer, train_data=[str(corpora / "a")], split="1")
     build(tokenizer, train_data=[str(corpora / "a")], split="1", data_cache_path=str(corpora / "other"))
+
+
+@pytest.mark.parametrize("name", ["a", "a.jsonl"])
+def test_a_read_only_copy_with_a_finished_cache_is_enough(corpora, tokenizer, monkeypatch, caplog, name):
+    flags = {"train_data": [str(corpora / name)], "split": "1"}
+    monkeypatch.setattr(sources, "shows_changes", lambda changed_ns: True)
+    first = build(tokenizer, **flags)[0]
+    for path in (corpora / "a.jsonl", corpora / "a_text_document.bin"):
+        shutil.copy(path, corpora / "copy")  # of another inode and time
+        (corpora / "copy").replace(path)
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache, "locked", read_only)
+    monkeypatch.setattr(preprocess, "locked", read_only)
+    assert texts(build(tokenizer, **flags)[0]) == texts(first)
+    assert "since what is known of it cannot be stored: cannot write the index cache" in caplog.text
 
 
 @pytest.mark.parametrize(
