@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 # What a file system says that has no locks; EINVAL is POSIX's word for it (fcntl).
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SAMPLE_BYTES = 1 << 16
+_MANY_FILES = (
+    1 << 16
+)  # not the most that there is: some programs that a process starts close every number up to its limit
 
 
 def append_suffix(prefix: str | Path, suffix: str) -> Path:
@@ -30,6 +34,14 @@ def append_suffix(prefix: str | Path, suffix: str) -> Path:
 def aside_name(path: Path) -> Path:
     """A new name beside `path`, for what is to become it. Not of the process's id, which containers on one folder share."""
     return append_suffix(path, f".tmp{secrets.token_hex(4)}")
+
+
+def allow_many_files() -> None:
+    """Raises this process's limit of open files, usually 1024, as far as it may (a mapped file counts as open)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def sync_folder(folder: Path) -> None:

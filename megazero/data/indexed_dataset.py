@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megazero.data import mmidx
 from megazero.data.sidecar import remove_sidecar
-from megazero.files import append_suffix, aside_name
+from megazero.files import allow_many_files, append_suffix, aside_name
 from megazero.lines.partial_shard import JOURNAL
 
 
@@ -107,6 +107,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path) -> None:
+        allow_many_files()  # a blend of a hundred corpora has more than a thousand, those in the cache included
         self.prefix = Path(prefix)
         self.index_path = append_suffix(self.prefix, ".idx")
         self.bin_path = append_suffix(self.prefix, ".bin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import re
+import resource
 import struct
 from pathlib import Path
 
@@ -202,6 +203,16 @@ def test_tokens_that_do_not_match_the_index_are_one_clear_error(golden, content,
 def test_tokens_outside_a_sequence_are_refused(golden, i, offset, length):
     with pytest.raises(IndexError):
         IndexedDataset(golden).get(i, offset, length)
+
+
+def test_more_corpora_than_the_soft_limit_of_files_can_be_open(golden):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+    try:
+        opened = [IndexedDataset(golden) for _ in range(60)]
+        assert all(data.get(2).tolist() == [9, 10] for data in opened)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_empty_corpus(tmp_path):
