@@ -53,6 +53,9 @@ class ArrayCache:
         self.folder = Path(folder)
         self._is_expected = is_expected
 
+    def __reduce__(self) -> tuple[type[ArrayCache], tuple[Path, bool]]:
+        return ArrayCache, (self.folder, True)  # a data-loader worker need not check what its process has
+
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
         """The arrays of `description`, memory-mapped and read-only; built and stored where they are absent.
 

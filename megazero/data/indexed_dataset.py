@@ -96,6 +96,10 @@ class IndexedDatasetWriter:
 class IndexedDataset:
     """Read access to PREFIX.bin and PREFIX.idx, memory-mapped; opens Megatron's files and our own.
 
+    Args:
+        prefix: path of the two files without their endings.
+        fingerprint: known where another process has checked the same index, which is then not read through again.
+
     Attributes:
         sizes: [sequences] int32, length of each sequence in tokens.
         doc_idx: [documents + 1] int64, where each document starts, counted in sequences.
@@ -106,7 +110,7 @@ class IndexedDataset:
         ValueError: a file is truncated, damaged, or of another format.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, fingerprint: str | None = None) -> None:
         allow_many_files()  # a blend of a hundred corpora has more than a thousand, those in the cache included
         self.prefix = Path(prefix)
         self.index_path = append_suffix(self.prefix, ".idx")
@@ -114,7 +118,11 @@ class IndexedDataset:
         for path in (self.index_path, self.bin_path):
             if not path.is_file():
                 raise FileNotFoundError(_missing(self.prefix, path))
-        self.dtype, self.sizes, self._pointers, self.doc_idx = mmidx.read_index(self.index_path)
+        self.dtype, self.sizes, self._pointers, self.doc_idx = mmidx.read_index(
+            self.index_path, is_checked=fingerprint is not None
+        )
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
         self.num_tokens = int(self.sizes.sum(dtype=np.int64))
         self._check_size()
         # np.memmap refuses an empty file; a plain ndarray is faster to slice than the memmap class.
@@ -176,8 +184,8 @@ class IndexedDataset:
                 "data_tools/preprocess_data.py."
             )
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (str(self.prefix),)  # a data-loader worker maps the files itself
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str]]:
+        return IndexedDataset, (str(self.prefix), self.fingerprint)  # a data-loader worker maps the files itself
 
 
 def _missing(prefix: Path, path: Path) -> str:

@@ -115,8 +115,8 @@ class Index(NamedTuple):
     doc_idx: npt.NDArray[np.int64]
 
 
-def read_index(path: Path) -> Index:
-    """The index in `path`, memory-mapped and checked.
+def read_index(path: Path, is_checked: bool = False) -> Index:
+    """The index in `path`, memory-mapped and checked, unless it is known to be `is_checked`.
 
     Raises:
         ValueError: the file is truncated, damaged, or of another format.
@@ -130,7 +130,8 @@ def read_index(path: Path) -> Index:
         _section(raw, start + 4 * num_sequences, num_sequences, "<i8"),
         _section(raw, start + 12 * num_sequences, num_boundaries, "<i8"),
     )
-    _check(path, index)
+    if not is_checked:
+        _check(path, index)
     return index
 
 

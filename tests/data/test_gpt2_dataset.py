@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megazero.data import gpt2_index
+from megazero.data import cache, gpt2_index, mmidx
 from megazero.data.blend import BlendOrder
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
@@ -118,6 +118,15 @@ def test_pickled_dataset_maps_files_instead_of_copying_them(tmp_path):
     content = pickle.dumps(dataset)
     assert len(content) < 2000
     assert np.array_equal(pickle.loads(content)[77]["text"], dataset[77]["text"])
+
+
+def test_a_pickled_dataset_is_not_checked_again(tmp_path, monkeypatch):
+    dataset = GPT2Dataset(corpus(tmp_path, [9] * 9), (0, 9), "train", 20, 3, 0, ArrayCache(tmp_path / "cache"))
+    content = pickle.dumps(dataset)
+    monkeypatch.setattr(mmidx, "_check", lambda *_: pytest.fail("the index is read through"))
+    monkeypatch.setattr(cache, "_checksum", lambda *_: pytest.fail("an array is read through"))
+    assert np.array_equal(pickle.loads(content)[7]["text"], dataset[7]["text"])
+    assert "fingerprint" in vars(pickle.loads(pickle.dumps(dataset.indexed)))
 
 
 def test_loader_processes_read_the_same(tmp_path):
