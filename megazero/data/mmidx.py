@@ -7,6 +7,7 @@ doc_idx[d + 1]). The .bin file is the tokens alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.files import append_suffix, sync_folder, written_aside
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -118,6 +121,8 @@ class Index(NamedTuple):
 def read_index(path: Path, is_checked: bool = False) -> Index:
     """The index in `path`, memory-mapped and checked, unless it is known to be `is_checked`.
 
+    Where the document boundaries end early, as merge_file_ of early Megatron-LM leaves them, every sequence is a document.
+
     Raises:
         ValueError: the file is truncated, damaged, or of another format.
     """
@@ -132,6 +137,10 @@ def read_index(path: Path, is_checked: bool = False) -> Index:
     )
     if not is_checked:
         _check(path, index)
+    if index.doc_idx[-1] < num_sequences:
+        if not is_checked:
+            logger.warning("%s does not say where documents end: taking each of its sequences for one", path)
+        return index._replace(doc_idx=np.arange(num_sequences + 1, dtype="<i8"))
     return index
 
 
@@ -144,7 +153,7 @@ def _check(path: Path, index: Index) -> None:
     if not all(map(np.array_equal, _chunks(pointers), expected)):
         raise ValueError(_damaged(path, "its byte pointers do not follow from its lengths"))
     rises = (bool(np.all(np.diff(boundaries[i : i + _CHUNK + 1]) >= 0)) for i in range(0, len(boundaries), _CHUNK))
-    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != n or not all(rises):
+    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] > n or not all(rises):
         raise ValueError(_damaged(path, f"its document boundaries do not rise from 0 to {n}"))
 
 

@@ -104,6 +104,17 @@ def test_sequences_that_are_documents_need_no_boundaries(tmp_path, chunk):
     assert (tmp_path / "a.idx").read_bytes() == (tmp_path / "b.idx").read_bytes()
 
 
+@pytest.mark.parametrize("boundaries", [[0], [0, 2]])
+def test_boundaries_that_a_merge_has_left_out_make_each_sequence_a_document(golden, caplog, boundaries):
+    head = GOLDEN_IDX[:26] + struct.pack("<Q", len(boundaries)) + GOLDEN_IDX[34:-24]
+    golden.with_suffix(".idx").write_bytes(head + struct.pack(f"<{len(boundaries)}q", *boundaries))
+    data = IndexedDataset(golden)
+    assert data.doc_idx.tolist() == [0, 1, 2, 3] and [data.get(i).tolist() for i in range(3)] == TOKENS
+    assert "g.idx does not say where documents end" in caplog.text
+    caplog.clear()
+    assert pickle.loads(pickle.dumps(data)).doc_idx.tolist() == [0, 1, 2, 3] and not caplog.text
+
+
 def test_megatrons_choice_of_dtype():
     assert [token_dtype(v) for v in (50257, 65499, 65500, 128000)] == [np.uint16, np.uint16, np.int32, np.int32]
 
@@ -182,6 +193,7 @@ SIZES, POINTERS, DOCS = 34, 34 + 12, 34 + 12 + 24
         (patched(SIZES, struct.pack("<i", -3)), "negative length"),
         (patched(POINTERS, struct.pack("<q", 2)), "pointers do not follow"),
         (patched(POINTERS + 8, struct.pack("<q", 4)), "pointers do not follow"),
+        (patched(DOCS + 16, struct.pack("<q", 1)), "do not rise from 0 to 3"),
         (patched(DOCS, struct.pack("<q", 1)), "do not rise from 0 to 3"),
         (patched(DOCS + 8, struct.pack("<q", 4)), "do not rise from 0 to 3"),
     ],
