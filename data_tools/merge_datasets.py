@@ -49,7 +49,8 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
         ValueError: a value names a file of another kind, or a pair is named twice.
     """
     prefixes: list[Path] = []
-    for entry in map(Path, inputs):
+    for value in map(str, inputs):  # as it was written: a path drops the ./ by which ./7 is no weight
+        entry = Path(value)
         if entry.is_dir():
             found = sorted(path.with_name(path.name.removesuffix(".idx")) for path in entry.glob("*.idx"))
             if not found:
@@ -58,7 +59,7 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
                 )
             prefixes += found
             continue
-        for corpus in find_corpora([str(entry)], "--input"):
+        for corpus in find_corpora([value], "--input"):
             if not corpus.is_indexed:
                 raise ValueError(
                     f"--input {entry} is text, not tokens. Tokenize it first: python -m data_tools tokenize"

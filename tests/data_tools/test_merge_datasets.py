@@ -108,6 +108,15 @@ def test_a_folder_stands_for_its_pairs_in_the_order_of_their_names(tmp_path):
     ]
 
 
+def test_a_name_that_looks_like_a_number_is_written_as_the_message_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with IndexedDatasetWriter("7", np.uint16) as writer:
+        writer.add_document([1])
+    with pytest.raises(ValueError, match="a path that looks like a number is written ./7"):
+        merging.find_prefixes(["7"])
+    assert merging.find_prefixes(["./7"]) == [Path("7")]
+
+
 def test_inputs_that_do_not_fit_are_refused(tmp_path):
     a = write(tmp_path / "a", A, tokenizer="s")
     with pytest.raises(ValueError, match="--input .*a is named twice"):
