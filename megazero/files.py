@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 # What a file system says that has no locks; EINVAL is POSIX's word for it (fcntl).
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SAMPLE_BYTES = 1 << 16
-_MANY_FILES = (
-    1 << 16
-)  # not the most that there is: some programs that a process starts close every number up to its limit
+_MANY_FILES = 1 << 16  # not the most there is: programs that a process starts may close every number up to its limit
 
 
 def append_suffix(prefix: str | Path, suffix: str) -> Path:
