@@ -26,7 +26,7 @@ from megazero.zero.sliced import Counters
 logger = get_logger(__name__)
 
 _RATES = ("lr", "initial_lr")
-_CYCLED = (*_RATES, "betas", "momentum")  # what schedules may change
+_MOMENTA = ("betas", "momentum")
 
 
 def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
@@ -131,7 +131,9 @@ def continue_run(
         )
     elif schedule is not None or state.lr_scheduler is None:
         with reader.well_formed("optimizer"):  # before the schedule, which may set its own
-            _load_settings(state, reader, _CYCLED if schedule is not None else _RATES)
+            # Momenta are this run's own, unless its schedule drives them: OneCycle, and torch's OneCycleLR and CyclicLR.
+            cycles = schedule is not None and getattr(state.lr_scheduler, "cycle_momentum", False)
+            _load_settings(state, reader, (*_RATES, *_MOMENTA) if cycles else _RATES)
     if state.lr_scheduler is not None and schedule is not None:
         try:
             state.lr_scheduler.load_state_dict(schedule)

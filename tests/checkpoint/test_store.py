@@ -9,6 +9,7 @@ import random
 import runpy
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from tests.checkpoint.checkpoints import make, tensors
 from tests.checkpoint.engines import Net, make_engine, train, write_one
 from tests.ranks import run_ranks
@@ -469,6 +471,23 @@ def test_cycled_momentum_continues(world, tmp_path):
     one_step(engine)
     one_step(other)
     assert torch.equal(other.module[0].weight, engine.module[0].weight)
+
+
+def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(world, tmp_path):
+    def build(betas: tuple[float, float]) -> Engine:
+        model, groups = nn.Linear(3, 3), mpu.get_groups() if mpu.model_parallel_is_initialized() else None
+        groups = groups or mpu.initialize_model_parallel(1)
+        adam = partial(torch.optim.Adam, lr=0.1, betas=betas)
+        schedule = partial(AnnealingLR, config=LRScheduleConfig(lr=0.1, warmup=0), train_iters=10)
+        return Engine(model, groups, adam, *weight_decay_groups(model, 0.0), lr_scheduler=schedule)
+
+    engine = build((0.9, 0.999))
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    other = build((0.8, 0.95))
+    other.load_checkpoint(str(tmp_path))
+    assert {group["betas"] for group in other.optimizer.param_groups} == {(0.8, 0.95)}
+    assert other.get_lr() == engine.get_lr() != [0.1]
 
 
 def test_a_schedule_on_one_side_only_is_told(world, tmp_path, caplog):
