@@ -255,6 +255,8 @@ TORCH_SCHEDULES: dict[str, type] = {
     and not (found is lr_scheduler.LRScheduler or name.startswith("_"))
     and not inspect.signature(found).parameters.keys() & {"lr_lambda", "schedulers"}
 }
+# Of the state of torch's schedules: how far they have come. The rest are parameters.
+_PROGRESS = ("last_epoch", "_step_count", "_last_lr", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter")
 
 
 def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -273,6 +275,8 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
             raise ValueError(f"{type} needs the parameter {name!r}.")
         if type in TORCH_SCHEDULES and isinstance(params.get(name), str) and not isinstance(parameter.default, str):
             raise ValueError(f"{type}: {name} must be a number, got {params[name]!r}, a string.")
+    if type in TORCH_SCHEDULES:
+        schedule = _with_its_own_parameters(schedule)
     # A trial, so that bad values show before anything is built; it has as many groups as a list of rates in `params` has items.
     groups = next(
         (len(params[key]) for key in params if key != "milestones" and isinstance(params[key], (list, tuple))), 1
@@ -285,6 +289,16 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
     if type in SCHEDULES:
         return lambda optimizer: schedule(optimizer, **params)
     return lambda optimizer: schedule(getattr(optimizer, "torch_optimizer", optimizer), **params)
+
+
+def _with_its_own_parameters(schedule: Any) -> Any:
+    """A torch schedule that continues as DeepSpeed's do: after the steps of a saved state, under this object's own parameters."""
+
+    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+        done = {key: state[key] for key in state.keys() & set(_PROGRESS)}
+        schedule.load_state_dict(self, {**self.state_dict(), **done})
+
+    return type(schedule.__name__, (schedule,), {"load_state_dict": load_state_dict})
 
 
 def _risen(step: int, num_steps: int, kind: str) -> float:

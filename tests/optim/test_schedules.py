@@ -140,6 +140,28 @@ def test_loaded_state_continues_the_sequence(name):
     assert rates(second, 14) == whole[6:]
 
 
+@pytest.mark.parametrize(
+    "name, then, now",
+    [
+        ("StepLR", {"step_size": 2, "gamma": 0.5}, {"step_size": 1, "gamma": 0.1}),
+        ("OneCycleLR", {"max_lr": 1.0, "total_steps": 4}, {"max_lr": 1.0, "total_steps": 9}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0, "step_size_up": 2}, {"base_lr": 0.1, "max_lr": 0.2}),
+    ],
+)
+def test_torchs_schedules_continue_under_their_own_parameters(name, then, now):
+    first, second = make(name, **then), make(name, **now)
+    for _ in range(3):
+        first.optimizer.step()
+        first.step()
+    parameters = {
+        key: value for key, value in second.state_dict().items() if key not in ("last_epoch", "_step_count", "_last_lr")
+    }
+    second.load_state_dict(first.state_dict())
+    state = second.state_dict()
+    assert state["last_epoch"] == 3 and state["_last_lr"] == first.get_last_lr()
+    assert {key: state[key] for key in parameters} == parameters
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_last_batch_iteration_starts_where_a_run_has_stopped(name):
     whole = rates(make(name, **PARAMS[name]), 20)
