@@ -656,6 +656,7 @@ def in_zero(**section) -> dict:
             "WarmupLR has no parameter 'warmup_step'",
         ),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "--min-lr 0", "WarmupDecayLR needs the parameter 'total_num_steps'"),
+        ({"scheduler": {"type": "ReduceLROnPlateau"}}, "--min-lr 0", "the GPT-2 job gives it none"),
     ],
     ids=str,
 )

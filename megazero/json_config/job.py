@@ -79,6 +79,10 @@ def _said(config: JsonConfig) -> list[tuple[str, str, Any]]:
     """(key, field, value) for what the file gives, except batch sizes and schedule."""
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum": the GPT-2 job averages over the ranks. Drop it.')
+    if config.scheduler is not None and config.scheduler.type == "ReduceLROnPlateau":
+        raise DeepSpeedConfigError(
+            "scheduler: ReduceLROnPlateau follows a metric, and the GPT-2 job gives it none. Use another schedule."
+        )
     zero, fp16, kept = config.zero, config.fp16, config.activation_checkpointing
     every = [
         ("steps_per_print", "log_interval", config.steps_per_print),

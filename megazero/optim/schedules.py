@@ -277,14 +277,18 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
             raise ValueError(f"{type}: {name} must be a number, got {params[name]!r}, a string.")
     if type in TORCH_SCHEDULES:
         schedule = _with_its_own_parameters(schedule)
-    # A trial, so that bad values show before anything is built; it has as many groups as a list of rates in `params` has items.
+    # A trial of one step, so that bad values show before anything is built. It has as many groups as a list of rates in `params`
+    # has items.
     groups = next(
         (len(params[key]) for key in params if key != "milestones" and isinstance(params[key], (list, tuple))), 1
     )
     trial = [{"params": [torch.zeros(1, device="cpu", requires_grad=True)]} for _ in range(groups)]
     try:
-        schedule(torch.optim.Adam(trial, lr=1.0), **params)
-    except (TypeError, AttributeError) as error:  # from torch's; our own raise ValueError and name the value
+        optimizer = torch.optim.Adam(trial, lr=1.0)
+        tried = schedule(optimizer, **params)
+        optimizer.step()  # torch's warn of a schedule that is stepped first
+        tried.step(**({"metrics": 1.0} if "metrics" in inspect.signature(tried.step).parameters else {}))
+    except (TypeError, AttributeError, KeyError, ZeroDivisionError) as error:  # from torch's; our own are ValueErrors
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     if type in SCHEDULES:
         return lambda optimizer: schedule(optimizer, **params)

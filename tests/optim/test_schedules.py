@@ -189,6 +189,10 @@ def test_warmup_num_steps_must_be_a_positive_integer(name, steps):
         ("StepLR", {}, "needs the parameter 'step_size'"),
         ("CosineAnnealingLR", {"T_max": "4"}, "T_max must be a number, got '4', a string"),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "step_size_up": None}, "CyclicLR does not take .*step_size_up"),
+        ("StepLR", {"step_size": 0}, "StepLR does not take {'step_size': 0}: .*zero"),
+        ("CosineAnnealingLR", {"T_max": 0}, "CosineAnnealingLR does not take {'T_max': 0}: .*zero"),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "step_size_up": 0}, "CyclicLR does not take .*zero"),
+        ("StepLR", {"step_size": 2, "last_epoch": 5}, "StepLR does not take .*initial_lr"),
         ("LambdaLR", {"lr_lambda": "x"}, "no learning-rate schedule 'LambdaLR'"),
     ],
 )
