@@ -170,10 +170,15 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        return {"dynamic": self.dynamic, **{name: getattr(self, name) for name in _CONTINUED}}
+        kept = {name: getattr(self, name) for name in _CONTINUED}
+        return {"dynamic": self.dynamic, "overflows_in_a_row": self.overflows_in_a_row, **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state` if both scales are dynamic; else this one stays: the 1.0 of an fp32 run does not suit fp16."""
+        """Continues from `state` if both scales are dynamic; else this one stays: the 1.0 of an fp32 run does not suit fp16.
+
+        Overflows in a row are counted on in any case: a broken run that restarts by itself must end too.
+        """
+        self.overflows_in_a_row = state.get("overflows_in_a_row", 0)  # of older and imported checkpoints: unknown
         if self.dynamic and state.get("dynamic", True):
             for name in _CONTINUED:
                 setattr(self, name, state[name])

@@ -79,6 +79,18 @@ def test_static_scale_never_moves_and_a_broken_run_ends():
         scaler.update(True)
 
 
+def test_a_broken_run_ends_although_it_restarts():
+    before, after = LossScaler(8.0), LossScaler(8.0)
+    for _ in range(12):
+        before.update(True)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(FloatingPointError, match="20 steps in a row"):
+        for _ in range(8):
+            after.update(True)
+    after.load_state_dict({"dynamic": False})  # older, or imported
+    assert after.overflows_in_a_row == 0
+
+
 @pytest.mark.parametrize("before, after, scale", [("..x", "x...", 256.0), ("..", ".", 512.0), ("...", ".", 512.0)])
 def test_state_continues_exactly(before, after, scale):
     a, b = (LossScaler(256.0, dynamic=True, window=3) for _ in range(2))
