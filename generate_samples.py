@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
@@ -30,6 +32,7 @@ class SampleConfig:
     sample_input_file: str | None = option(None, "file of texts to continue, one per line")
     num_samples: int = option(1, "continuations of each prompt", at_least=1)
     out_seq_length: int = option(256, "maximum number of new tokens", at_least=1)
+    batch_size: int = option(8, "continuations that are computed together; samples depend on it", at_least=1)
     temperature: float = option(1.0, "0 always takes the likeliest token; above 1, the text is more varied")
     top_k: int = option(
         0, "sample from this many of the likeliest tokens; 0: from all", flag="--top_k", aliases=("--top-k",)
@@ -75,7 +78,18 @@ class Request:
     tokenizer: Tokenizer
     texts: list[str]  # the prompts
     prompts: list[list[int]]  # their tokens
-    new_tokens: int  # in each continuation, at most
+    new_tokens: list[int]  # in the continuation of each, at most
+
+    def batches(self) -> Iterator[slice]:
+        """Prompts to continue together, in order: --batch-size at most, with the same number of new tokens.
+
+        So a prompt that leaves room for few tokens does not cut the others' continuations.
+        """
+        for _, group in groupby(range(len(self.prompts)), self.new_tokens.__getitem__):
+            rows = list(group)
+            for i in range(0, len(rows), self.sampling.batch_size):
+                some = rows[i : i + self.sampling.batch_size]
+                yield slice(some[0], some[-1] + 1)
 
 
 def check(world_size: int) -> Request:
@@ -92,7 +106,7 @@ def check(world_size: int) -> Request:
                 f"The prompt {text[:40]!r}... has {len(prompt)} tokens, and the model {positions} positions "
                 f"(--max-position-embeddings of the training job). Shorten it to {positions - 1}, so that one more fits."
             )
-    new_tokens = min(sampling.out_seq_length, positions - max(map(len, prompts)))
+    new_tokens = [min(sampling.out_seq_length, positions - len(prompt)) for prompt in prompts]
     return Request(config, sampling, reader, tokenizer, texts, prompts, new_tokens)
 
 
@@ -100,19 +114,21 @@ def main(request: Request) -> None:
     """Prints each prompt with its continuation."""
     sampling, tokenizer = request.sampling, request.tokenizer
     model, _ = load_model(request.config, request.reader)
-    outputs = generate(
-        model,
-        request.prompts,
-        request.new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        eod=tokenizer.eod,
-        seed=sampling.seed,
-    )
-    for text, output in zip(request.texts, outputs, strict=True):
-        logger.info("%s", "-" * 80)
-        logger.info("%s", text + tokenizer.decode(output))
+    for batch in request.batches():
+        prompts = request.prompts[batch]
+        outputs = generate(
+            model,
+            prompts,
+            request.new_tokens[batch.start],
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            eod=tokenizer.eod,
+            seed=(sampling.seed + batch.start) % 2**64,  # another one for each batch, whose rows would draw alike
+        )
+        for text, output in zip(request.texts[batch], outputs, strict=True):
+            logger.info("%s", "-" * 80)
+            logger.info("%s", text + tokenizer.decode(output))
 
 
 if __name__ == "__main__":

@@ -168,9 +168,29 @@ def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded
         generate_samples.check(1)
     monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "short"])
     request = generate_samples.check(1)
-    assert len(request.prompts[0]) + request.new_tokens == 32, (
+    assert len(request.prompts[0]) + request.new_tokens[0] == 32, (
         "what is asked for by default is cut to the room there is"
     )
+
+
+def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):
+    flags = "--num-samples 5 --out-seq-length 20 --batch-size 2 --prompt".split()
+    prompts = ["the ranks", "the " * 20, "of a group"]
+    monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), *flags, *prompts])
+    request = generate_samples.check(1)
+    assert request.new_tokens == [20] * 5 + [32 - len(request.prompts[5])] * 5 + [20] * 5
+    drawn = []
+
+    def generate(model, prompts, new_tokens, *, seed, **_):
+        drawn.append((len(prompts), new_tokens, seed))
+        return [[7] * new_tokens for _ in prompts]
+
+    monkeypatch.setattr(generate_samples, "generate", generate)
+    monkeypatch.setattr(generate_samples, "load_model", lambda *_: (None, None))
+    generate_samples.main(request)
+    assert [rows for rows, _, _ in drawn] == [2, 2, 1] * 3
+    assert [tokens for _, tokens, _ in drawn[::3]] == [20, 32 - len(request.prompts[5]), 20]
+    assert len({seed for _, _, seed in drawn}) == len(drawn), "batches would draw the same samples"
 
 
 @pytest.mark.parametrize("text, found", [("", "0 tokens"), ("t", "1 token")])
