@@ -126,9 +126,14 @@ def main(request: Request) -> None:
             eod=tokenizer.eod,
             seed=(sampling.seed + batch.start) % 2**64,  # another one for each batch, whose rows would draw alike
         )
-        for text, output in zip(request.texts[batch], outputs, strict=True):
+        for text, prompt, output in zip(request.texts[batch], prompts, outputs, strict=True):
             logger.info("%s", "-" * 80)
-            logger.info("%s", text + tokenizer.decode(output))
+            logger.info("%s", text + continuation(tokenizer, prompt, output))
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
+    """The text of `output` after `prompt`: decoded alone, sentencepiece's would lose the space that it begins with."""
+    return tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
 
 
 if __name__ == "__main__":

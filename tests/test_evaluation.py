@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluate_gpt2 import EvaluationConfig
-from generate_samples import SampleConfig
+from generate_samples import SampleConfig, continuation
 from megazero import mpu
 from megazero.arguments import load_components
+from megazero.data.tokenizer import build_tokenizer
 from megazero.evaluation import last_word_accuracy, sliding_window_perplexity, sliding_windows
 from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_model
 from megazero.metrics import perplexity
@@ -22,6 +23,7 @@ from megazero.model.state_dict import slice_full
 from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
 from tests.model.plain_gpt2 import PlainGPT2, randomize
 from tests.ranks import run_ranks
+from tests.vocabularies import make_sentencepiece
 
 CONFIG = GPT2Config(
     num_layers=1,
@@ -256,6 +258,15 @@ def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
     (tmp_path / "prompts").write_bytes("a form\x0cfeed\r\n\nand a\u2028separator\n".encode())
     prompts = SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()
     assert prompts == ["a form\x0cfeed", "", "and a\u2028separator"]
+
+
+def test_a_continuation_keeps_the_space_that_it_begins_with(tmp_path):
+    path = make_sentencepiece(tmp_path / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_path=path)
+    prompt, whole = tokenizer.encode("the ranks"), tokenizer.encode("the ranks of")
+    assert whole[: len(prompt)] == prompt
+    assert continuation(tokenizer, prompt, whole[len(prompt) :]) == " of"
+    assert continuation(tokenizer, [tokenizer.eod], prompt) == "the ranks"
 
 
 @pytest.mark.parametrize(
