@@ -63,7 +63,7 @@ class StepReport:
 class MetricsWriter:
     """Keeps the scalars of a run, and appends them to `metrics.jsonl` and TensorBoard.
 
-    A resumed run drops the lines after its starting iteration, so that the file describes a single run.
+    A run drops what the logs have after its starting iteration, so that they describe a single run.
 
     Args:
         directory: holds metrics.jsonl and the plot; None writes nothing.
@@ -89,9 +89,8 @@ class MetricsWriter:
         if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
-            purged = start_iteration + 1 if start_iteration else None
             try:
-                self._board = SummaryWriter(tensorboard_dir, purge_step=purged)
+                self._board = SummaryWriter(tensorboard_dir, purge_step=start_iteration + 1)
             except OSError as error:
                 raise OSError(f"--tensorboard-dir {tensorboard_dir} cannot be written: {error}") from error
             except UnicodeEncodeError as error:  # the name has bytes that the locale cannot decode
@@ -113,19 +112,23 @@ class MetricsWriter:
         A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
         more, continues.
         """
-        if self._keeps_lines:
-            self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
         for name, record in [*self._logs.items()]:
             try:
                 record(iteration, scalars, section)
             except OSError as error:
                 del self._logs[name]
                 logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
+        if self._keeps_lines:
+            self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
 
     def _append(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         assert self.path is not None
+        key, line = (iteration, section), {"iteration": iteration, "section": section, **scalars}
+        if key in self._lines:  # a finished run that is started again repeats its last evaluations
+            write_whole(self.path, "".join(map(_as_json, {**self._lines, key: line}.values())).encode())
+            return
         with open(self.path, "a") as file:
-            file.write(_as_json({"iteration": iteration, "section": section, **scalars}))
+            file.write(_as_json(line))
 
     def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         if "://" not in self._board.log_dir:

@@ -970,6 +970,33 @@ def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no
     assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
 
 
+def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for run, (start, losses) in enumerate([(0, (9.0, 8.0)), (0, (7.0, 6.0)), (1, (5.0,))]):
+        metrics = MetricsWriter(None, str(tmp_path), start)
+        for iteration, loss in enumerate(losses, start + 1):
+            metrics.write(iteration, {"loss": loss}, "train")
+        metrics.close()
+        (events,) = tmp_path.glob(f"*.{os.getpid()}.*")
+        events.rename(tmp_path / f"events.out.tfevents.{run}")  # those of one second might be read in another order
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(point.step, point.value) for point in points] == [(1, 7.0), (2, 5.0)]
+
+
+def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
+    for start in (0, 2):
+        metrics = MetricsWriter(str(tmp_path), None, start)
+        for iteration in range(start + 1, 3):
+            metrics.write(iteration, {"loss": 8.0}, "train")
+        for section in ("valid", "test"):
+            metrics.write(2, {"loss": 7.0 - start}, section)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
+    assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
+    assert lines == metrics.lines
+
+
 def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
     (tmp_path / "board").touch()
     with pytest.raises(OSError, match=f"--tensorboard-dir {tmp_path / 'board'} cannot be written: .*File exists"):
