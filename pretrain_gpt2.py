@@ -18,7 +18,7 @@ from megazero.data.build import build_tokenizer_from, check_data
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
-from megazero.job_checkpoints import refuse_to_replace
+from megazero.job_checkpoints import refuse_to_replace, refuse_unwritable
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -77,6 +77,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     config.check_world(world_size)
     if not config.data.train_data and not config.checkpoint.load:
         raise ValueError("--train-data is missing: name the data to train on, as --help says.")
+    refuse_unwritable(config.checkpoint)
     refuse_to_replace(config.checkpoint)  # as `pretrain` does, but before the ranks start
     for folder in config.swap_folders:
         check_folder(folder)

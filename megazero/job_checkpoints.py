@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,20 @@ SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("da
 
 # Flags of `training` that determine the loss of a sample, or its weight.
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
+
+
+def refuse_unwritable(flags: CheckpointConfig) -> None:
+    """Raises an OSError if --save cannot be a folder that is written in, as far as can be told without making it."""
+    if not flags.save:
+        return
+    there = Path(flags.save).absolute()
+    while not os.path.exists(there):
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "you may not write in it" if there.is_dir() else "it is no folder"
+        raise OSError(
+            f"--save {flags.save} cannot be written: {there}: {why}. Name another folder, or change its rights."
+        )
 
 
 def refuse_to_replace(flags: CheckpointConfig) -> None:

@@ -12,9 +12,12 @@ import torch
 
 import evaluate_gpt2
 import generate_samples
+import pretrain_gpt2
 from megazero import mpu
+from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.inference import load_model
+from megazero.job_checkpoints import refuse_unwritable
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, make_corpus, run_job
@@ -94,6 +97,17 @@ def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_no
     how = f"--load {whole}" + " without --finetune" * ("--finetune" in load)
     assert f"give {how}; else another --save" in done.stdout and "Traceback" not in done.stdout
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_a_save_that_cannot_be_written_is_refused_before_the_ranks_start(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    refuse_unwritable(CheckpointConfig(save=str(tmp_path / "not" / "yet")))
+    with pytest.raises(OSError, match=f"--save .*/x cannot be written: {tmp_path}/file: it is no folder"):
+        refuse_unwritable(CheckpointConfig(save=str(tmp_path / "file" / "x")))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *FLAGS, "--train-data", "x", "--save", str(tmp_path / "new")])
+    with pytest.raises(OSError, match=f"--save .*/new cannot be written: {tmp_path}: you may not write in it"):
+        pretrain_gpt2.check(1)
 
 
 UNCHECKED = """
