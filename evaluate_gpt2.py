@@ -20,7 +20,7 @@ from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.evaluation import last_word_accuracy, sliding_window_perplexity
+from megazero.evaluation import check_stride, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
 from megazero.logging import counted, table
 from megazero.model.config import GPT2Config
@@ -41,8 +41,11 @@ class EvaluationConfig:
     )
     valid_data: str | None = option(None, "text file to evaluate on; for lambada, a file of JSON lines")
     text_key: str = option("text", "key of the text in each JSON line")
-    overlapping_eval: int = option(
-        32, "new tokens that each window predicts; a smaller number gives more context and a longer run"
+    overlapping_eval: int | None = option(
+        None,
+        "new tokens that each window predicts; a smaller number gives more context and a longer run (default: 32, or the "
+        "window if that is shorter)",
+        at_least=1,
     )
     seq_length: int | None = option(
         None,
@@ -65,6 +68,10 @@ class EvaluationConfig:
         """Tokens per window. An imported checkpoint does not record its training job's, so the window is all positions."""
         return self.seq_length or client.get("seq_length", model.max_position_embeddings)
 
+    def stride(self, window: int) -> int:
+        """New tokens that each window predicts."""
+        return min(32, window) if self.overlapping_eval is None else self.overlapping_eval
+
 
 Checked = tuple[InferenceConfig, EvaluationConfig, Reader, Tokenizer]
 
@@ -74,7 +81,11 @@ def check(world_size: int) -> Checked:
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
     reader, tokenizer = open_checkpoint(config)
-    model_config(reader).check_sequence(task.seq_length or 1)
+    model = model_config(reader)
+    window = task.window(client_state(reader), model)
+    model.check_sequence(window)
+    if task.task != "lambada":
+        check_stride(task.stride(window), window)
     return config, task, reader, tokenizer
 
 
@@ -112,7 +123,7 @@ def main(checked: Checked) -> None:
             model,
             tokens,
             seq_length=seq_length,
-            overlapping_eval=task.overlapping_eval,
+            overlapping_eval=task.stride(seq_length),
             batch_size=task.batch_size,
             groups=groups,
             original_word_count=original_words,

@@ -105,16 +105,21 @@ def sliding_windows(targets: int, seq_length: int, stride: int) -> tuple[Tensor,
     Raises:
         ValueError: `stride` is not in [1, seq_length].
     """
-    if not 1 <= stride <= seq_length:
-        raise ValueError(
-            f"--overlapping-eval {stride} must be between 1 and --seq-length {seq_length}: it is the number of new tokens that "
-            "each window predicts."
-        )
+    check_stride(stride, seq_length)
     first = min(seq_length, targets)
     later = torch.arange(first, targets, stride)  # targets predicted before each later window
     ends = torch.cat([torch.tensor([first]), (later + stride).clamp(max=targets)])
     counts = torch.cat([ends[:1], ends[1:] - later])
     return ends - first, counts
+
+
+def check_stride(stride: int, seq_length: int) -> None:
+    """Raises a ValueError if windows of `seq_length` tokens cannot predict `stride` new ones each."""
+    if not 1 <= stride <= seq_length:
+        raise ValueError(
+            f"--overlapping-eval {stride} must be between 1 and --seq-length {seq_length}: it is the number of new tokens that "
+            "each window predicts."
+        )
 
 
 @torch.no_grad()

@@ -215,6 +215,18 @@ def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whol
         evaluate_gpt2.main(evaluate_gpt2.check(1))
 
 
+def test_a_stride_follows_a_short_window_and_one_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    whole, tmp_path, monkeypatch
+):
+    (tmp_path / "text").write_text("the ranks of a group")
+    given = ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "text"), "--seq-length", "16"]
+    monkeypatch.setattr("sys.argv", given)
+    assert evaluate_gpt2.check(1)[1].stride(16) == 16
+    monkeypatch.setattr("sys.argv", [*given, "--overlapping-eval", "17"])
+    with pytest.raises(ValueError, match="--overlapping-eval 17 must be between 1 and --seq-length 16"):
+        evaluate_gpt2.check(1)
+
+
 @pytest.mark.parametrize("flag, precision", [("--tf32", "high"), ("--no-tf32", "highest")])
 def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(whole, monkeypatch, caplog, flag, precision):
     monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "the", flag])
