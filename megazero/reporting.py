@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ SHARDED = (
     "optimizer states and gradients are",
     "all model states are",
 )  # by stage
+MAX_RANKS_LISTED = 16  # in one line of the summary
 
 
 def metrics_writer(job: Job) -> MetricsWriter:
@@ -221,7 +223,7 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         rows.append(("tokens/s", f"{median['tokens_per_s']:.0f} (median log line)"))
         share = f"{100 * median['mfu']:.1f}% of the device's peak, " if "mfu" in median else ""
         rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}in the same line)"))
-    rows.append(("peak memory per rank (MB)", ", ".join(f"{peak / 2**20:.0f}" for peak in peaks)))
+    rows.append(("peak memory per rank (MB)", _of_ranks([peak / 2**20 for peak in peaks])))
     save = config.checkpoint.save
     if save:
         if config.tensorboard_dir:
@@ -233,3 +235,11 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
             rows.append(("checkpoint", os.path.join(save, tag)))
             rows.append(("generate text", f"LOAD={shlex.quote(save)} bash scripts/generate_text.sh"))
     return table("summary", rows)
+
+
+def _of_ranks(values: list[float]) -> str:
+    """Every rank's value, or where that would be a long line, how they spread and which rank has the most."""
+    if len(values) <= MAX_RANKS_LISTED:
+        return ", ".join(f"{value:.0f}" for value in values)
+    most = max(range(len(values)), key=values.__getitem__)
+    return f"{min(values):.0f} to {values[most]:.0f} (rank {most}), median {statistics.median(values):.0f}"

@@ -936,6 +936,13 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
 
 
+def test_the_peaks_of_many_ranks_are_told_in_short():
+    job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=None)
+    peaks = [mb * 2**20 for mb in (7, *range(100, 116))]
+    assert "7, 100, 101" in summary(job, MetricsWriter(None, None, 0), peaks[:16])
+    assert "7 to 115 (rank 16), median 107" in summary(job, MetricsWriter(None, None, 0), peaks)
+
+
 def test_the_first_rank_alone_keeps_what_is_logged():
     assert run_ranks(2, _lines_kept) == [3, 0]
 
