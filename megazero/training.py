@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from megazero.job_batches import batches, datasets, take_counted, token_weights
 from megazero.job_checkpoints import has_something_to_load, load, refuse_to_replace, save, warn_of_other_corpora
 from megazero.logging import told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
+from megazero.model.modes import in_mode
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.plan import refuse_what_cannot_fit
 from megazero.reporting import (
@@ -244,12 +246,10 @@ def evaluate(job: Job, dataset: Any) -> float | None:
     With --calculate-per-token-loss it is the mean over all their counted tokens. If a rank is asked to stop, all ranks leave
     after the same batch, and the result is None.
     """
-    engine, flags = job.engine, job.config.training
+    flags = job.config.training
     iterator = batches(job, dataset, "evaluation", job.config.eval_batch_size)
-    training_timers, job.timers = job.timers, Timers(job.device)  # an evaluation's phases are not a training step's
-    engine.eval()
     total, tokens, is_stopped = torch.zeros((), device=job.device), 0, False
-    with torch.no_grad():
+    with _evaluating(job):
         for _ in range(flags.eval_iters):
             asked = _ask_to_stop(job)
             if job.count_tokens is None:
@@ -260,8 +260,6 @@ def evaluate(job: Job, dataset: Any) -> float | None:
                 tokens += count
             if is_stopped := bool(asked.read()):
                 break
-    engine.train()
-    job.timers = training_timers
     if is_stopped:
         return None
     if job.count_tokens is not None:  # tensor-parallel ranks other than the first have counted nothing
@@ -269,6 +267,18 @@ def evaluate(job: Job, dataset: Any) -> float | None:
         loss, counted = comm.all_reduced(sums, comm.world()).tolist()
         return loss / max(counted, 1)
     return float(comm.all_reduced(total, job.groups.data)) / job.groups.data_parallel_size / flags.eval_iters
+
+
+@contextmanager
+def _evaluating(job: Job) -> Iterator[None]:
+    """Without gradients, in evaluation mode, and with timers of its own: an evaluation's phases are not a training step's."""
+    training_timers, job.timers = job.timers, Timers(job.device)
+    try:
+        with in_mode(job.engine.module, training=False), torch.no_grad():
+            job.engine.eval()  # completes an update that goes on
+            yield
+    finally:
+        job.timers = training_timers
 
 
 def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> str | None:

@@ -32,6 +32,8 @@ from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
+from megazero.timers import Timers
+from megazero.training import _evaluating
 from tests.ranks import run_ranks, run_script
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
 
@@ -934,6 +936,19 @@ def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
     assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
     job.iteration = 9
     assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
+
+
+def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
+    module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    module[1].eval()  # a part that its user keeps so
+    device = torch.device("cpu")
+    timers = Timers(device)
+    job = SimpleNamespace(engine=SimpleNamespace(module=module, eval=module.eval), timers=timers, device=device)
+    with pytest.raises(ZeroDivisionError), _evaluating(job):
+        assert job.timers is not timers and not module[0].training and not torch.is_grad_enabled()
+        raise ZeroDivisionError
+    assert [part.training for part in module] == [True, False] and module.training
+    assert job.timers is timers and torch.is_grad_enabled()
 
 
 def test_the_peaks_of_many_ranks_are_told_in_short():
