@@ -92,7 +92,7 @@ def share_cores(ranks: int) -> None:
 def run_ranks(args: Namespace) -> int:
     """Runs torchrun under its parsed options and returns 0, the status of the rank that failed first, or 128 + a signal's number.
 
-    Returns 1 if the nodes cannot meet.
+    Returns 1 if the nodes cannot meet, or their meeting point is lost.
     """
     # Without a port, newer versions of torchrun use 29500 on several nodes, and a free port of this host on one.
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
@@ -120,8 +120,13 @@ def run_ranks(args: Namespace) -> int:
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         # Some errors of torchrun's c10d rendezvous name their cause, and some have no text.
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        what = f"the nodes cannot meet at {meeting_point}"
         hint = "Is the port free, the address right, and every node started?"
-        print(f"error: the nodes cannot meet at {meeting_point}: {reason} {hint}", file=sys.stderr)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any(map(_is_in_agent, frames)) and all(frame.f_code.co_name != "_rendezvous" for frame in frames):
+            what = f"this node has lost {meeting_point}, where the nodes met, and its ranks were ended"
+            hint = "The process that serves it has ended, or the network failed. Each job needs a port of its own."
+        print(f"error: {what}: {reason} {hint}", file=sys.stderr)
         return 1
     return 0
 

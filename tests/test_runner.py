@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from megazero import launch, runner
 from megazero.cgroups import available_cores
@@ -632,6 +634,29 @@ def test_slurm_nodes_with_an_unknown_number_of_gpus_do_not_run_as_if_they_had_no
         monkeypatch.setenv("SLURM_GPUS_PER_NODE", variable)
         main([__file__] if variable else ["--num_gpus=3", __file__])
         assert "--nproc-per-node 3" in " ".join(started[number])
+
+
+def test_each_slurm_job_meets_at_a_port_of_its_own_unless_one_is_given(folder, monkeypatch):
+    """Several jobs may share a node, and c10d joins a job to whatever store it finds at the port."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda _, command: started.append(command))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    for job, options in (("7", []), ("123456", []), ("7", ["--master_port", "6000"])):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        main(["--launcher=slurm", "--num_gpus=1", *options, __file__])
+    endpoints = [command[command.index("--rdzv-endpoint") + 1] for command in started]
+    assert endpoints == ["127.0.0.1:20007", "127.0.0.1:23456", "127.0.0.1:6000"]
+
+
+def test_a_store_that_ends_while_the_ranks_run_is_not_called_a_failure_to_meet(monkeypatch, capsys):
+    def waiting(_):
+        raise RendezvousConnectionError("Failed to recv, got 0 bytes.")
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", waiting)
+    where = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--no-python"]
+    assert launch.run_ranks(launch.run.parse_args([*where, "--monitor-interval=0.1", "sleep", "20"])) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: this node has lost 127.0.0.1:") and "Failed to recv" in last
 
 
 def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):

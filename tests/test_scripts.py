@@ -320,18 +320,18 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
 def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
     for name, body in (
         ("scontrol", '[ "$1" = requeue ] && echo "again $2" || echo n1'),
-        ("srun", 'echo "run ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit 3'),
+        ("srun", 'echo "run ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $RDZV_ENDPOINT"; exit 3'),
     ):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}  # the port is that job's
     slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for restarts, said in (
         ({}, ""),
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}, "again 7\n"),
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "2"}, ""),
     ):
-        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none 110\n{said}"
+        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none 110 n1:20007\n{said}"
 
 
 def test_slurm_script_refuses_restarts_that_are_no_number_before_it_runs_anything(tmp_path):

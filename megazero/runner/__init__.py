@@ -205,7 +205,9 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
         raise ValueError(
             "--include and --exclude must leave the same slots on every node under Slurm: srun runs one command on all."
         )
-    endpoint = f"{options.master_addr or first}:{options.master_port or DEFAULT_PORT}"
+    # A port of the job's own: at a port that another job's nodes have met at, c10d joins that job's store, which ends with it.
+    port = options.master_port or 20000 + _count_of("SLURM_JOB_ID") % 10000
+    endpoint = f"{options.master_addr or first}:{port}"
     agent = agent_command(
         torchrun_command(program, len(slots), c10d(len(nodes), endpoint, os.environ["SLURM_JOB_ID"])), obeys_stdin=False
     )
