@@ -1,4 +1,7 @@
-"""Reads a JSON configuration from a dict, a file, or base64, and refuses keys that are given twice."""
+"""Reads a JSON configuration from a dict, a file, or base64, and refuses keys that are given twice.
+
+As a program, it prints the top-level keys that a configuration decides; it imports neither torch nor this package.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +101,16 @@ def _constant(name: str) -> float:
     if name == "Infinity":  # as Python writes it; each key decides whether it accepts it
         return math.inf
     raise DeepSpeedConfigError(f"{name} is not a number that JSON knows.")
+
+
+def decided_keys(document: Mapping[str, Any]) -> list[str]:
+    """The keys of a configuration that are not left to the flags: neither "auto" nor a section with `"enabled": "auto"`."""
+    enabled = {key: value.get("enabled") if isinstance(value, dict) else value for key, value in document.items()}
+    return [key for key, value in enabled.items() if value != "auto"]
+
+
+if __name__ == "__main__":  # asked by scripts/common.sh, which has no time to import torch
+    try:
+        print(*decided_keys(read_source(sys.argv[1])))
+    except DeepSpeedConfigError as error:
+        sys.exit(f"error: {error}")

@@ -100,17 +100,25 @@ launch() {
   exec "$PYTHON" -m megazero.runner.agent "$PYTHON" -m megazero.launch "${where[@]}" --max-restarts "${MAX_RESTARTS:-0}" --nproc-per-node "$NPROC" "$@" </dev/null
 }
 
-# json_has KEYS ARG...: whether the JSON file of the last --deepspeed_config sets one of the keys (a|b) to something other than "auto"
-json_has() {
-  local keys=$1 file=
-  while shift && [ $# -gt 0 ]; do
+# read_json ARG...: sets JSON_KEYS to the top-level keys that the JSON of the last --deepspeed_config among ARG... decides, "auto" left out
+read_json() {
+  local source=
+  while [ $# -gt 0 ]; do
     case $1 in  # all names of the flag (megazero/config.py)
-      --deepspeed[_-]config | --deepscale[_-]config) file=${2:-} ;;
-      --deepspeed[_-]config=* | --deepscale[_-]config=*) file=${1#*=} ;;
+      --deepspeed[_-]config | --deepscale[_-]config) source=${2:-} ;;
+      --deepspeed[_-]config=* | --deepscale[_-]config=*) source=${1#*=} ;;
     esac
+    shift
   done
-  # -c reads to the end: with -q, sed could die of a closed pipe, and the test would fail because of `pipefail`
-  [ -f "$file" ] && [ "$(sed 's:^ *//.*::' "$file" | grep -cE "\"($keys)\" *: *([^\" ]|\"[^a])")" -gt 0 ]
+  JSON_KEYS=
+  # -I: Python's own modules would else be looked for in megazero/ first, which has a logging.py too
+  [ -z "$source" ] || JSON_KEYS=$("$PYTHON" -I "$REPO/megazero/json_source.py" "$source")
+}
+
+# json_has KEYS: whether one of the keys (a|b) is in JSON_KEYS
+json_has() {
+  local pattern=" ($1) "
+  [[ " $JSON_KEYS " =~ $pattern ]]
 }
 
 # precision_flag ARG...: sets PRECISION_FLAG to the flag for PRECISION (bf16, fp16, or fp32, which has no flag). If PRECISION is unset, ARG... or
@@ -123,7 +131,8 @@ precision_flag() {
     for argument in "$@"; do
       case $argument in --bf16 | --fp16 | --no-bf16 | --no-fp16) return 0 ;; esac
     done
-    ! json_has "bf16|bfloat16|fp16" "$@" || return 0
+    read_json "$@"
+    ! json_has "bf16|bfloat16|fp16" || return 0
     precision=$("$PYTHON" -c '
 import torch
 if not torch.cuda.is_available():

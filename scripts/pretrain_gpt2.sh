@@ -20,13 +20,14 @@ MODEL_ARGS=(
 )
 DATA_ARGS=(--train-data "${CORPORA[@]}" --split "${SPLIT:-94,5,1}" --num-workers "${NUM_WORKERS:-0}" "${TOKENIZER_ARGS[@]}")
 TRAIN_ARGS=(--train-iters "${TRAIN_ITERS:-800}" --eval-interval "${EVAL_INTERVAL:-100}" --eval-iters "${EVAL_ITERS:-20}")
+read_json "$@"
 # A JSON file overrides these defaults, but not a variable that is set.
-json_has "train_micro_batch_size_per_gpu|train_batch_size" "$@" && [ -z "${BATCH_SIZE:-}" ] || TRAIN_ARGS+=(--batch-size "${BATCH_SIZE:-8}")
-json_has optimizer "$@" && [ -z "${LR:-}" ] || TRAIN_ARGS+=(--lr "${LR:-3e-3}")
-json_has optimizer "$@" || TRAIN_ARGS+=(--weight-decay 0.1)
-json_has scheduler "$@" && [ -z "${WARMUP:-}" ] || TRAIN_ARGS+=(--lr-decay-style cosine --warmup "${WARMUP:-0.05}")
-json_has gradient_clipping "$@" || TRAIN_ARGS+=(--clip-grad 1.0)
-json_has steps_per_print "$@" && [ -z "${LOG_INTERVAL:-}" ] || TRAIN_ARGS+=(--log-interval "${LOG_INTERVAL:-25}")
+json_has "train_micro_batch_size_per_gpu|train_batch_size" && [ -z "${BATCH_SIZE:-}" ] || TRAIN_ARGS+=(--batch-size "${BATCH_SIZE:-8}")
+json_has optimizer && [ -z "${LR:-}" ] || TRAIN_ARGS+=(--lr "${LR:-3e-3}")
+json_has optimizer || TRAIN_ARGS+=(--weight-decay 0.1)
+json_has scheduler && [ -z "${WARMUP:-}" ] || TRAIN_ARGS+=(--lr-decay-style cosine --warmup "${WARMUP:-0.05}")
+json_has gradient_clipping || TRAIN_ARGS+=(--clip-grad 1.0)
+json_has steps_per_print && [ -z "${LOG_INTERVAL:-}" ] || TRAIN_ARGS+=(--log-interval "${LOG_INTERVAL:-25}")
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
 PARALLEL_ARGS=(--model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" ${ZERO_STAGE:+--zero-stage "$ZERO_STAGE"})
 

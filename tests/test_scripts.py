@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import stat
@@ -115,7 +116,7 @@ def test_distributed_by_torchruns_own_port_with_other_flags_than_the_scripts(cor
 
 def test_precision_is_what_was_said_else_what_the_gpus_have(tmp_path):
     python = tmp_path / "python"  # of a machine with older GPUs
-    python.write_text("#!/bin/sh\necho fp16\n")
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} "$@"\necho fp16\n')
     python.chmod(0o755)
     file = "--deepspeed_config scripts/configs/ds_zero_stage_1.config"
     default = ""  # without a GPU
@@ -152,8 +153,36 @@ def test_keys_of_the_json_file_are_seen_whatever_the_flag_is_called(tmp_path, ar
     file = tmp_path / "a b.json"
     file.write_text('{"optimizer": {"type": "Adam"}}')
     arguments = arguments.replace("FILE", f"'{file}'")
-    command = f"source scripts/common.sh; json_has optimizer {arguments} && ! json_has scheduler {arguments}"
-    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+    assert json_keys(arguments) == "optimizer\n"
+
+
+def json_keys(arguments: str) -> str:
+    """What the scripts find that the JSON of these arguments decides, or their error."""
+    command = f'source scripts/common.sh; PYTHON={sys.executable}; read_json {arguments}; echo "$JSON_KEYS"'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ('{"optimizer":\n {"type": "AdamW"},\t"gradient_clipping":\t1.0}', "optimizer gradient_clipping"),
+        ('{/* "optimizer": {}, */ "train_batch_size": 8 // "scheduler": {}\n}', "train_batch_size"),
+        ('{"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "fp16": {"enabled": false}}', "fp16"),
+        ('{"zero_optimization": {"optimizer": 1}}', "zero_optimization"),
+    ],
+)
+def test_scripts_read_a_json_as_the_job_does_from_a_file_and_from_base64(tmp_path, text, keys):
+    (tmp_path / "a.json").write_text(text)
+    for source in (tmp_path / "a.json", base64.urlsafe_b64encode(text.encode()).decode()):
+        assert json_keys(f"--deepspeed_config {source}") == f"{keys}\n"
+
+
+def test_scripts_end_with_one_line_on_a_json_that_cannot_be_read(corpus):
+    output = run("scripts/pretrain_gpt2.sh", "--deepspeed_config", "nowhere", **corpus, EXPECT="1")
+    assert output == "error: The configuration 'nowhere' is neither an existing file nor base64 of JSON.\n"
 
 
 def test_distributed_by_master_port_and_by_rendezvous(corpus, tmp_path):
