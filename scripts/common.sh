@@ -38,8 +38,12 @@ use_python() {
       return
     fi
   done
-  make_venv "$extra"
+  # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
+  exec 9>>constraints.txt
+  python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "warning: $REPO cannot be locked: let no other run install there now" >&2
   PYTHON=.venv/bin/python
+  has_packages "$PYTHON" "$@" || make_venv "$extra"
+  exec 9>&-
 }
 
 # make_venv EXTRA: installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a PyTorch, .venv/ uses that: it
@@ -48,13 +52,15 @@ make_venv() {
   local pin=constraints.txt
   echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"
   if [ ! -x .venv/bin/python ]; then
-    python3 -m venv .venv
+    has_packages python3 || { echo "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON." >&2; exit 2; }
+    python3 -m venv .venv || { rm -rf .venv; echo "error: python3 cannot make .venv: it says why above. Half of it would not do, and was removed." >&2; exit 2; }
     if has_packages python3 torch; then
       echo "  with the PyTorch of $(command -v python3)"
       python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])' \
         >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/python3_torch.pth"
     fi
   fi
+  has_packages .venv/bin/python pip || { echo "error: $REPO/.venv has no pip, or is older than Python 3.10. Delete that folder, or install '.[$1]' into it." >&2; exit 2; }
   ! has_packages .venv/bin/python torch || pin=
   .venv/bin/python -m pip install --quiet --disable-pip-version-check ${pin:+-c "$pin"} -e ".[$1]"
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -441,7 +442,7 @@ def test_interpreter_without_the_packages_is_named():
 PYTHON3 = """#!{python}
 import pathlib, subprocess, sys
 if sys.argv[1:3] != ["-m", "venv"]:
-    sys.exit(subprocess.run([{python!r}, *{flags}, *sys.argv[1:]]).returncode)
+    sys.exit(subprocess.run([{python!r}, *{flags}, *sys.argv[1:]], close_fds=False).returncode)
 subprocess.run([{python!r}, "-m", "venv", "--without-pip", sys.argv[3]], check=True)
 pip = next(pathlib.Path(sys.argv[3]).glob("lib/*/site-packages")) / "pip"
 pip.mkdir()
@@ -464,3 +465,40 @@ def test_a_new_environment_uses_the_pytorch_of_python3_and_installs_one_only_if_
         pin = "" if has_torch else "-c constraints.txt "
         assert f"pip install --quiet --disable-pip-version-check {pin}-e .[data]\n" in done.stdout, done.stdout
         assert (torch.__file__ in done.stdout) == has_torch, done.stdout
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    """Makes the command `name` in `folder`."""
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def install(folder: Path, module: str) -> subprocess.Popen:
+    """A script that needs `module`, in a copy of the repository in `folder` in which python3 is a stand-in."""
+    (folder / "scripts").mkdir(exist_ok=True)
+    (folder / "scripts" / "common.sh").write_bytes((ROOT / "scripts" / "common.sh").read_bytes())
+    command = f"source {folder}/scripts/common.sh; unset PYTHON; use_python data {module}; echo has $PYTHON"
+    variables = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        ["bash", "-c", command], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_an_environment_that_cannot_be_made_leaves_nothing_that_blocks_the_next_run(tmp_path):
+    python3 = PYTHON3.format(python=sys.executable, flags=["-S"])
+    stand_in(tmp_path, "python3", python3 + "sys.exit('ensurepip is not available')\n")  # Debian without python3-venv
+    output = install(tmp_path, "nothing").communicate()[0]
+    assert "ensurepip is not available\nerror: python3 cannot make .venv" in output
+    stand_in(tmp_path, "python3", python3)
+    assert "pip install" in install(tmp_path, "nothing").communicate()[0]
+    shutil.rmtree(next(tmp_path.glob(".venv/lib/*/site-packages/pip")))
+    assert f"error: {tmp_path}/.venv has no pip" in install(tmp_path, "nothing").communicate()[0]
+
+
+def test_of_two_first_runs_one_installs_and_the_other_waits_for_it(tmp_path):
+    slow = "import sys, time, pathlib; print('pip'); time.sleep(1); (pathlib.Path(sys.path[-1]) / 'needed.py').touch()"
+    python3 = PYTHON3.format(python=sys.executable, flags=["-S"])
+    stand_in(tmp_path, "python3", python3 + f'(pip / "__main__.py").write_text({slow!r})\n')
+    outputs = [process.communicate()[0] for process in [install(tmp_path, "needed") for _ in range(2)]]
+    assert all(output.endswith("has .venv/bin/python\n") for output in outputs), outputs
+    assert "".join(outputs).count("pip\n") == 1, outputs
