@@ -1,5 +1,6 @@
 # Functions shared by the other scripts, which source this file. They find or create a Python environment, prepare data, and start
 # torchrun through megazero.launch, which makes its error messages readable.
+# A relative path that the user gives, or that a script defaults to, counts from the folder in which the script was started.
 # Variables that every script uses, with their defaults:
 #   PYTHON          the interpreter; if unset, .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
@@ -8,7 +9,7 @@
 
 set -euo pipefail
 REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$REPO"
+export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}  # as if megazero were installed
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough and finds all modules, and torch, if it is among them, is 2.8 or newer. It
 # does not import them, because that takes seconds.
@@ -17,6 +18,7 @@ has_packages() {
   shift
   "$python" - "$@" >/dev/null 2>&1 <<'PYTHON'
 import importlib.metadata, importlib.util, sys
+sys.path[:] = filter(None, sys.path)  # a folder named like a module, where the user stands, is none
 found = all(map(importlib.util.find_spec, sys.argv[1:]))
 old = "torch" in sys.argv and found and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8)
 sys.exit(not found or old or sys.version_info < (3, 10))
@@ -28,25 +30,25 @@ use_python() {
   local extra=$1 candidate
   shift
   if [ -n "${PYTHON:-}" ]; then
-    command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $REPO. Name a Python by its full path, or unset it." >&2; exit 2; }
-    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $PWD. Name a Python by its full path, or unset it." >&2; exit 2; }
+    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run, in $REPO: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
     return
   fi
-  for candidate in .venv/bin/python python3; do
+  for candidate in "$REPO/.venv/bin/python" python3; do
     if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@"; then
       PYTHON=$candidate
       return
     fi
   done
   # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
-  exec 9>>constraints.txt
+  exec 9>>"$REPO/constraints.txt"
   python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "warning: $REPO cannot be locked: let no other run install there now" >&2
-  PYTHON=.venv/bin/python
-  has_packages "$PYTHON" "$@" || make_venv "$extra"
+  PYTHON=$REPO/.venv/bin/python
+  has_packages "$PYTHON" "$@" || (cd "$REPO" && make_venv "$extra")
   exec 9>&-
 }
 
-# make_venv EXTRA: installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a PyTorch, .venv/ uses that: it
+# make_venv EXTRA: in the repository, installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a PyTorch, .venv/ uses that: it
 # suits the GPUs of the machine, and another one would take gigabytes.
 make_venv() {
   local pin=constraints.txt
@@ -60,7 +62,7 @@ make_venv() {
         >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/python3_torch.pth"
     fi
   fi
-  has_packages .venv/bin/python pip || { echo "error: $REPO/.venv has no pip, or is older than Python 3.10. Delete that folder, or install '.[$1]' into it." >&2; exit 2; }
+  has_packages .venv/bin/python pip || { echo "error: $PWD/.venv has no pip, or is older than Python 3.10. Delete that folder, or install '.[$1]' into it." >&2; exit 2; }
   ! has_packages .venv/bin/python torch || pin=
   .venv/bin/python -m pip install --quiet --disable-pip-version-check ${pin:+-c "$pin"} -e ".[$1]"
 }
@@ -166,10 +168,10 @@ PYTHON
 # prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, which is made once on this machine
 prepare_sample_data() {
   local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-4096}
-  [ -f "$dir/corpus.jsonl" ] || "$PYTHON" data_tools/make_sample_corpus.py --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
-  [ -f "$dir/spm.model" ] || "$PYTHON" data_tools/train_tokenizer.py --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
+  [ -f "$dir/corpus.jsonl" ] || "$PYTHON" "$REPO/data_tools/make_sample_corpus.py" --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
+  [ -f "$dir/spm.model" ] || "$PYTHON" "$REPO/data_tools/train_tokenizer.py" --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
   TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$dir/spm.model")
-  [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" data_tools/preprocess_data.py --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
+  [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" "$REPO/data_tools/preprocess_data.py" --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
     --append-eod "${TOKENIZER_ARGS[@]}"
   TRAIN_DATA=$dir/sample_text_document
 }

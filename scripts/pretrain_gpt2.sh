@@ -31,4 +31,4 @@ json_has steps_per_print && [ -z "${LOG_INTERVAL:-}" ] || TRAIN_ARGS+=(--log-int
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
 PARALLEL_ARGS=(--model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" ${ZERO_STAGE:+--zero-stage "$ZERO_STAGE"})
 
-launch pretrain_gpt2.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"
+launch "$REPO/pretrain_gpt2.py" "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

