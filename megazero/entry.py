@@ -149,14 +149,17 @@ def _may_open(path: str) -> bool:
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:
-    """The number of ranks for this node: NPROC, else one per GPU, else CPU_RANKS. With one node, `check` has passed for it."""
+    """The number of ranks for this node: NPROC, else one per GPU, else CPU_RANKS. With one node, or under
+    CHECK_ONLY, `check` has passed for the whole world.
+    """
     wanted = os.environ.get("NPROC", "")
     if wanted and not (wanted.isdecimal() and int(wanted)):
         raise ValueError(f"NPROC={wanted} must be the number of ranks on this node, or unset.")
     ranks = int(wanted) if wanted else torch.cuda.device_count() or CPU_RANKS
+    nodes = int(os.environ.get("NNODES") or 1)
     # With several nodes, none may exit before they have met: the others would wait for it.
-    if os.environ.get("NNODES", "1") == "1":
-        check(ranks)
+    if nodes == 1 or os.environ.get("CHECK_ONLY"):
+        check(nodes * ranks)
     return ranks
 
 

@@ -5,6 +5,7 @@
 #   PYTHON          the interpreter; if unset, .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or NNODES and RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+#   CHECK_ONLY      if set, flags and files are checked, for all NNODES x NPROC ranks, and nothing is started
 #   MAX_RESTARTS    one node only: how often all ranks are restarted after one has failed (0); they continue from the last checkpoint
 
 set -euo pipefail
@@ -93,7 +94,7 @@ launch() {
   fi
   # One process checks flags and files before all ranks start, and writes the number of ranks to descriptor 3 (megazero.entry).
   { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
-  [ -n "$NPROC" ] || exit 0  # it has printed --help
+  [ -n "$NPROC" ] && [ -z "${CHECK_ONLY:-}" ] || exit 0  # without NPROC, it has printed --help
   if [ -n "${RDZV_ENDPOINT:-}" ]; then
     where=(--nnodes "${NNODES:-1}" --rdzv-backend c10d --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-megazero}")
   elif [ "${NNODES:-1}" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then

@@ -324,7 +324,7 @@ def test_ranks_are_started_with_what_the_script_stands_for(
 def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
     for name, body in (
         ("scontrol", "echo 127.0.0.1; echo other"),
-        ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
+        ("srun", 'echo "$@"; while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'),
     ):
         command = tmp_path / name
         command.write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -344,7 +344,25 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
         MASTER_PORT=str(free_port()),
         SAVE=str(tmp_path / "run"),
     )
-    assert "saved" in output
+    assert "saved" in output and "\n--kill-on-bad-exit=1 --cpu-bind=none bash " in f"\n{output}"
+
+
+def test_slurm_script_submitted_elsewhere_ends_a_wrong_command_line_before_it_starts_a_node(corpus, tmp_path):
+    job = f"   Command={ROOT}/scripts/pretrain_gpt2.sbatch --no-such-flag\n   WorkDir={tmp_path}"
+    stand_in(tmp_path, "scontrol", f'#!/bin/sh\n[ "$1 $3" = "show 7" ] && echo "{job}" || echo n1 "$@"\n')
+    stand_in(tmp_path, "srun", "#!/bin/sh\necho runs\n")
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "CWD": str(tmp_path)}
+    slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAX_RESTARTS": "3"}
+    script = str(ROOT / "scripts/pretrain_gpt2.sbatch")
+    output = run(script, "--no-such-flag", **corpus, **slurm, EXPECT="1")
+    assert output == "error: Unknown flag --no-such-flag. --help lists all flags.\n"
+    output = run(
+        script, **corpus, **slurm, NPROC="1", MODEL_PARALLEL_SIZE="3", NUM_HEADS="3", HIDDEN_SIZE="96", EXPECT="1"
+    )
+    assert output.startswith("error: --model-parallel-size 3 does not divide the world of 2 ranks"), output
+    stand_in(tmp_path, "scontrol", "#!/bin/sh\necho n1\n")
+    output = run(script, **corpus, **slurm, EXPECT="2")
+    assert output.startswith(f"error: neither {tmp_path}/scripts nor the folder of ") and output.count("\n") == 1
 
 
 def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
@@ -355,6 +373,9 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}  # the port is that job's
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/pretrain_gpt2_distributed.sh").touch()
+    slurm["SLURM_SUBMIT_DIR"] = str(tmp_path)
     slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     for restarts, said in (
         ({}, ""),
