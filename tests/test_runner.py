@@ -156,6 +156,9 @@ def test_other_nodes_get_the_settings_of_torch_and_of_what_carries_data(monkeypa
         "NCCL_SOCKET_IFNAME": "eth0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTHONPATH": "/code",
+        "PYTHONHASHSEED": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     for key, value in {**wanted, "CUDA_VISIBLE_DEVICES": "3", "SECRET": "1"}.items():
         monkeypatch.setenv(key, value)

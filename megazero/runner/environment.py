@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-# Exported to other nodes. These include settings of torch's allocators (PYTORCH_CUDA_ALLOC_CONF): otherwise only the other nodes
-# would run out of memory through fragmentation.
-EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "MLFLOW_", "PYTHONPATH", "OMP_NUM_THREADS")
+# Exported to other nodes: what carries data, and what all ranks must have alike. Without the settings of torch's allocators
+# (PYTORCH_CUDA_ALLOC_CONF), only the other nodes would run out of memory through fragmentation.
+EXPORTED: tuple[str, ...] = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "MLFLOW_", "PYTHON", "OMP_NUM_THREADS")
+EXPORTED += ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG")  # no other CUDA_*: slots set the visible devices
 
 
 def exported() -> dict[str, str]:
