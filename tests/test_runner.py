@@ -651,6 +651,13 @@ def test_each_slurm_job_meets_at_a_port_of_its_own_unless_one_is_given(folder, m
     assert endpoints == ["127.0.0.1:20007", "127.0.0.1:23456", "127.0.0.1:6000"]
 
 
+def test_slurms_srun_leaves_no_file_of_a_process_id(folder, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert main(["--launcher=slurm", "--save_pid", "--num_gpus=1", __file__]) == 2
+    assert "--save_pid does not work under Slurm" in capsys.readouterr().err and not list(folder.glob("*.megazero"))
+
+
 def test_a_store_that_ends_while_the_ranks_run_is_not_called_a_failure_to_meet(monkeypatch, capsys):
     def waiting(_):
         raise RendezvousConnectionError("Failed to recv, got 0 bytes.")

@@ -190,6 +190,10 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
         raise ValueError(
             "--launcher slurm needs an allocation (SLURM_JOB_ID is not set): start it inside sbatch or salloc."
         )
+    if options.save_pid:  # srun, in this process's place, would leave the file
+        raise ValueError(
+            "--save_pid does not work under Slurm, which numbers its jobs: drop it, and use squeue and scancel."
+        )
     gpus = slurm_gpus(os.environ) or _count_gpus()
     if not gpus and options.num_gpus < 1:
         raise ValueError(
