@@ -6,10 +6,11 @@ if they are able to, and otherwise end. `Node.end` is for a job that has failed 
 torchrun, and with it the ranks.
 
 Several machines. Each machine has an agent (megazero.runner.agent) that runs torchrun there and reads its own standard input: one
-byte means stop, and the end of the input means end. That input is a pipe from this process, through ssh if the machine is another
-one. The remote ranks therefore end when a node fails and the pipes are closed, and also when this process is killed or the
-network fails. This needs no pseudo-terminals and no second connection. (torchrun's own agents would not notice: under its static
-rendezvous, each one watches only its own ranks.)
+byte means stop, and the end of the input means end. That input is a pipe from this process, through ssh if the machine is
+another one. The remote ranks therefore end when a node fails and the pipes are closed, and also when this process is killed.
+This needs no pseudo-terminals and no second connection. (torchrun's own agents would not notice: under its static rendezvous,
+each one watches only its own ranks.) A network that fails without a word ends nothing until ssh or sshd notices. There is no
+heartbeat, because a network that comes back, or a launcher that is stopped for a while (Ctrl-Z), should not end a job.
 """
 
 from __future__ import annotations
