@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.config import CheckpointConfig
@@ -198,6 +199,16 @@ class Config:
         for reason, is_asked_for in reasons.items():
             if is_asked_for:
                 raise ValueError(f"--optimizer muon does not go with {reason}. Drop one of them.")
+
+    def with_values(self, **values: Any) -> Config:
+        """The same configuration with other values of some of its components' fields, by name.
+
+        Raises:
+            ValueError: a value is wrong, or does not go with the others.
+        """
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        own = {name: {f.name: values[f.name] for f in fields(part) if f.name in values} for name, part in parts.items()}
+        return replace(self, **{name: replace(parts[name], **changed) for name, changed in own.items() if changed})
 
     def warn_of_idle(self, given: Collection[str]) -> None:
         """Warns of settings that have no effect: of how activation checkpoints are kept, and of ZeRO's fields in `given`."""

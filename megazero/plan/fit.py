@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from megazero.plan.change import Change, changes, last_resorts
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
@@ -127,7 +129,7 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
         best = min(steps, key=lambda change: _excess(change.setup, limits), default=None)
         if best is None or _excess(best.setup, limits) >= _excess(setup, limits):
             return []
-        values = {flag: value for flag, value in values.items() if flag not in best.values} | dict(best.values)
+        values = {name: value for name, value in values.items() if name not in best.values} | dict(best.values)
         setup = best.setup
         if _fits(setup, limits):
             return [Change(values, setup)]
@@ -143,21 +145,36 @@ def _fits(setup: Setup, limits: Limits) -> bool:
 
 
 def largest_batch(setup: Setup, limits: Limits) -> int:
-    """The largest micro-batch that fits, everything else being equal; 0 if none does."""
-    return _largest(lambda n: replace(setup, shape=replace(setup.shape, batch_size=n)), limits, MOST_BATCH)
+    """The largest micro-batch that fits, everything else being equal; 0 if none does. It divides a global batch that is set."""
+    training = setup.config.training
+    if training.global_batch_size is None:
+        return _largest(setup, limits, "batch_size", MOST_BATCH)
+    start_and_increment = (training.rampup_batch_size or ())[:2]
+    per_rank = math.gcd(training.global_batch_size, *start_and_increment) // setup.data_parallel_size
+    # one by one, as the largest may need least: gradients of one micro-batch need not wait for those of others
+    sizes = (n for n in range(min(per_rank, MOST_BATCH), 0, -1) if per_rank % n == 0)
+    return next((n for n in sizes if _fits_with(setup, limits, batch_size=n)), 0)
 
 
 def largest_model(setup: Setup, limits: Limits) -> int:
     """The largest number of layers of this width that fits, everything else being equal; 0 if none does."""
-    return _largest(lambda n: replace(setup, model=replace(setup.model, num_layers=n)), limits, MOST_LAYERS)
+    return _largest(setup, limits, "num_layers", MOST_LAYERS)
 
 
-def _largest(of: Callable[[int], Setup], limits: Limits, most: int) -> int:
+def _fits_with(setup: Setup, limits: Limits, **values: Any) -> bool:
+    """Whether the job accepts these values of fields and then fits."""
+    try:
+        return _fits(setup.changed(**values), limits)
+    except ValueError:
+        return False
+
+
+def _largest(setup: Setup, limits: Limits, field: str, most: int) -> int:
     low, high = 0, 1
-    while high <= most and _fits(of(high), limits):
+    while high <= most and _fits_with(setup, limits, **{field: high}):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fits(of(middle), limits) else (low, middle)
+        low, high = (middle, high) if _fits_with(setup, limits, **{field: middle}) else (low, middle)
     return low

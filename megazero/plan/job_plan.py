@@ -25,10 +25,12 @@ class Setup:
     """The settings of a job that its memory depends on.
 
     Attributes:
+        config: all settings of the job, from which `of` takes the others.
         saves_in_background: checkpoints are copied to host memory, and written from there.
         uses_muon: Muon updates the blocks' matrices.
     """
 
+    config: Config
     model: GPT2Config
     shape: Shape
     ranks_per_node: int
@@ -54,6 +56,7 @@ class Setup:
             home = "none" if device_type == "cpu" else "cpu"
             zero = replace(zero, placement="static", offload_optimizer=home, offload_param=home)
         return cls(
+            config,
             model,
             Shape(config.training.batch_size, config.data.seq_length, tensor_parallel, precision.dtype, device_type),
             min(ranks_per_node, world_size),
@@ -69,9 +72,15 @@ class Setup:
             config.optimizer.uses_muon,
         )
 
-    def with_zero(self, **changes: Any) -> Setup:
-        """The same setup with some fields of the ZeRO configuration changed."""
-        return replace(self, states=self.states.with_zero(**changes))
+    def changed(self, **values: Any) -> Setup:
+        """The setup of the same job with other values of some of its configuration's fields, by name.
+
+        Raises:
+            ValueError: the job would refuse them.
+        """
+        # whether new weights arrive late is decided anew: it is a matter of the stage
+        config = self.config.with_values(**{"overlap_param_gather": False, **values})
+        return Setup.of(config, self.world_size, self.ranks_per_node, self.states.device_type)
 
     @property
     def data_parallel_size(self) -> int:

@@ -22,13 +22,14 @@ def bars(plan: JobPlan) -> dict[str, JobPlan]:
     """The plans to show next to each other, by label: all stages with all states on the device; then this job's own homes."""
     setup = plan.setup
     here = {
+        "placement": "static",
         "offload_param": "none",
         "offload_optimizer": "none",
         "offload_optimizer_ratio": 1.0,
         "delayed_param_update": 0,
     }
-    none = setup.with_zero(stage=0, shard_size=0, **here)
-    stages = [none, *(setup.with_zero(stage=stage, **here) for stage in (1, 2, 3))]
+    none = setup.changed(stage=0, shard_size=0, **here)
+    stages = [none, *(setup.changed(stage=stage, **here) for stage in (1, 2, 3))]
     shown = {f"stage {stage}": plan_job(one) for stage, one in enumerate(stages)}
     homes = (("O", setup.states.optimizer_home), ("P", setup.states.param_home))
     if away := ", ".join(f"{what} on {home}" for what, home in homes if home != "accelerator"):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero import comm, mpu
-from megazero.activation_checkpointing import CheckpointSettings
 from megazero.arguments import load_config
 from megazero.model import GPT2Config, GPT2Model
 from megazero.plan import (
@@ -34,11 +33,13 @@ from megazero.plan import (
     what_to_change,
 )
 from megazero.plan.__main__ import load, main, parse_size
+from megazero.plan.change import last_resorts
 from megazero.plan.plot import bars, parts
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, plan_memory
 from megazero.zero.residency import GatherLimits
+from tests.plan.setups import setup_of
 from tests.tiny import ROOT
 from tests.zero.models import APART, SHARING, make_engine
 
@@ -62,11 +63,9 @@ TEN_BILLION = GPT2Config(  # its ZeRO-Offload tutorial: on one GPU of 32 GB, bat
 
 def setup(model: GPT2Config, stage: int, ranks: int = 1, **options) -> Setup:
     """A setup in fp16 with a micro-batch of `batch` sequences of 1024 tokens; other options are those of the states."""
-    t = options.pop("model_parallel_size", 1)
-    shape = Shape(options.pop("batch", 1), model.max_position_embeddings, t, torch.float16)
-    own = {name: options.pop(name) for name in ("micro_batches", "device_type") if name in options}
-    states = StateSettings(ZeroConfig(stage, nvme_path=".", **options), ranks // t, **own)
-    return Setup(model, shape, min(8, ranks), states, CheckpointSettings())
+    others = ("batch", "micro_batches", "model_parallel_size", "device_type")
+    own = {name: options.pop(name) for name in others if name in options}
+    return setup_of(model, ZeroConfig(stage, nvme_path=".", **options), ranks, **own)
 
 
 # ---- published figures
@@ -167,7 +166,7 @@ def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model,
             engine.step()
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
         uses_muon = optimizer == "muon"
-        plan = plan_job(replace(setup(config, stage, 4, micro_batches=2).with_zero(**zero), uses_muon=uses_muon))
+        plan = plan_job(replace(setup(config, stage, 4, micro_batches=2).changed(**zero), uses_muon=uses_muon))
         # Which tiles are there already when they are recomputed is planned for the engine's own limits only.
         is_exact = "checkpoint_activations" not in model or set(zero) <= {"shard_size"}
         assert sent == pytest.approx(plan.traffic.data_parallel_elements, rel=0 if is_exact else 0.05)
@@ -229,12 +228,54 @@ def test_every_change_that_is_proposed_makes_the_job_fit_and_each_alone_lowers_w
 
 
 def test_sets_hold_what_a_job_of_their_ranks_holds_and_more_ranks_to_share_are_proposed():
-    sets, alone = setup(TUTORIAL, 3, 64).with_zero(shard_size=8), setup(TUTORIAL, 3, 8)
+    sets, alone = setup(TUTORIAL, 3, 64).changed(shard_size=8), setup(TUTORIAL, 3, 8)
     assert plan_job(sets).states.resident == plan_job(alone).states.resident
     (wider,) = [change for change in changes(sets) if change.flags == "--zero-shard-size 0"]
     assert plan_job(wider.setup).device < plan_job(sets).device
-    one_set = setup(TUTORIAL, 3, 8).with_zero(shard_size=8)
+    one_set = setup(TUTORIAL, 3, 8).changed(shard_size=8)
     assert [change.flags for change in changes(one_set)] == [change.flags for change in changes(alone)]
+
+
+SMALL = """--num-layers 4 --hidden-size 256 --num-attention-heads 8 --vocab-size 5000 --seq-length 128
+--max-position-embeddings 128 --bf16""".split()
+ALL_THREE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "never", "proposed"),
+    [
+        ("--optimizer muon --zero-stage 3 --offload-optimizer cpu", "--offload-optimizer", "--offload-param nvme"),
+        ("--zero-stage 3 --placement auto", "", "--placement static --offload-optimizer cpu --offload-param nvme"),
+        ("--recompute auto --recompute-budget-gb 0.5", "--recompute full", "--recompute-budget-gb 0.25"),
+        ("--zero-stage 3 --batch-size 15 --global-batch-size 60", "--batch-size 7", "--batch-size 5"),
+        ("--deepspeed_config FILE", "", "--batch-size 2 --global-batch-size 16"),
+        ("--zero-stage 2", "", "--zero-stage 3"),
+    ],
+)
+def test_the_job_accepts_each_change_as_flags_and_then_has_its_plan(flags, never, proposed, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(ALL_THREE))
+    argv = [*SMALL, "--gpus", "4", *flags.replace("FILE", str(file)).split()]
+
+    def job(argv: list[str]) -> Setup:
+        return Setup.of(load(argv)[0], 4, 8, "cuda")
+
+    ways = [*changes(job(argv)), *last_resorts(job(argv))]
+    for change in ways:
+        plan, planned = plan_job(job([*argv, *change.flags.split()])), plan_job(change.setup)
+        assert (plan.moments, plan.host, plan.disk) == (planned.moments, planned.host, planned.disk), change.flags
+    found = [change.flags for change in ways]
+    assert any(flags.startswith(proposed) for flags in found), found
+    assert not never or not any(never in flags for flags in found), found
+
+
+def test_the_largest_batch_divides_the_global_batch_that_is_set():
+    config = load_config([*SMALL, "--batch-size", "2", "--global-batch-size", "48"], world_size=4)
+    job, ramp = Setup.of(config, 4, 8, "cuda"), config.with_values(rampup_batch_size=(16, 8, 100))
+    limits = Limits(device=plan_job(job.changed(batch_size=6)).device)
+    assert largest_batch(job, limits) == 6 and largest_batch(job, Limits(device=100 * GB)) == 12
+    assert largest_batch(Setup.of(ramp, 4, 8, "cuda"), Limits(device=100 * GB)) == 2
+    assert largest_batch(job, Limits(device=GB)) == 0
 
 
 def test_where_no_single_change_is_enough_several_are_combined():
@@ -248,7 +289,7 @@ def test_where_no_single_change_is_enough_several_are_combined():
 @pytest.mark.parametrize(("stage", "device", "host"), [(0, 16, 1500), (0, 16, 16), (2, 4, 16)])
 def test_one_rank_for_which_no_stage_by_itself_saves_anything_is_led_to_offload(stage, device, host):
     limits = Limits(device=device * GB, host=host * GB, disk=1000 * GB)
-    (change,) = what_to_change(setup(TUTORIAL, stage, batch=32).with_zero(nvme_path=None), limits)
+    (change,) = what_to_change(setup(TUTORIAL, stage, batch=32).changed(nvme_path=None), limits)
     names = [part for part in change.flags.split() if part.startswith("--")]
     assert "--zero-stage" in names and "--offload-optimizer" in names and len(names) == len(set(names))
     assert ("--nvme-path DIR" in change.flags) == (" nvme" in change.flags)
@@ -298,7 +339,7 @@ def test_every_resource_is_checked_for_all_ranks_of_a_node_and_names_what_to_cha
     assert check_fits(plan, replace(exact, device=plan.device_states - 1))[0].is_certain is True
     assert check_fits(plan, replace(exact, memlock=pinned))[0].is_certain is False
     assert check_fits(plan, replace(exact, memlock=pinned - 1))[0].is_certain is True
-    assert check_fits(replace(plan, setup=job.with_zero(pin_memory=False)), replace(exact, memlock=0)) == []
+    assert check_fits(replace(plan, setup=job.changed(pin_memory=False)), replace(exact, memlock=0)) == []
     assert check_fits(plan, Limits()) == []
 
 

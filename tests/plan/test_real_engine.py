@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from megazero import comm, mpu
-from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model import GPT2Config, GPT2Model
-from megazero.plan import Setup, Shape, plan_job
-from megazero.zero.bucket_bytes import StateSettings
+from megazero.plan import plan_job
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE
 from tests.plan.live_bytes import LiveBytes
+from tests.plan.setups import setup_of
 from tests.ranks import run_ranks
 from tests.zero.models import APART, SHARING, make_engine
 
@@ -61,9 +60,9 @@ def engine_case(path: str) -> None:
     channel.close()
     for stage, dtype, batch_size, recompute, micro_batches, zero in JOBS:
         mpu.model_parallel_cuda_manual_seed(1)
-        config, shape = replace(MODEL, recompute=recompute), Shape(batch_size, 64, 1, dtype, "cpu")
-        states = StateSettings(ZeroConfig(stage, **zero, nvme_path=path), n, "cpu", micro_batches=micro_batches)
-        plan = plan_job(Setup(config, shape, n, states, CheckpointSettings()))
+        config, settings = replace(MODEL, recompute=recompute), ZeroConfig(stage, **zero, nvme_path=path)
+        options = {"batch": batch_size, "dtype": dtype, "micro_batches": micro_batches, "device_type": "cpu"}
+        plan = plan_job(setup_of(config, settings, n, **options))
         ids = torch.zeros(batch_size, 64, dtype=torch.int64)
         with LiveBytes() as live:
             options = {"zero": {**SHARING, **zero, "nvme_path": path}, "gradient_accumulation_steps": micro_batches}
