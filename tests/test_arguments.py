@@ -617,6 +617,38 @@ def test_the_file_is_checked_as_it_will_be_run_and_errors_name_the_flags_in_it(w
         load_config("--cpu-optimizer --offload-optimizer none --zero-stage 1".split())
 
 
+FP16_FILE = {"fp16": {"enabled": True}, "communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp16"}}
+
+
+@pytest.mark.parametrize(
+    "document, refused, flags, found",
+    [
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "--zero-stage 2",
+            "--offload-optimizer-ratio 1",
+            {"stage": 2, "offload_optimizer_ratio": 1.0},
+        ),
+        (FP16_FILE, "--bf16", "--reduce-dtype same --grad-dtype fp32", {"reduce_dtype": "same", "grad_dtype": "fp32"}),
+        (FP16_FILE, "--no-fp16", "--reduce-dtype fp32 --grad-dtype compute", {"grad_dtype": "compute"}),
+        (FP16_FILE, "--bf16", "--reduce-dtype compute --grad-dtype compute", {"reduce_dtype": "compute"}),
+    ],
+)
+def test_a_flag_rescues_what_the_file_and_another_flag_contradict(with_file, document, refused, flags, found):
+    with pytest.raises(ValueError, match=f"with .*{refused}|communication_data_type"):
+        with_file(document, refused)
+    zero = with_file(document, f"{refused} {flags}")[0].zero
+    assert {name: getattr(zero, name) for name in found} == found
+
+
+def test_a_dtype_that_is_the_same_in_the_words_of_flags_and_file_is_no_news(with_file):
+    _, log = with_file(FP16_FILE, "--reduce-dtype compute --grad-dtype compute")
+    assert "wins over" not in log
+    _, log = with_file({**FP16_FILE, "communication_data_type": "fp32"}, "--reduce-dtype same --grad-dtype fp32")
+    assert '--reduce-dtype same wins over communication_data_type "fp32" of ' in log
+    assert '--grad-dtype fp32 wins over data_types.grad_accum_dtype "fp16" of ' in log and log.count("wins over") == 2
+
+
 def test_keys_without_effect_are_told_by_one_line_about_the_file_and_flags_apart(with_file):
     section = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "reduce_bucket_size": 1e7}
     _, log = with_file({"zero_optimization": section, "aio": {"queue_depth": 32}})

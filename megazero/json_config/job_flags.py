@@ -18,10 +18,16 @@ logger = logging.getLogger(__name__)
 
 BATCH_KEYS = {"batch_size": "train_micro_batch_size_per_gpu", "global_batch_size": "train_batch_size"}
 STEPS_KEY = "gradient_accumulation_steps"
+TYPES = "data_types"  # the name of a section
 DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 # Fields of flags that describe their own schedule; and, for the file's schedules, the parameter that --lr stands for.
 SCHEDULE_FIELDS = [field.name for field in fields(LRScheduleConfig) if field.name != "lr"]
+# The fields that the keys of a home stand for, besides its device.
+HOME_KEYS = {
+    "offload_optimizer": {"nvme_path": "nvme_path", "pin_memory": "pin_memory", "ratio": "offload_optimizer_ratio"},
+    "offload_param": {"nvme_path": "nvme_path", "pin_memory": "pin_memory"},
+}
 WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
 PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
 
@@ -67,12 +73,25 @@ class Flags:
         if field in self.given and self.given[field] != value:
             logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
 
-    def put(self, section: dict[str, Any], key: str, field: str, path: str = "") -> None:
-        """Puts a flag, if it was given, into the section at `path`, and logs what it overrides there."""
+    def put(
+        self, section: dict[str, Any], key: str, field: str, path: str = "", words: Mapping[str, Any] | None = None
+    ) -> None:
+        """Puts a flag, if it was given, into the section at `path`, and logs what it overrides there.
+
+        Args:
+            words: what the file has instead of the flag's words, where these differ.
+        """
         if field in self.given:
-            if key in section and (section[key] != AUTO or field == "placement"):  # for placement, "auto" is a value
-                self.note(field, join(path, key), section[key], section[key])
-            section[key] = self.given[field]
+            value = self.given[field]
+            value = value if words is None else words.get(value, value)
+            is_there = key in section and (
+                section[key] != AUTO or field == "placement"
+            )  # for placement, "auto" is a value
+            if is_there and section[key] != value:
+                logger.info(
+                    "%s wins over %s %s of %s", self.text(field), join(path, key), show(section[key]), self.path
+                )
+            section[key] = value
             self._put.append(self.text(field))
             self.keys.add(join(path, key))
 
@@ -146,7 +165,7 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
 
 
 def _write_zero(document: dict[str, Any], flags: Flags) -> None:
-    """Writes ZeRO's stage and homes: the file's settings of a home then apply to the home that the flag names.
+    """Writes ZeRO's stage, homes and dtypes: the file's settings of a home then apply to the home that the flag names.
 
     `--cpu-optimizer` implies `--offload-optimizer cpu`, unless the file's home is nvme.
     """
@@ -162,8 +181,18 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
         if (section is None and name not in flags.given) or not isinstance(section, (Mapping, type(None))):
             continue
         zero[name] = dict(section or {})
-        for key, field in (("device", name), ("nvme_path", "nvme_path"), ("pin_memory", "pin_memory")):
+        for key, field in {"device": name, **HOME_KEYS[name]}.items():
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
     for name in ("stage", "placement", "overlap_param_gather", "delayed_param_update"):
         flags.put(zero, name, name, ZERO)
     flags.put(zero, "mics_shard_size", "shard_size", ZERO)
+    enabled = (dtype for name, dtype in DTYPE_SECTIONS.items() if _is_enabled(document.get(name)))
+    words = {"compute": next(enabled, "fp32"), "same": None}
+    flags.put(document, "communication_data_type", "reduce_dtype", "", words)
+    if isinstance(types := document.get(TYPES, {}), Mapping):
+        document[TYPES] = dict(types)
+        flags.put(document[TYPES], "grad_accum_dtype", "grad_dtype", TYPES, words)
+
+
+def _is_enabled(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
