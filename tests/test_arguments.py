@@ -649,6 +649,12 @@ def test_a_dtype_that_is_the_same_in_the_words_of_flags_and_file_is_no_news(with
     assert '--grad-dtype fp32 wins over data_types.grad_accum_dtype "fp16" of ' in log and log.count("wins over") == 2
 
 
+def test_page_locking_that_one_home_is_given_is_for_both(with_file):
+    document = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    for flags in ("", "--offload-param cpu"):
+        assert not with_file(document, flags)[0].zero.pin_memory
+
+
 def test_keys_without_effect_are_told_by_one_line_about_the_file_and_flags_apart(with_file):
     section = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "reduce_bucket_size": 1e7}
     _, log = with_file({"zero_optimization": section, "aio": {"queue_depth": 32}})

@@ -195,7 +195,12 @@ class JsonConfig:
         section = self.zero_optimization
         optimizer = section.offload_optimizer or OffloadOptimizerSection()
         param = (None if section.has_idle_offload_param else section.offload_param) or OffloadParamSection()
-        if "none" not in (optimizer.device, param.device) and optimizer.pin_memory != param.pin_memory:
+        pinned = {  # as given for either home; the default is for both
+            home.pin_memory
+            for name, home in (("offload_optimizer", optimizer), ("offload_param", param))
+            if (home.device != "none" or section.placement == "auto") and f"{ZERO}.{name}.pin_memory" in self.given
+        }
+        if len(pinned) > 1:
             raise DeepSpeedConfigError(
                 "zero_optimization.offload_optimizer.pin_memory and offload_param.pin_memory differ, and one setting is for "
                 "both. Give the same value."
@@ -213,7 +218,7 @@ class JsonConfig:
             "offload_param": param.device,
             "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
             "nvme_path": next(iter(paths), None),
-            "pin_memory": optimizer.pin_memory if optimizer.device != "none" else param.pin_memory,
+            "pin_memory": next(iter(pinned), ZeroConfig.pin_memory),
             "aio": self.aio.settings,
             "gather_limits": GatherLimits(**self._given(_LIMITS)),
         }
