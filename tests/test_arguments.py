@@ -655,6 +655,16 @@ def test_page_locking_that_one_home_is_given_is_for_both(with_file):
         assert not with_file(document, flags)[0].zero.pin_memory
 
 
+def test_a_batch_number_that_is_null_is_the_flags(with_file):
+    config, log = with_file({"train_batch_size": None, "train_micro_batch_size_per_gpu": None}, "--batch-size 3")
+    assert (config.training.batch_size, config.training.global_batch_size) == (3, 3) and "wins over" not in log
+
+
+def test_an_optimizer_other_than_the_files_is_told(with_file):
+    config, log = with_file({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, "--optimizer muon")
+    assert config.optimizer.uses_muon and '--optimizer muon wins over optimizer.type "Adam" of ' in log
+
+
 def test_keys_without_effect_are_told_by_one_line_about_the_file_and_flags_apart(with_file):
     section = {"stage": 2, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9, "reduce_bucket_size": 1e7}
     _, log = with_file({"zero_optimization": section, "aio": {"queue_depth": 32}})

@@ -259,6 +259,12 @@ def test_bad_values_name_the_key(document, message):
     refused(message, **document)
 
 
+def test_a_batch_number_that_is_null_counts_as_absent():
+    config = load(train_batch_size=None, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=None)
+    assert (config.train_batch_size, config.gradient_accumulation_steps) == (3, 1)
+    refused("gradient_clipping must be a finite number, got null", gradient_clipping=None)
+
+
 def test_integral_floats_are_integers():
     config = zero(reduce_bucket_size=5e8, stage=2.0)
     assert config.zero_optimization.reduce_bucket_size == 500_000_000 and type(config.zero_optimization.stage) is int

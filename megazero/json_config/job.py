@@ -119,7 +119,8 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
     unknown = sorted(params.keys() - ADAM_FIELDS.keys() - ADAM_ALWAYS - {"betas"})
     if unknown:
         raise DeepSpeedConfigError(f"{where}.{unknown[0]}: the GPT-2 job's AdamW has no such setting. Drop it.")
-    said = [(f"{where}.{key}", field, float(params[key])) for key, field in ADAM_FIELDS.items() if key in params]
+    said: list[tuple[str, str, Any]] = [("optimizer.type", "optimizer", "adamw")]
+    said += [(f"{where}.{key}", field, float(params[key])) for key, field in ADAM_FIELDS.items() if key in params]
     betas = zip(("adam_beta1", "adam_beta2"), params.get("betas", ()), strict=False)
     return said + [(f"{where}.betas", field, float(value)) for field, value in betas]
 

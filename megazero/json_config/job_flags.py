@@ -110,8 +110,8 @@ class Flags:
 def _write_batch(document: dict[str, Any], flags: Flags) -> None:
     """Writes the batch sizes, so that their equation is checked for what will run."""
     for key in (*BATCH_KEYS.values(), STEPS_KEY):
-        if document.get(key) == AUTO:
-            del document[key]
+        if document.get(key) in (AUTO, None):
+            document.pop(key, None)
     for field, key in BATCH_KEYS.items():
         flags.put(document, key, field)
     if not document.keys() & BATCH_KEYS.values():

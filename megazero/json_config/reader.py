@@ -91,9 +91,10 @@ class Reader:
             )
 
     def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            if value is None:
-                return None
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        if value is None and (is_union or default_of(f) is None):
+            return None
+        if is_union:
             hint = next(a for a in typing.get_args(hint) if a is not type(None))
         if is_dataclass(hint):
             return self.section(typing.cast(type, hint), value, path)
