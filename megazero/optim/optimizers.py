@@ -97,12 +97,14 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
         ValueError: the name is unknown or cannot work here, or a parameter is unknown or has a bad value.
     """
     optimizer_class, settings = _class_and_settings(type, dict(params))
-    known = set(inspect.signature(optimizer_class).parameters) - {"params"}
-    known |= {*MUON_RATES} if optimizer_class is Muon else set()
-    check_known(f"{type} has no parameter", settings, known)
+    defaults = {
+        name: p.default for name, p in inspect.signature(optimizer_class).parameters.items() if name != "params"
+    }
+    defaults |= MUON_RATES if optimizer_class is Muon else {}
+    check_known(f"{type} has no parameter", settings, defaults)
     for name, value in settings.items():
-        if isinstance(value, str) and name != "adjust_lr_fn":
-            raise ValueError(f"{type}: {name} must be a number, got {value!r}, a string.")
+        if name != "adjust_lr_fn":
+            _check_number(f"{type}: {name}", value, defaults[name])
     rates = {key: settings.pop(key) for key in MUON_RATES if key in settings}  # for `muon_groups`
     try:  # on one number, so that bad values show before anything is built
         for each in (settings, *({**settings, "lr": rate} for rate in rates.values())):
@@ -110,6 +112,17 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     return lambda groups: optimizer_class(groups, **settings)
+
+
+def _check_number(what: str, value: Any, default: Any) -> None:
+    """Raises if `value`, or one of its items, is a string or truth value where a number is meant, as the default tells."""
+    if isinstance(value, (list, tuple)) and isinstance(default, tuple):
+        for position, each in enumerate(value):
+            _check_number(f"{what}[{position}]", each, default[0])
+    elif isinstance(value, str):
+        raise ValueError(f"{what} must be a number, got {value!r}, a string.")
+    elif isinstance(value, bool) and isinstance(default, (int, float)) and not isinstance(default, bool):
+        raise ValueError(f"{what} must be a number, got {value}, a truth value.")
 
 
 def muon_groups(
