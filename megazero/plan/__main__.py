@@ -31,7 +31,7 @@ def parse_size(text: str, flag: str) -> int:
     if not match or match[2] not in UNITS:
         raise ValueError(f"{flag} must be a size such as 32GB, 80GiB or 1.5TB, got {text!r}.")
     size = int(float(match[1]) * UNITS[match[2]])
-    if 0 < size < 10**6:
+    if float(match[1]) and size < 10**6:
         raise ValueError(f"{flag} {text} is {size} bytes. Give the unit, as in {text}GB.")
     return size
 
@@ -53,6 +53,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.device == "cpu" and self.gpu_memory is not None:
+            raise ValueError(
+                f"--gpu-memory {self.gpu_memory} is the memory of a GPU, and with --device cpu there is none: ranks share their "
+                "host's. Give --host-memory."
+            )
 
     @property
     def limits(self) -> Limits:

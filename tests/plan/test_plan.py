@@ -477,6 +477,8 @@ def test_a_deepspeed_file_is_read_as_the_job_reads_it(tmp_path, capsys):
         (["--gpus", "0"], "--gpus must be at least 1"),
         (["--gpu-memory", "lots"], "--gpu-memory must be a size such as 32GB"),
         (["--gpu-memory", "32"], "--gpu-memory 32 is 32 bytes. Give the unit, as in 32GB"),
+        (["--gpu-memory", "0.5"], "--gpu-memory 0.5 is 0 bytes. Give the unit, as in 0.5GB"),
+        (["--gpu-memory", "32GB", "--device", "cpu"], "--gpu-memory 32GB .* with --device cpu .* Give --host-memory"),
         (["--gpu-memry", "32GB"], "Did you mean --gpu-memory"),
         (["--model-parallel-size", "3"], "--model-parallel-size 3"),
         (
