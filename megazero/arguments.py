@@ -142,14 +142,18 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """
     known, foreign = parser.takes_value, {*ALWAYS_SO, *NO_EFFECT, *AS_IT_IS}
     settings = [flag for flag in known if flag not in foreign]
-    values = {}
-    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
+    values: dict[str, list[str]] = {}  # the words after each flag
+    words: list[str] = []
+    for argument in argv:
         flag, has_value, value = argument.partition("=")
-        values[flag] = value if has_value else following
+        if flag.startswith("--") or flag in known:
+            words = values[flag] = [value] if has_value else []
+        else:
+            words.append(argument)
     refused = [
         flag
         for flag, value in values.items()
-        if (value not in AS_IT_IS[flag] if flag in AS_IT_IS else flag in REFUSED and flag not in known)
+        if (" ".join(value) not in AS_IT_IS[flag] if flag in AS_IT_IS else flag in REFUSED and flag not in known)
     ]
     told = [f"{flag} does not apply here: {REFUSED[flag]}. Drop it." for flag in refused]
     try:
@@ -167,9 +171,10 @@ def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     if rest:
         raise ValueError(f"Stray argument {rest[0]!r}: every value follows a flag. --help lists all flags.")
     for names in parser.contradictions(values):
+        both = " and ".join(" ".join([name, *values[name]]) for name in names)
         raise ValueError(
-            f"{' and '.join(f'{name} {values[name]}' for name in names)} are names of one setting with different values. Give "
-            "one of them; what a script gives is overridden under the script's own name."
+            f"{both} are names of one setting with different values. Give one of them; what a script gives is overridden "
+            "under the script's own name."
         )
     return {name: value for name, value in vars(given).items() if not name.startswith("_")}
 

@@ -87,17 +87,17 @@ class Parser(argparse.ArgumentParser):
         """Whether each flag takes a value."""
         return {flag: action.nargs != 0 for action in self._actions for flag in action.option_strings}
 
-    def contradictions(self, given: Mapping[str, str]) -> list[list[str]]:
+    def contradictions(self, given: Mapping[str, Sequence[str]]) -> list[list[str]]:
         """For each setting that has different values under several of its names: these names.
 
         Args:
-            given: the flags of a command line that parses, each with the first word of its value.
+            given: the flags of a command line that parses, each with the words of its value.
         """
         found = []
         for action in self._actions:
             names = [name for name in action.option_strings if name in given]
             read = action.type if callable(action.type) else str
-            if action.nargs != 0 and len({read(given[name]) for name in names}) > 1:
+            if action.nargs != 0 and len({tuple(map(read, given[name])) for name in names}) > 1:
                 found.append(names)
         return found
 

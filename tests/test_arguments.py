@@ -144,6 +144,7 @@ def test_spellings_of_later_megatrons_mean_the_same(spelling, ours):
         ("--offload-param cpu", "--remote-device nvme", "--remote-device CPU"),
         ("--batch-size 8", "--micro-batch-size 4", "--micro-batch-size=8.0"),
         ("--train-data a b", "--data-path c", "--data-path a b"),
+        ("--train-data 0.5 a 0.5 b", "--data-path 0.5 a 0.5 c", "--data-path 0.5 a 0.5 b"),
     ],
 )
 def test_two_names_of_one_setting_with_different_values_are_refused(one, other, same):
