@@ -50,10 +50,11 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
     for key, field, value in said:
         flags.note(field, key, value, config.at(key))
     _log_idle(config, {key for key, _, _ in said}, flags)
+    sets_global_batch = not config.given.isdisjoint({BATCH_KEYS["global_batch_size"], STEPS_KEY})
     return {
         **{field: value for _, field, value in said},
         "batch_size": config.train_micro_batch_size_per_gpu,
-        "global_batch_size": config.train_batch_size,
+        "global_batch_size": config.train_batch_size if sets_global_batch else None,
         "scheduler": None if flags.describe_schedule else config.scheduler,
     }
 
