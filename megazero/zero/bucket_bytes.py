@@ -367,6 +367,7 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
 
     - An update brings one tile of O to hand at a time, and casts its gradient and new weights if their dtypes differ.
     - New weights go to the accelerator through two buffers, and whole gradients come from there through as many.
+    - Muon steps all tiles at once: all such gradients are there together, and a bucket's directions arrive in bf16.
     - States on nvme come into buffers (`homes`), and so do shards of P.
     - On nvme, gradients of a further micro-batch are added to those in the file bucket by bucket.
     - A delayed update keeps all its new weights until the next update and, on a CPU, its gradients.
@@ -386,8 +387,12 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     if away and zero.grad_dtype != "fp32":
         total += tile * FP32_BYTES
     are_brought = not settings.sharding.gradients and not zero.delays_update  # a delayed update's are on the host
+    matrices = [need.owned for need in needs if need.directions]
     if settings.has_link(settings.optimizer_home) and are_brought:
-        total += (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
+        by_tiles = (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
+        total += sum(need.owned for need in needs) * FP32_BYTES if matrices else by_tiles
+    if settings.has_link(settings.optimizer_home):
+        total += max(matrices, default=0) * torch.bfloat16.itemsize
     if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
         largest = max((need.owned_gradient for need in needs if need.settings.optimizer_home == "nvme"), default=0)
         own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")

@@ -116,6 +116,7 @@ CASES = {
     "Muon, O and G over 4, MP 2": (1.5, 8, "--zero-stage 2 --batch-size 1 --model-parallel-size 2 --optimizer muon"),
     "Muon, whole G, MP 4": (1.5, 8, "--zero-stage 1 --batch-size 1 --model-parallel-size 4 --optimizer muon"),
     "Muon, all over 64": (1.5, 64, "--zero-stage 3 --batch-size 1 --checkpoint-activations --optimizer muon"),
+    "Muon, whole G, O on the host": (1.5, 4, "--zero-stage 1 --batch-size 1 --offload-optimizer cpu --optimizer muon"),
     "Muon, O on the host": (1.5, 2, "--zero-stage 2 --batch-size 1 --offload-optimizer cpu --optimizer muon"),
     "Muon, all on the host": (
         10,
