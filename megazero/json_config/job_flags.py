@@ -84,13 +84,10 @@ class Flags:
         if field in self.given:
             value = self.given[field]
             value = value if words is None else words.get(value, value)
-            is_there = key in section and (
-                section[key] != AUTO or field == "placement"
-            )  # for placement, "auto" is a value
-            if is_there and section[key] != value:
-                logger.info(
-                    "%s wins over %s %s of %s", self.text(field), join(path, key), show(section[key]), self.path
-                )
+            is_decided = section.get(key) != AUTO or field == "placement"  # where "auto" is a value
+            if key in section and is_decided and section[key] != value:
+                written = show(section[key])
+                logger.info("%s wins over %s %s of %s", self.text(field), join(path, key), written, self.path)
             section[key] = value
             self._put.append(self.text(field))
             self.keys.add(join(path, key))
