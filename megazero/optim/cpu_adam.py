@@ -28,11 +28,15 @@ class CPUAdam(torch.optim.Optimizer):
         adamw_mode: decoupled weight decay; else it is added to the gradient (Adam).
         fp32_optimizer_states: keep the moments of 16-bit parameters in fp32; else in the parameter's dtype.
 
+    Attributes:
+        on_any_device: parameters may lie on any device, each updated where it lies. An engine sets it while it has the optimizer:
+            a part of the states may stay on the device.
+
     Raises:
         ValueError: amsgrad is asked for, or a number is out of its range.
     """
 
-    _on_any_device = False
+    on_any_device = False
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class CPUAdam(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. Returns what `closure` returns, which is called first.
 
         Raises:
-            AssertionError: a parameter lies on another device than the CPU.
+            AssertionError: a parameter lies on another device than the CPU, without `on_any_device`.
             ValueError: a gradient is sparse, or a parameter's dtype is not floating.
         """
         loss = None
@@ -115,10 +119,10 @@ class CPUAdam(torch.optim.Optimizer):
                     self.state[parameter][key] = value.to(parameter.device)
 
     def _check(self, parameter: nn.Parameter) -> None:
-        if parameter.device.type != "cpu" and not self._on_any_device:
+        if parameter.device.type != "cpu" and not self.on_any_device:
             raise AssertionError(  # DeepSpeed's class of error
-                f"{type(self).__name__} updates what lies on the CPU, got a tensor on {parameter.device}. Offload the optimizer "
-                '("offload_optimizer": {"device": "cpu"}), or use HybridAdam or FusedAdam.'
+                f"{type(self).__name__} updates what lies on the CPU, got a tensor on {parameter.device}. Use HybridAdam or "
+                "FusedAdam, or give it to megazero.initialize."
             )
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(
@@ -173,4 +177,4 @@ class CPUAdam(torch.optim.Optimizer):
 class HybridAdam(CPUAdam):
     """CPUAdam whose parameters may lie on any device, each updated where it lies (Colossal-AI's class of that name)."""
 
-    _on_any_device = True
+    on_any_device = True

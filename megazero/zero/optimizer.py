@@ -127,6 +127,8 @@ class BucketOptimizer(SlicedOptimizer):
         super().__init__(buckets, factory, group_settings)
         if not allow_untested:
             refuse_untested(self.torch_optimizer)
+        if isinstance(self.torch_optimizer, CPUAdam):
+            self.torch_optimizer.on_any_device = True  # a part of O may stay on the device, or come to it
         fused = all(group.get("fused") for group in self.param_groups)
         self._scales_itself = type(self.torch_optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused
 
@@ -135,6 +137,8 @@ class BucketOptimizer(SlicedOptimizer):
         super().let_go()
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.orthogonalize = None
+        if isinstance(self.torch_optimizer, CPUAdam):
+            self.torch_optimizer.on_any_device = type(self.torch_optimizer).on_any_device
 
     if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 

@@ -10,6 +10,8 @@ from megazero import mpu
 from megazero.arguments import load_config
 from megazero.engine import Engine, weight_decay_groups
 from megazero.model import GPT2Config, GPT2Model
+from megazero.optim.cpu_adam import CPUAdam
+from megazero.zero.config import ZeroConfig
 from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step, fake_world
 
 MODEL = """--num-layers 6 --hidden-size 1024 --num-attention-heads 16 --vocab-size 50257 --seq-length 64 --batch-size 1 --bf16
@@ -37,6 +39,23 @@ def test_small_shards_are_stepped_together_on_a_device(ranks, flags, calls):
         finally:
             handle.remove()
     assert len(calls_made) == calls
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_cpu_adam_steps_what_stays_on_the_device_too(ratio):
+    config = GPT2Config(4, 64, 2, vocab_size=128, max_position_embeddings=8)
+    offload = {} if ratio is None else {"offload_optimizer": "cpu", "offload_optimizer_ratio": ratio}
+    with fake_world(2):
+        model = GPT2Model(config, device=ACCELERATOR)
+        zero = ZeroConfig(stage=3, pin_memory=False, **offload)
+        engine = Engine(model, mpu.get_groups(), CPUAdam, *weight_decay_groups(model, 0.1), zero=zero)
+        ids = torch.zeros(1, 8, dtype=torch.int64, device=ACCELERATOR)
+        engine.backward(engine(ids, targets=ids).mean())
+        engine.step()
+        devices = {state["step"].device for state in engine.optimizer.state.values()}
+        assert devices == {ACCELERATOR, *([] if ratio is None else [torch.device("cpu")])}
+        engine.optimizer.let_go()
+        assert not engine.optimizer.torch_optimizer.on_any_device
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
