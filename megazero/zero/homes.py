@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,10 +46,10 @@ class Homes:
 
     @classmethod
     def of(cls, config: ZeroConfig, plans: Sequence[BucketPlan]) -> Homes:
-        """The homes that `config` names.
+        """The homes that `config` names. Collective over the world.
 
         Raises:
-            OSError: the swap file cannot be created in `nvme_path`.
+            OSError: the swap file cannot be created in `nvme_path`; OtherRankError on the other ranks.
         """
         pin, swap, link = config.pin_memory, None, None
         is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
@@ -64,7 +65,7 @@ class Homes:
             link = Link.to(comm.local_device(), pin)
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
-            swap = SwapFile(config.nvme_path, torch.distributed.get_rank(), config.aio)
+            swap = comm.together(partial(SwapFile, config.nvme_path, torch.distributed.get_rank(), config.aio))
 
         def home(name: str, buffer_nbytes: int, buffers: int, reads: bool = True, writes: bool = True) -> Home | None:
             if name == "cpu":

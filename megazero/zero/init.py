@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -79,6 +80,7 @@ class Init:
 
     Raises:
         ValueError: `remote_device` is none of the above, or is nvme without a directory; or one of `others` is not off.
+        OSError: the swap file cannot be created; OtherRankError on the other ranks.
         TypeError: an unknown keyword, or a `dtype` that is not a torch.dtype.
     """
 
@@ -117,7 +119,7 @@ class Init:
         sections = {} if source is None else read_source(source)
         self.dtype = dtype or _dtype_of(sections)
         self.channel = comm.Channel(group, shard_size=_num_shards(sections, group.size()))
-        self._home = _home_of(remote_device, pin_memory, sections)
+        self._home = _home_of(remote_device, pin_memory, sections, group)
         if module is not None:
             self._shard_tree(module)
 
@@ -230,8 +232,10 @@ def _section(sections: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return sections
 
 
-def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str, Any]) -> Home | None:
-    """Where shards rest until `initialize` takes them over; None is the accelerator."""
+def _home_of(
+    remote_device: str | None, pin_memory: bool, sections: Mapping[str, Any], group: comm.ProcessGroup
+) -> Home | None:
+    """Where shards rest until `initialize` takes them over; None is the accelerator. Collective over `group`."""
     offload = _section(sections, "zero_optimization", "offload_param")
     pin_memory = pin_memory or offload.get("pin_memory") is True
     if remote_device is None:
@@ -249,7 +253,7 @@ def _home_of(remote_device: str | None, pin_memory: bool, sections: Mapping[str,
             "zero.Init(remote_device='nvme') needs the directory to swap to: give config_dict_or_path with "
             "zero_optimization.offload_param.nvme_path."
         )
-    swap = SwapFile(path, torch.distributed.get_rank(), _aio_of(sections))
+    swap = comm.together(partial(SwapFile, path, torch.distributed.get_rank(), _aio_of(sections)), group)
     return NvmeHome(swap, _BUFFER_NBYTES, _BUFFERS, pin=pin_memory)
 
 

@@ -330,6 +330,22 @@ def refused_case(path: str) -> None:
         make_engine(Wide(), 3, zero={**ON_NVME, "nvme_path": path + "/absent"})
 
 
+def absent_on_one_rank_case(path: str) -> None:
+    groups = mpu.initialize_model_parallel(1)
+    is_whole = torch.distributed.get_rank() == 0
+    own = path if is_whole else path + "/absent"
+    error, told = comm.OtherRankError if is_whole else OSError, "rank 1.*must be an existing directory"
+    with pytest.raises(error, match=told):
+        make_engine(Wide(), 3, zero={**ON_NVME, "nvme_path": own})
+    offload = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": own}}}
+    with pytest.raises(error, match=told):
+        zero.Init(data_parallel_group=groups.data, config_dict_or_path=offload)
+
+
+def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all_of_them_at_once(tmp_path):
+    run_ranks(2, absent_on_one_rank_case, str(tmp_path), timeout_s=30)
+
+
 def test_what_nvme_cannot_do_is_refused_with_the_reason(tmp_path):
     run_ranks(1, refused_case, str(tmp_path))
 
