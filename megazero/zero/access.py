@@ -154,7 +154,7 @@ def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     with bucket.gradient.at_hand(writes=True) as owned:
-        bucket.write(owned, segment, values * (optimizer.cur_scale / bucket.gradient.to_mean))
+        bucket.write(owned, segment, _summed(values, bucket, optimizer))
 
 
 def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
@@ -189,7 +189,12 @@ def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
         )
     bucket, segment, optimizer = found
     with bucket.gradient.at_hand(writes=True) as owned:
-        _set_local(bucket.owned_part(owned, segment)[0], values * (optimizer.cur_scale / bucket.gradient.to_mean))
+        _set_local(bucket.owned_part(owned, segment)[0], _summed(values, bucket, optimizer))
+
+
+def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
+    """The sum of scaled gradients that has this mean. In fp32: a loss scale can be too large for fp16 values."""
+    return mean.float() * (optimizer.cur_scale / bucket.gradient.to_mean)
 
 
 def _set_state(

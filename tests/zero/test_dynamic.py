@@ -415,6 +415,16 @@ def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
     run_ranks(2, access_case, dtype)
 
 
+def test_a_gradient_that_is_set_in_fp16_does_not_overflow_by_the_loss_scale(one_rank):
+    engine = make_engine(Toy(), 2, loss_scaler=LossScaler(65536.0))
+    engine.backward(engine(my_batch()))
+    weight = engine.module.norm.weight
+    for set_grad in (utils.safe_set_full_grad, utils.safe_set_local_grad):
+        set_grad(weight, torch.full((5,), 2.0, dtype=torch.float16))
+        assert (utils.safe_get_full_grad(weight) == 2.0).all()
+        utils.safe_set_full_grad(weight, torch.zeros(5))
+
+
 def test_a_states_keys_are_exchanged_for_the_parameters_own_bucket_alone(one_rank, monkeypatch):
     engine = fresh(1)
     one_step(engine, my_batch())
