@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.optim.fused_adam import FusedAdam
+
 logger = logging.getLogger(__name__)
 
 TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
@@ -28,6 +30,9 @@ TILE_NUMEL = 1 << 20  # elements that each of numba's threads takes at a time
 CACHED_NUMEL = 1 << 18
 NUMBA_NUMEL = 1 << 16  # for fewer elements, loading the compiled kernel does not pay; its bits are the same
 THREAD_NUMEL = 1 << 18  # fewer elements are not worth a thread
+
+# The classes whose step, if fused, is torch's kernel alone. Not their subclasses, which may do anything.
+TORCH_ADAMS = (torch.optim.Adam, torch.optim.AdamW, FusedAdam)
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,11 @@ class AdamSettings:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings | None:
-        """The settings of a group of CPUAdam, or of torch's fused Adam or AdamW; None for any other optimizer or variant."""
+        """The settings of a group of CPUAdam, or of one of TORCH_ADAMS that is fused; None for any other optimizer or variant."""
         kind, is_other = type(optimizer), group.get("amsgrad") or group.get("maximize")
         if "adamw_mode" in group:  # CPUAdam's
             is_decoupled, corrects_bias = bool(group["adamw_mode"]), bool(group["bias_correction"])
-        elif kind in (torch.optim.Adam, torch.optim.AdamW) and group.get("fused") and not is_other:
+        elif kind in TORCH_ADAMS and group.get("fused") and not is_other:
             is_decoupled, corrects_bias = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")), True
         else:
             return None

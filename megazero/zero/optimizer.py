@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.optim.adam_kernels import AdamSettings
+from megazero.optim.adam_kernels import TORCH_ADAMS, AdamSettings
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
+from megazero.optim.fused_adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
@@ -37,8 +38,8 @@ _TORCH_ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-_OWN_ELEMENTWISE = (CPUAdam, HybridAdam)
-ELEMENTWISE = {"FusedAdam", "DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
+_OWN_ELEMENTWISE = (CPUAdam, HybridAdam, FusedAdam)
+ELEMENTWISE = {"DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
 
 # Attributes that only torch's and DeepSpeed's optimizers have, and what to use here instead.
 _ELSEWHERE = {
@@ -61,8 +62,8 @@ def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
         ValueError: the optimizer is not known to; the message lists those that are.
     """
     kind = type(optimizer)
-    is_fused_adam = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] in ("apex", "megazero")
-    if kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_fused_adam:
+    is_apexs = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] == "apex"
+    if kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_apexs:
         return
     raise ValueError(
         f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the engine steps "
@@ -130,7 +131,7 @@ class BucketOptimizer(SlicedOptimizer):
         if isinstance(self.torch_optimizer, CPUAdam):
             self.torch_optimizer.on_any_device = True  # a part of O may stay on the device, or come to it
         fused = all(group.get("fused") for group in self.param_groups)
-        self._scales_itself = type(self.torch_optimizer) in (torch.optim.Adam, torch.optim.AdamW) and fused
+        self._scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and fused
 
     def let_go(self) -> None:
         """Returns the torch optimizer to its owner, without any reference to the engine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from megazero import mpu, utils
 from megazero.engine import Engine, weight_decay_groups
+from megazero.ops.adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.config import ZeroConfig
 from megazero.zero.update import Update
@@ -225,6 +227,20 @@ def test_after_an_update_that_failed_in_the_middle_only_a_checkpoint_goes_on(one
     engine.load_checkpoint(tmp_path)
     assert all(torch.equal(value, want[name]) for name, value in engine.state_dict().items())
     one_step(engine, 1)
+
+
+@pytest.mark.parametrize("more", [{"delayed_param_update": 1}, {"offload_optimizer": "nvme"}], ids=str)
+def test_fused_adam_is_updated_in_every_way_as_torchs_own(one_rank, tmp_path, more):
+    zero = {"offload_optimizer": "cpu", "nvme_path": str(tmp_path), "grad_dtype": "compute", **more}
+    weights = []
+    for make in (FusedAdam, partial(torch.optim.AdamW, fused=True)):
+        model, config = toy(), ZeroConfig(stage=2, **zero)
+        groups = weight_decay_groups(model, 0.1)
+        engine = Engine(model, mpu.get_groups(), make, *groups, zero=config, dtype=torch.bfloat16)
+        for step in range(3):
+            one_step(engine, step)
+        weights.append(engine.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_step_hooks_fire_once(one_rank):
