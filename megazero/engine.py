@@ -677,6 +677,8 @@ class Engine:
     def destroy(self) -> None:
         """Gives the module whole parameters of its own again, and removes every hook. Collective if parameters are sharded.
 
+        The torch optimizer has these parameters afterwards, and no state.
+
         Waits for a background save.
         """
         try:

@@ -93,13 +93,16 @@ class SlicedOptimizer:
         """The torch optimizer's state, by flat slice."""
         return self.torch_optimizer.state
 
-    def step_slices(self) -> None:
-        """Runs the torch optimizer's step over the slices that were given a gradient."""
+    def step_slices(self, **attributes: Any) -> None:
+        """Runs the torch optimizer's step over the slices that were given a gradient, with these attributes until its end."""
         self._steps_slices = True
+        vars(self.torch_optimizer).update(attributes)
         try:
             self.torch_optimizer.step()  # skips slices without gradient
         finally:
             self._steps_slices = False
+            for name in attributes:
+                delattr(self.torch_optimizer, name)
 
     def refuse_other_steps(self) -> None:
         """Makes the user's calls of the torch optimizer's step() an error, until `let_go`."""
@@ -122,9 +125,16 @@ class SlicedOptimizer:
             )
 
     def let_go(self) -> None:
-        """Returns the torch optimizer to its owner."""
+        """Returns the torch optimizer to its owner, with the model's parameters in place of the slices, and without state."""
         if self._refusal is not None:
             self._refusal.remove()
+        slices = {id(piece.master) for piece in self.slices}
+        for index, group in enumerate(self.param_groups):
+            mine = [b.parameters[s.name] for b in self.buckets for s in b.layout.segments if s.group == index]
+            group["params"] = [*mine, *(p for p in group["params"] if id(p) not in slices)]
+            if self._counts_in_group:
+                group.pop("step", None)
+        self.state.clear()
 
     def _cut(self, counters: dict[str, Counters]) -> None:
         """Makes the slices: of what this rank owns and trains now, and of what is frozen but has state.

@@ -49,12 +49,11 @@ class Update:
         # Adam's settings at this moment: a schedule may change them while an update runs in the background.
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
         self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
+        self._scaling = self._kernel_scale() if scales_itself and gradients else {}
         self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
 
     def run(self) -> None:
         """Steps bucket by bucket, so that one bucket's new parameters are on their way while the next bucket is updated."""
-        if self._scales_itself and self._gradients:
-            self._set_scale()
         if not self._in_background:  # else whoever started it has seen to that, if it writes to P
             for bucket in self._gradients:
                 bucket.weights.settle()
@@ -115,7 +114,7 @@ class Update:
             else:
                 for tile in tiles:
                     self._set_gradients(tile, at_hand)
-                self._optimizer.step_slices()
+                self._optimizer.step_slices(**self._scaling)
             for tile in tiles:
                 self._take_back(tile, states[tile])
                 if not is_one_pass:
@@ -151,16 +150,20 @@ class Update:
                 # A division, as in the one-pass kernels and torch's fused kernels: the same bits.
                 piece.master.grad.div_(1.0 / factor)
 
-    def _set_scale(self) -> None:
-        """Has torch's fused kernels divide gradients in the pass they make anyway. All buckets' means are over the same group."""
+    def _kernel_scale(self) -> dict[str, Tensor]:
+        """By which torch's fused kernels divide gradients in the pass they make anyway: attributes of the torch optimizer.
+
+        All buckets' means are over the same group.
+        """
         factor = self._factor * next(iter(self._gradients)).gradient.to_mean
+        if factor == 1.0:
+            return {}
         # On the host if a part of O is there: torch copies it between devices without waiting, and only the host, reading it too
         # early, would notice.
         devices = [bucket.optimizer_home.device for bucket in self._gradients]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
-        scale = None if factor == 1.0 else torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
-        found_inf = None if scale is None else torch.zeros_like(scale)
-        vars(self._optimizer.torch_optimizer).update(grad_scale=scale, found_inf=found_inf)
+        scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+        return {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
 
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
 

@@ -243,6 +243,20 @@ def test_fused_adam_is_updated_in_every_way_as_torchs_own(one_rank, tmp_path, mo
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+def test_the_optimizer_of_a_destroyed_engine_trains_the_plain_model_as_a_new_one(one_rank):
+    engine = engine_of(toy(), partial(torch.optim.AdamW, fused=True), 2, clip_grad=1e-3)
+    one_step(engine, 0)
+    given, model = engine.optimizer.torch_optimizer, engine.module
+    engine.destroy()
+    other = copy.deepcopy(model)
+    new = torch.optim.AdamW(other.parameters(), weight_decay=0.0, fused=True)
+    for module, optimizer in ((model, given), (other, new)):
+        module(batches(1)[0]).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert {id(p) for group in given.param_groups for p in group["params"]} <= set(map(id, model.parameters()))
+
+
 def test_step_hooks_fire_once(one_rank):
     engine = engine_of(toy(), lambda g: torch.optim.SGD(g, lr=0.1))
     fired = []
