@@ -139,14 +139,16 @@ class CPUAdam(torch.optim.Optimizer):
 
     def _advanced(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The parameter's state, counting one more step; made if there is none. The moments are contiguous."""
-        state = self.state[parameter]
+        state, is_mixed = self.state[parameter], self._is_mixed(parameter)
         if "step" not in state:
-            dtype = torch.float32 if self._is_mixed(parameter) else parameter.dtype
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            dtype = torch.float32 if is_mixed else parameter.dtype
             for key in MOMENTS:
                 state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        elif not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=parameter.device)
+        # Where it is read: by torch's fused kernel on the parameter's device, else by the host. A loaded one may lie elsewhere.
+        reader = torch.device("cpu") if is_mixed else parameter.device
+        step = state.get("step", 0.0)
+        is_tensor = isinstance(step, Tensor)
+        state["step"] = step.to(reader) if is_tensor else torch.full((), step, dtype=torch.float32, device=reader)
         for key in MOMENTS:
             state[key] = state[key].contiguous()
         state["step"] += 1
@@ -166,10 +168,11 @@ class CPUAdam(torch.optim.Optimizer):
         """Tile by tile through an fp32 copy of the weights."""
         assert parameter.grad is not None
         weights, grads, state = parameter.detach().contiguous(), parameter.grad.contiguous(), self._advanced(parameter)
+        step = float(state["step"])
         flat = (tensor.view(-1) for tensor in (weights, grads, state["exp_avg"], state["exp_avg_sq"]))
         tiles = zip(*(tensor.split(TILE_NUMEL) for tensor in flat), strict=True)
         for weight, grad, exp_avg, exp_avg_sq in tiles:
-            mixed(settings, Operands(weight.float(), grad, exp_avg, exp_avg_sq, out=weight), float(state["step"]))
+            mixed(settings, Operands(weight.float(), grad, exp_avg, exp_avg_sq, out=weight), step)
         if not parameter.is_contiguous():
             parameter.copy_(weights)
 

@@ -294,6 +294,21 @@ def test_mixed_lists_and_groups_step_as_separate_optimizers():
         assert torch.equal(parameter, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_the_step_count_lies_where_it_is_read(is_loaded, dtype):
+    """By torch's kernel on the device; for 16-bit parameters by the host, which would wait for the device in every tile."""
+    saved = HybridAdam(random_parameters([5], dtype))
+    train(saved, 1)
+    parameter = nn.Parameter(torch.empty(5, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = HybridAdam([parameter])
+    if is_loaded:
+        optimizer.load_state_dict(saved.state_dict())
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].device.type == ("meta" if dtype == torch.float32 else "cpu")
+
+
 def test_no_bias_correction_takes_the_moments_as_they_are():
     for dtype in (torch.float32, torch.bfloat16):
         (parameter,) = random_parameters([70], dtype)
