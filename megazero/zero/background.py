@@ -117,9 +117,9 @@ class DelayedUpdate(BackgroundUpdate):
                 link.to_device.finish()  # the last update's weights have come, and the next ones get the same memory
         # The owned ranges' new weights.
         self._staged = {bucket: bucket.staging(optimizer.trains_all_of(bucket)) for bucket in buckets}
+        super().__init__(optimizer, buckets, factor, staged=self._staged)
         for bucket in buckets:
             bucket.is_delayed = True
-        super().__init__(optimizer, buckets, factor, staged=self._staged)
 
     def finish(self, until: Bucket | None = None) -> bool:
         """See `BackgroundUpdate.finish`. Always brings all."""
@@ -152,11 +152,12 @@ class OverlappedUpdate(BackgroundUpdate):
         self._left, self._stream = deque(buckets), stream
         self._done: queue.SimpleQueue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         for bucket in buckets:
-            bucket.is_updating = True
             bucket.retire()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         super().__init__(optimizer, buckets, factor, done=self._tell)
+        for bucket in buckets:
+            bucket.is_updating = True
 
     def _on_device(self) -> AbstractContextManager:
         stack = ExitStack()

@@ -195,13 +195,13 @@ class BucketOptimizer(SlicedOptimizer):
                 self._is_first = False
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
+            self.is_torn = True
             if later:
                 self._pending = DelayedUpdate(self, self._trained, factor)
             else:
-                self.is_torn = True
                 self._run(factor, [bucket for bucket in self._trained if bucket not in late])
                 self._pending = OverlappedUpdate(self, late, factor, self._stream) if late else None
-                self.is_torn = False
+            self.is_torn = False
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
         self.loss_scaler.update(self.overflow, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megazero import mpu, utils
 from megazero.engine import Engine, weight_decay_groups
 from megazero.ops.adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
+from megazero.zero import GatheredParameters, background
 from megazero.zero.config import ZeroConfig
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
@@ -227,6 +229,25 @@ def test_after_an_update_that_failed_in_the_middle_only_a_checkpoint_goes_on(one
     engine.load_checkpoint(tmp_path)
     assert all(torch.equal(value, want[name]) for name, value in engine.state_dict().items())
     one_step(engine, 1)
+
+
+@pytest.mark.parametrize("delayed", [0, 1])
+def test_after_an_update_whose_thread_did_not_start_only_a_checkpoint_goes_on(one_rank, tmp_path, monkeypatch, delayed):
+    home = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "delayed_param_update": delayed}
+    engine = make_engine(toy(), 3, zero=home)
+    one_step(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start"):
+        patched.setattr(background.threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        one_step(engine, 1)
+    assert not any(bucket.is_delayed or bucket.is_updating for bucket in engine.buckets)
+    with pytest.raises(RuntimeError, match="cut short by an error"):
+        one_step(engine, 2)
+    engine.load_checkpoint(tmp_path)
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        pass
+    one_step(engine, 1)
+    engine.destroy()
 
 
 @pytest.mark.parametrize("more", [{"delayed_param_update": 1}, {"offload_optimizer": "nvme"}], ids=str)
