@@ -34,7 +34,7 @@ def test_names_are_found_from_the_package():
             DeepSpeedCPUAdam,
             "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states",
         ),
-        (FusedAdam, "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad"),
+        (FusedAdam, "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"),
     ],
 )
 def test_signatures_are_deepspeeds(cls, names):
@@ -56,3 +56,8 @@ def test_defaults_are_adamw_without_decay(cls):
 def test_fused_adam_without_bias_correction_is_refused():
     with pytest.raises(ValueError, match="always corrects the bias, got bias_correction=False. Use HybridAdam"):
         FusedAdam([nn.Parameter(torch.ones(2))], bias_correction=False)
+
+
+def test_fused_adam_that_keeps_gradients_is_refused():
+    with pytest.raises(ValueError, match=r"set_grad_none=False.*zero_grad\(set_to_none=False\)"):
+        FusedAdam([nn.Parameter(torch.ones(2))], set_grad_none=False)

@@ -15,9 +15,10 @@ class FusedAdam(torch.optim.Adam):
         params: parameters, or dicts of parameter groups, on any device that torch has a fused kernel for.
         bias_correction: must be true, because torch always corrects the bias. CPUAdam and HybridAdam accept false.
         adam_w_mode: true: decoupled weight decay (AdamW). False: weight decay is added to the gradient (Adam).
+        set_grad_none: must be true: zero_grad() drops gradients, as every torch optimizer's does.
 
     Raises:
-        ValueError: bias_correction is false, or a number is out of its range.
+        ValueError: bias_correction or set_grad_none is false, or a number is out of its range.
     """
 
     def __init__(
@@ -30,10 +31,15 @@ class FusedAdam(torch.optim.Adam):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
+        set_grad_none: bool = True,
     ) -> None:
         if not bias_correction:
             raise ValueError(
                 "FusedAdam is torch's fused Adam, which always corrects the bias, got bias_correction=False. Use HybridAdam."
+            )
+        if not set_grad_none:
+            raise ValueError(
+                "FusedAdam drops gradients, got set_grad_none=False. To fill them with zeros, call zero_grad(set_to_none=False)."
             )
         super().__init__(
             params,
