@@ -65,11 +65,17 @@ class CPUAdam(torch.optim.Optimizer):
         """Adds a group; the constructor calls this for each of its own.
 
         Raises:
-            ValueError: the group asks for amsgrad.
+            ValueError: the group asks for amsgrad, or for states of another dtype than the other groups'.
         """
         if param_group.get("amsgrad", self.defaults["amsgrad"]):
             raise ValueError(
                 f"{type(self).__name__} has no AMSGrad, got amsgrad=True. Drop it, or use torch.optim.AdamW(amsgrad=True)."
+            )
+        own, all_groups = param_group.get("fp32_optimizer_states"), self.defaults["fp32_optimizer_states"]
+        if own is not None and own != all_groups:
+            raise ValueError(
+                f"{type(self).__name__} has fp32_optimizer_states for all groups at once, got {own} in a group and {all_groups} "
+                "outside. Give it to the constructor, or make two optimizers."
             )
         super().add_param_group(param_group)
 

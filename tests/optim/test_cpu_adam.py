@@ -375,6 +375,8 @@ def test_amsgrad_and_bad_numbers_are_refused():
         CPUAdam(random_parameters([3]), amsgrad=True)
     with pytest.raises(ValueError, match="CPUAdam has no AMSGrad"):
         CPUAdam([{"params": random_parameters([3]), "amsgrad": True}])
+    with pytest.raises(ValueError, match="got False in a group and True outside"):
+        CPUAdam([{"params": random_parameters([3]), "fp32_optimizer_states": False}])
     for bad in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"lr": math.nan}):
         with pytest.raises(ValueError, match="needs lr, eps and weight_decay"):
             CPUAdam(random_parameters([3]), **bad)
