@@ -106,9 +106,18 @@ class NvmeHome:
             with self._lock:
                 if not self._writes:
                     break
-                write = self._writes.popleft()
-            write.wait()
+                write = self._writes[0]
+            self._await(write)
         self.swap.raise_failure()
+
+    def _await(self, write: Transfer) -> None:
+        """Waits for a write, which a `flush` in another thread finds until it is over."""
+        try:
+            write.wait()
+        finally:
+            with self._lock:
+                if write.done() and write in self._writes:  # not after an interrupt, nor if another thread was first
+                    self._writes.remove(write)
 
     @property
     def nbytes(self) -> int:
@@ -127,8 +136,8 @@ class NvmeHome:
                 if self._made < self._most or not self._writes:  # no write: more are at hand than buffer_count
                     self._made += 1
                     break
-                write = self._writes.popleft()
-            write.wait()
+                write = self._writes[0]
+            self._await(write)
         return aligned_empty(self.buffer_nbytes, self.pin)
 
     def give_back(self, buffer: Tensor) -> None:

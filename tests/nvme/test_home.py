@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from megazero.nvme import PAGE, AioConfig, SwapFile, aligned_empty
 from megazero.zero.nvme_home import NvmeHome
-from tests.nvme.transports import BROKEN_DRIVE, gated
+from tests.nvme.transports import BROKEN_DRIVE, TIMEOUT_S, gated
 
 NUMEL = PAGE // 4  # fp32 elements of a page
 
@@ -86,6 +87,22 @@ def test_few_buffers_slow_it_down_and_change_nothing(buffers, tmp_path):
     home.flush()
     assert values_of(vectors) == [30, 31, 32, 33, 34, 35]
     assert home.nbytes <= max(buffers, 2) * PAGE, "one at hand and one read ahead"
+
+
+def test_every_thread_that_flushes_waits_for_the_same_write(tmp_path):
+    home, transport, vectors = gated_home(tmp_path)
+    transport.held.add("write")
+    update(vectors[:1])
+    threads = [threading.Thread(target=home.flush) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)
+    assert all(thread.is_alive() for thread in threads)
+    transport.let_all_go()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert values_of(vectors)[0] == 10
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
