@@ -47,6 +47,14 @@ def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, An
         return None
 
 
+def marked_outputs(record: Path) -> list[Path]:
+    """The outputs for which the done-marker vouches; none where it is missing or damaged."""
+    try:
+        return [record.with_name(name) for name in json.loads(marker_path(record).read_bytes())["outputs"]]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return []
+
+
 def check_made_here(record: Path, outputs: Sequence[Path], flag: str = "--output") -> None:
     """Raises as `check_ours` does where an output exists that neither a done-marker nor a journal of `record` vouches for."""
     check_ours(outputs, flag, marker_path(record), append_suffix(record, JOURNAL))

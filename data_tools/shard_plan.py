@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_tools.done_marker import marked_outputs
 from data_tools.inputs import OUTPUT_FORMATS, output_format
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import Shard
@@ -58,7 +59,12 @@ def plan_shards(
 
 
 def check_outputs(shards: Sequence[Shard]) -> None:
-    """Raises a ValueError where two shards have the same output, or one of them an output that is an input."""
+    """Checks which files shards make.
+
+    Raises:
+        ValueError: two shards have the same output, or one of them an output that is an input; or what an earlier run of a shard
+            has made is none of its outputs now, so that it would stay among them and be read with them.
+    """
     sources = {path.resolve() for shard in shards for path in shard.inputs}
     made: dict[Path, Shard] = {}
     for shard in shards:
@@ -71,3 +77,8 @@ def check_outputs(shards: Sequence[Shard]) -> None:
                     "let --output name a single file."
                 )
             made[path] = shard
+        if stale := [path for path in marked_outputs(shard.record) if path not in shard.outputs and path.exists()]:
+            raise ValueError(
+                f"--output: {stale[0].parent} holds {', '.join(path.name for path in stale)} of an earlier run, which this one "
+                "would not replace: what reads the folder would take up both. Remove its files, or choose another --output."
+            )

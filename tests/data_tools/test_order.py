@@ -165,3 +165,27 @@ def test_split_puts_each_document_into_one_part_that_only_its_id_and_the_seed_de
 def test_parts_are_checked(tmp_path, corpus, parts):
     with pytest.raises(ValueError, match="--parts"):
         run_step("split", "--input", corpus, "--output", tmp_path / "a", "--parts", *parts)
+
+
+def test_files_of_an_earlier_run_do_not_stay_among_those_of_a_later_one(tmp_path, corpus):
+    more = {"split": ("--parts", "train=0.5", "valid=0.25", "test=0.25"), "shuffle": ("--shards", 3)}
+    less = {"split": ("--parts", "train=0.5", "valid=0.5"), "shuffle": ("--shards", 2)}
+    for step in more:
+        flags = ("--input", corpus, "--output", tmp_path / step)
+        run_step(step, *flags, *more[step])
+        made = {path: path.read_bytes() for path in (tmp_path / step).iterdir()}
+        with pytest.raises(
+            ValueError, match=f"{step} holds (test|shuffled-00000-of-00003).jsonl.gz.* of an earlier run"
+        ):
+            run_step(step, *flags, *less[step])
+        assert {path: path.read_bytes() for path in (tmp_path / step).iterdir()} == made
+        for path in made:
+            path.unlink()
+        assert run_step(step, *flags, *less[step])["kept"] == 600
+        assert sum(len(ids(path)) for path in (tmp_path / step).glob("*.gz")) == 600
+        assert run_step(step, *flags, *less[step])["shards_skipped"] == 1
+
+
+def test_an_empty_id_is_none(tmp_path):
+    path = write_documents(tmp_path / "a.jsonl", [{"text": text, "id": ""} for text in "abc"])
+    assert run_step("merge", "--input", path, "--output", tmp_path / "b.jsonl")["kept"] == 3
