@@ -1,7 +1,7 @@
 """Puts files of documents together, one after another, each document a line of its own; a repeated id is reported and left out.
 
-Lines stay byte for byte as they are. Documents without the entry --id-key are not compared. With --strict a repeated id is an
-error; else the later document is left out, with the reason `duplicate id` in the sidecar.
+Lines stay byte for byte as they are. Documents whose entry --id-key is missing or empty are not compared. With --strict a
+repeated id is an error; else the later document is left out, with the reason `duplicate id` in the sidecar.
 
     python -m data_tools merge --input clean/ --output all.jsonl.zst
 """
@@ -19,15 +19,17 @@ from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_blocks, run_lines
-from megazero.lines.jsonl import read_object
+from megazero.lines.jsonl import name_of, read_object
 from megazero.lines.results import DUPLICATE_ID, BlockResult, Counts
 from megazero.lines.resumable import Item
 
 
 def id_digest(key: str, id_key: str, line: bytes) -> bytes | None:
     """The id of a document, with its type: the number 1 is not the string "1". None where it has none; may raise LineError."""
-    identity = read_object(line, key).get(id_key)
-    return None if identity is None else f"{type(identity).__name__} {identity}".encode("utf-8", "surrogatepass")
+    document = read_object(line, key)
+    if name_of(document, (id_key,)) is None:
+        return None
+    return f"{type(document[id_key]).__name__} {document[id_key]}".encode("utf-8", "surrogatepass")
 
 
 class SeenLines(DocumentLines):
