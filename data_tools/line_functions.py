@@ -38,7 +38,7 @@ LineFunction = Callable[[bytes], Kept]
 
 
 DocumentFunction = Callable[[Document], Document]
-"""Returns the document itself if it stays as it is (never change it), or a new one; raises Dropped(reason, detail=...)."""
+"""Returns the document itself if it stays as it is (never change it), or a new one; raises as a `LineFunction` does."""
 
 
 class DocumentLines:

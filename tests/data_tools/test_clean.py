@@ -90,6 +90,15 @@ def test_length_is_judged_as_by_tokenizing_everything(vocabulary, text, least):
                     check_length(text, least, tokenizer)
 
 
+def test_a_text_on_which_the_tokenizer_gives_up_is_left_out(tmp_path, vocabulary):
+    texts = (ENGLISH * 3, " a" + " " * 1_000_000 + "b " + ENGLISH, ENGLISH * 4)
+    path = write_documents(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    flags = ("--input", path, "--output", tmp_path / "b.jsonl", "--tokenizer-path", vocabulary, "--min-tokens", 40)
+    statistics = run_step("clean", *flags, "--language", "any")
+    assert statistics["kept"] == 2 and statistics["bad_lines"] == 1
+    assert statistics["first_errors"][0].startswith(f"{path}:2: the text cannot be tokenized: ")
+
+
 def test_language_is_of_the_whole_beginning_and_nothing_is_downloaded(monkeypatch):
     import socket
 
