@@ -170,7 +170,7 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
         _check_folder(name, args, statistics)
         seconds = statistics["seconds"]
         manifest["steps"].append({"step": name, "flags": argv, "seconds": seconds, "statistics": statistics})
-        content = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+        content = json.dumps(manifest, indent=1) + "\n"  # ASCII: a name may hold an unpaired surrogate
         write_whole(pipeline.folder / "manifest.json", content.encode())
     return manifest
 
