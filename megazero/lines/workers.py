@@ -31,7 +31,8 @@ def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) ->
         function: picklable, as items and results are.
 
     Raises:
-        RuntimeError: a worker died, or the function raised in it; then the message holds the traceback.
+        ValueError, OSError: the function raised it.
+        RuntimeError: a worker died, or the function raised another error in it; then the message holds the traceback.
     """
     if workers == 1 or current_process().daemon:
         for item in items:
@@ -96,20 +97,18 @@ class _Pool:
         for worker in wait(list(self._busy)):
             assert isinstance(worker, Connection)
             try:
-                is_result, content = worker.recv()
-            except (EOFError, OSError) as error:
-                raise self._died() from error
-            if not is_result:
-                raise RuntimeError(f"a worker process failed:\n{content}")
+                error, content = worker.recv()
+            except (EOFError, OSError) as gone:
+                raise self._died() from gone
+            if error is not None:
+                raise error
             self._idle.append(worker)
             yield self._busy.pop(worker), content
 
     def _died(self) -> RuntimeError:
         """The error to raise where a pipe has closed."""
         wait([process.sentinel for process in self._processes], _REAP_S)
-        if any(
-            process.exitcode == 1 for process in self._processes
-        ):  # what Python ends with where it fails to start one
+        if any(process.exitcode == 1 for process in self._processes):  # as Python ends where it fails to start one
             return RuntimeError(
                 "a worker process died before its work began; its own message is above. Workers run the main script again: "
                 "put what it does, and what starts them, under if __name__ == '__main__'."
@@ -144,8 +143,11 @@ def _work(pipe: Connection, function: Callable) -> None:
     with suppress(EOFError, OSError):  # the process that wanted the results is gone
         while True:
             item = pipe.recv()
+            answer: tuple[Exception | None, Any]
             try:
-                answer = True, function(item)
+                answer = None, function(item)
+            except (ValueError, OSError) as error:  # of the user's input, or of the machine
+                answer = error, None
             except Exception:
-                answer = False, traceback.format_exc()
+                answer = RuntimeError(f"a worker process failed:\n{traceback.format_exc()}"), None
             pipe.send(answer)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.lines.outputs import FullDiskError
 from megazero.lines.workers import ordered_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,10 @@ def first_is_slow(number):
 
 def fails(number):
     return 1 // (number - 3)
+
+
+def refuses(number):
+    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad") if number else FullDiskError(28, "no room")
 
 
 def dies(number):
@@ -169,3 +174,12 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
     for pid in left:
         os.kill(int(pid), signal.SIGKILL)
     assert not left, "workers outlive the run"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_of_the_input_and_of_the_machine_come_as_they_are(workers):
+    with pytest.raises(FullDiskError, match="no room"):
+        list(ordered_map(refuses, [0], workers))
+    with pytest.raises(UnicodeDecodeError, match="0xff"):
+        list(ordered_map(refuses, [1], workers))
+    assert not children()
