@@ -211,5 +211,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "min_matches": args.min_matches,
     }
     options = replace(options, held_bytes=function.nbytes)
-    result = run_documents("decontaminate", function, settings, args, options)
+    result = run_documents("decontaminate", function, settings, args, options, evaluation)
     return {**result, "evaluation_sequences": len(table), "evaluation_texts_too_short": too_short}

@@ -9,7 +9,7 @@ name of the document that it copies cannot be told from it and stays; the statis
 
     python data_tools/find_duplicates.py --inputs cc.jsonl cc_id news.jsonl news_id --output copies.jsonl
     python data_tools/group_duplicates_url.py copies.jsonl groups.jsonl
-    python data_tools/remove_group_duplicates.py groups.jsonl cc.jsonl unique.jsonl
+    python data_tools/remove_group_duplicates.py groups.jsonl cc.jsonl unique.jsonl --id-keys cc_id news_id
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from data_tools.done_marker import check_made_here, read_marker, written_marked
 from data_tools.group_duplicates import check_list_name
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
+from data_tools.shard_plan import check_outputs
 from megazero.lines.jsonl import ID_KEYS
+from megazero.lines.partial_shard import Shard
 from megazero.lines.results import check_strict
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
     options, inputs, output = run_options(args), list_inputs(args.input, output=args.output), Path(args.output)
     check_list_name(output)
+    check_outputs([Shard(tuple(inputs), (output,), output)])
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
     key = search.settings["all_inputs"]
     content = read_marker(output, key, [output])

@@ -17,8 +17,10 @@ from typing import Any
 from data_tools.documents import in_pieces
 from data_tools.done_marker import read_marker, written_marked
 from data_tools.options import add_run_options
+from data_tools.shard_plan import check_outputs
 from megazero.lines.compressed import DAMAGE, decompressed, open_bytes
 from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.partial_shard import Shard
 from megazero.lines.progress import Progress
 
 _BYTES_PER_NAME = 256  # beside its letters: a string, and its places in dictionaries and lists
@@ -36,6 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Groups, and returns the statistics."""
     path, output = Path(args.input), Path(args.output)
     check_list_name(output)
+    check_outputs([Shard((path,), (output,), output)])
     if (need := bytes_of_names(path, "--input")) > args.memory:
         raise ValueError(
             f"--memory {args.memory >> 20}M is too little for the names in {path}: give {(need >> 20) + 1}M, or use the step "

@@ -8,6 +8,7 @@ The reason in the sidecar is `copy`, its detail which document it is a copy of. 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.shards import run_documents
 from megazero.lines.contents import check_unchanged, describe_files
 from megazero.lines.jsonl import ID_KEYS
+
+logger = logging.getLogger(__name__)
 
 
 def check_is_first(key: str, id_keys: Sequence[str], first: Mapping[str, str], document: Document) -> Document:
@@ -55,7 +58,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     check_unchanged([args.groups], contents, options.workers)
     function = partial(check_is_first, args.json_key, args.id_keys, first)
     settings = {"id_keys": args.id_keys, "groups": contents}
-    return run_documents("remove_group_duplicates", function, settings, args, options)
+    result = run_documents("remove_group_duplicates", function, settings, args, options, [args.groups])
+    if first and not result["dropped"]:
+        logger.warning(
+            "none of the %d copies in %s is among the documents: what names them was looked for under the keys %s. Give the "
+            "--id-keys of find_duplicates.",
+            len(first),
+            args.groups,
+            " or ".join(args.id_keys),
+        )
+    return result
 
 
 if __name__ == "__main__":

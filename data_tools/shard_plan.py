@@ -36,12 +36,17 @@ def ending(path: Path, format: str | None, formats: Sequence[str] = OUTPUT_FORMA
 
 
 def plan_shards(
-    inputs: Sequence[Path], output: str | Path, format: str | None = None, formats: Sequence[str] = OUTPUT_FORMATS
+    inputs: Sequence[Path],
+    output: str | Path,
+    format: str | None = None,
+    formats: Sequence[str] = OUTPUT_FORMATS,
+    tables: Sequence[Path] = (),
 ) -> list[Shard]:
     """One shard for an --output that names a file, else one per input, under its own name, in the folder --output.
 
     Args:
         format: of the files in a folder; None keeps the input's where it is one of `formats`, and is their first elsewhere.
+        tables: as for `check_outputs`.
 
     Raises:
         ValueError: two inputs would have the same output, an output is an input, or --output a file of another kind.
@@ -54,18 +59,21 @@ def plan_shards(
         for path in inputs:
             target = output / f"{uncompressed_name(path).stem}.{ending(path, format, formats)}"
             shards.append(Shard((path,), (target,), target))
-    check_outputs(shards)
+    check_outputs(shards, tables)
     return shards
 
 
-def check_outputs(shards: Sequence[Shard]) -> None:
+def check_outputs(shards: Sequence[Shard], tables: Sequence[Path] = ()) -> None:
     """Checks which files shards make.
+
+    Args:
+        tables: what is read beside the inputs.
 
     Raises:
         ValueError: two shards have the same output, or one of them an output that is an input; or what an earlier run of a shard
             has made is none of its outputs now, so that it would stay among them and be read with them.
     """
-    sources = {path.resolve() for shard in shards for path in shard.inputs}
+    sources = {path.resolve() for paths in (tables, *(shard.inputs for shard in shards)) for path in paths}
     made: dict[Path, Shard] = {}
     for shard in shards:
         for path in shard.outputs:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from data_tools.documents import document_blocks
@@ -48,9 +49,14 @@ def run_documents(
     settings: Mapping[str, Any],
     args: argparse.Namespace,
     options: RunOptions | None = None,
+    tables: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """`run_lines` with a function of a document, on what `add_input_output` and `add_run_options` have read."""
-    shards = plan_shards(list_inputs(args.input, output=args.output), args.output, args.format)
+    """`run_lines` with a function of a document, on what `add_input_output` and `add_run_options` have read.
+
+    Args:
+        tables: other files that the function was made of, which are no more to be overwritten than inputs are.
+    """
+    shards = plan_shards(list_inputs(args.input, output=args.output), args.output, args.format, tables=tables)
     lines = DocumentLines(function, args.json_key)
     return run_lines(step, shards, lines, {"key": args.json_key, **settings}, options or run_options(args))
 

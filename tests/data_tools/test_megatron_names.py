@@ -141,6 +141,35 @@ def test_lists_of_another_kind_and_copies_of_the_same_name_are_told(tmp_path, mo
         run_step("group_duplicates", "--input", "groups.jsonl", "--output", "new.jsonl", "--memory", "100")
 
 
+def test_names_that_no_document_has_are_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    text = make_texts(1, longest=60)[0]
+    write_documents(tmp_path / "in.jsonl", [{"text": text, "cc_id": name} for name in "ab"])
+    run_step("find_duplicates", "--input", "in.jsonl", "--output", "copies.jsonl", "--id-keys", "cc_id")
+    run_step("group_duplicates", "--input", "copies.jsonl", "--output", "groups.jsonl")
+    flags = ("--groups", "groups.jsonl", "--input", "in.jsonl", "--output", "unique.jsonl")
+    assert run_step("remove_group_duplicates", *flags, "--id-keys", "cc_id")["kept"] == 1 and not caplog.text
+    run_step("remove_group_duplicates", *flags)
+    assert "none of the 1 copies in groups.jsonl is among the documents" in caplog.text
+
+
+def test_what_is_read_is_not_overwritten(tmp_path, monkeypatch):
+    """Even if it was made by these steps, so that a marker vouches for it."""
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "raw.jsonl", [{"text": text, "id": text[:9]} for text in make_texts(5, longest=60)])
+    run_step("merge", "--input", "raw.jsonl", "--output", "in.jsonl")
+    run_step("find_duplicates", "--input", "in.jsonl", "--output", "copies.jsonl")
+    run_step("group_duplicates", "--input", "copies.jsonl", "--output", "groups.jsonl")
+    for step, path, *flags in (
+        ("find_duplicates", "in.jsonl", "--input", "in.jsonl"),
+        ("group_duplicates", "copies.jsonl", "--input", "copies.jsonl"),
+        ("remove_group_duplicates", "groups.jsonl", "--input", "in.jsonl", "--groups", "groups.jsonl"),
+        ("decontaminate", "in.jsonl", "--input", "raw.jsonl", "--evaluation", "in.jsonl"),
+    ):
+        with pytest.raises(ValueError, match=f"--output {path} is an input too"):
+            run_step(step, *flags, "--output", path)
+
+
 def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "copies.jsonl").write_text('{"a": [{"b": 0.9}]}\n')
