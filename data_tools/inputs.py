@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ from megazero.files import append_suffix
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 
+logger = logging.getLogger(__name__)
+
 OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
-_DOCUMENT_SUFFIXES = (".jsonl", ".json", ".parquet", ".wet", ".warc")
-_SIDECAR_ENDS = (DROPPED_SUFFIX, MARKER, "manifest.json", JOURNAL)
+_DOCUMENT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".wet", ".warc")
+_ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, "manifest.json", JOURNAL, ".lock", ".bin", ".idx")
+_NAMES_SHOWN = 5
 
 
 def list_inputs(
@@ -25,6 +29,8 @@ def list_inputs(
     output: str | Path | None = None,
 ) -> list[Path]:
     """The files that a flag names: files as they are, folders as the files of documents in them, sorted by path.
+
+    A warning names the other files of a folder, but for what these tools make beside documents.
 
     Args:
         formats: `OUTPUT_FORMATS` for documents, `URL_FORMATS` for lists of URLs.
@@ -51,6 +57,11 @@ def list_inputs(
             found = [path for path in files if _is_known(path, suffixes)]
             if not found:
                 raise ValueError(f"{flag} {value}: the folder holds no files of the kinds {kinds}")
+            others = (path for path in files if uncompressed_name(path).suffix not in suffixes)
+            if aside := [path for path in others if not is_beside(path)]:
+                names = ", ".join(str(path.relative_to(value)) for path in aside[:_NAMES_SHOWN])
+                more = ", ..." if len(aside) > _NAMES_SHOWN else ""
+                logger.warning("%s %s: left out %d files of other kinds: %s%s", flag, value, len(aside), names, more)
             paths += found
         elif not value.is_file():
             raise FileNotFoundError(f"{flag} {value}: there is no such file or folder")
@@ -102,9 +113,12 @@ def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str]
 
 
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
-    has_kind = uncompressed_name(path).suffix in suffixes
-    is_document = has_kind and not path.name.endswith(_SIDECAR_ENDS) and path.name[0] != "."
-    return is_document and not _is_record(path)
+    return uncompressed_name(path).suffix in suffixes and not is_beside(path)
+
+
+def is_beside(path: Path) -> bool:
+    """Whether it is hidden, or no document but something that is made beside them."""
+    return path.name[0] == "." or path.name.endswith(_ENDS_BESIDE) or _is_record(path)
 
 
 def _is_record(path: Path) -> bool:

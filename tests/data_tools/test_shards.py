@@ -27,7 +27,7 @@ from data_tools.shards import run_lines
 from megazero.data.cache import ArrayCache
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
-from tests.data_tools.steps import read_documents
+from tests.data_tools.steps import read_documents, run_step, write_documents
 from tests.vocabularies import make_texts
 
 zstandard = pytest.importorskip("zstandard")
@@ -370,6 +370,21 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(PermissionError, match="linked"):
         list_inputs([tmp_path / "in"])
+
+
+def test_other_files_of_a_folder_are_told(tmp_path, caplog):
+    for name in ("a.jsonl", "b.ndjson", "c.ndjson.gz"):
+        write_documents(tmp_path / "in" / name, [{"text": name}])
+    run_step("merge", "--input", tmp_path / "in", "--output", tmp_path / "made")
+    assert [path.name for path in list_inputs([tmp_path / "made"])] == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.jsonl",
+    ] and not caplog.text
+    for name in ("d.jsonl.bz2", "e.JSONL", ".hidden", *(f"x{i}.md" for i in range(4))):
+        (tmp_path / "in" / name).touch()
+    assert len(list_inputs([tmp_path / "in"])) == 3
+    assert "in: left out 6 files of other kinds: d.jsonl.bz2, e.JSONL, x0.md, x1.md, x2.md, ..." in caplog.text
 
 
 def test_the_index_cache_of_a_job_is_no_input(tmp_path):
