@@ -11,7 +11,8 @@
 
 Every other entry is a flag of the step: `min-tokens: 128`, a list for several values, true or false for a flag without a value,
 and null for a flag that is not given. An output lies in the folder unless it is absolute; `${NAME}` is where the output of
-an earlier step lies. FOLDER/manifest.json records what was run, with which versions, and the statistics of each step.
+an earlier step lies. The files that a pattern in `input` matches are looked for when the step starts. FOLDER/manifest.json
+records what was run, with which versions, and the statistics of each step.
 
     python -m data_tools run data_tools/openwebtext.yaml --set raw=/data/openwebtext
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.done_marker import MARKER
+from data_tools.inputs import is_beside
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
 from megazero.files import write_whole
@@ -108,15 +110,18 @@ def _filled(value: str, variables: dict[str, str], path: Path) -> str:
         ) from error
 
 
-def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) -> list[str]:
-    """The flags of a step; its output is added to those of the steps so far, by their names, the newest last."""
+def _flags(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) -> dict[str, list[str]]:
+    """The flags of a step, with their values; its output is added to those of the steps so far, by their names, the newest last.
+
+    Inputs are patterns, for `_expanded`: which files they match is not known before the earlier steps have run.
+    """
     known = step_parser(step["step"]).takes_value
     flags = {name: value for name, value in pipeline.defaults.items() if f"--{name}" in known}
     flags |= {name: value for name, value in step.items() if name not in ("step", "name")}
-    if "input" not in flags and "--input" in known and outputs:
-        flags["input"] = next(reversed(outputs.values()))
-    variables = pipeline.variables | outputs
-    argv: list[str] = []
+    made = {name: glob.escape(output) for name, output in outputs.items()}
+    filled: dict[str, list[str]] = {}
+    if "input" not in flags and "--input" in known and made:
+        filled["input"] = [next(reversed(made.values()))]
     for name, value in flags.items():
         if isinstance(value, bool) and known.get(f"--{name}"):
             raise ValueError(
@@ -126,6 +131,7 @@ def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) 
         if value is None or value is False:
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
+        variables = pipeline.variables | (made if name == "input" else outputs)
         texts = [_filled(str(v), variables, pipeline.path) for v in values]
         if name in _OUTPUT_FLAGS:
             if len(texts) != 1:
@@ -134,15 +140,27 @@ def _command(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) 
             outputs.pop(step.get("name", step["step"]), None)
             outputs[step.get("name", step["step"])] = texts[0]
         elif name == "input":
-            texts = [path for text in texts for path in _matching(text)]
-        argv += [f"--{name}", *texts]
-    return argv
+            for text in texts:
+                if not text.startswith(tuple(made.values())):
+                    _matching(text)  # for its error, before anything runs
+        filled[name] = texts
+    return filled
+
+
+def _argv(flags: dict[str, list[str]]) -> list[str]:
+    return [word for name, texts in flags.items() for word in (f"--{name}", *texts)]
+
+
+def _expanded(flags: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The flags, with the files of the inputs in the place of their patterns."""
+    inputs = [path for text in flags.get("input", ()) for path in _matching(text)]
+    return {**flags, "input": inputs} if inputs else flags
 
 
 def _matching(pattern: str) -> list[str]:
     if not glob.has_magic(pattern):
         return [pattern]
-    found = sorted(glob.glob(pattern, recursive=True))
+    found = sorted(path for path in glob.glob(pattern, recursive=True) if not is_beside(Path(path)))
     if not found:
         raise ValueError(f"input {pattern}: no file matches")
     return found
@@ -157,15 +175,18 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
     outputs: dict[str, str] = {}
     commands = []
     for step in pipeline.steps:
-        name, argv = step["step"], _command(pipeline, step, outputs)
+        name, flags = step["step"], _flags(pipeline, step, outputs)
         try:
-            commands.append((name, argv, step_parser(name).parse_args(argv)))
+            step_parser(name).parse_args(_argv(flags))
+            commands.append((name, flags))
         except ValueError as error:
             raise ValueError(f"{pipeline.path}: step {name}: {error}") from error
     manifest: dict[str, Any] = {"pipeline": str(pipeline.path), "versions": _versions(), "steps": []}
     pipeline.folder.mkdir(parents=True, exist_ok=True)
-    for number, (name, argv, args) in enumerate(commands, start=1):
+    for number, (name, flags) in enumerate(commands, start=1):
+        argv = _argv(_expanded(flags))
         logger.info("step %d of %d: %s %s", number, len(commands), name, " ".join(argv))
+        args = step_parser(name).parse_args(argv)
         statistics = args.run(args)
         _check_folder(name, args, statistics)
         seconds = statistics["seconds"]

@@ -249,6 +249,25 @@ def test_a_file_that_no_input_belongs_to_any_more_is_not_taken_up(tmp_path, monk
         run_step("run", pipeline)
 
 
+def test_inputs_of_a_step_are_looked_for_when_it_starts(tmp_path, monkeypatch):
+    """In folders with any names."""
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(50)])
+    for shards in (3, 2):
+        text = f"""
+        variables: {{out: out}}
+        folder: ${{out}}
+        steps:
+          - {{step: merge, input: "[a].jsonl", output: m}}
+          - {{step: shuffle, output: s{shards}, shards: {shards}}}
+          - {{step: merge, name: all, input: "${{shuffle}}/*.jsonl", output: all.jsonl}}
+        """
+        run_step("run", write_pipeline(tmp_path, text), "--set", "out=o[1]$x")
+        assert len(read_documents(tmp_path / "o[1]$x" / "all.jsonl")) == 50
+    manifest = json.loads((tmp_path / "o[1]$x" / "manifest.json").read_bytes())
+    assert {f"o[1]$x/s2/shuffled-0000{i}-of-00002.jsonl" for i in range(2)} < set(manifest["steps"][2]["flags"])
+
+
 def test_a_key_that_no_utf8_text_can_hold_comes_into_the_manifest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"\\ud83d": 1}\n{"text": "hello"}\n')
