@@ -236,9 +236,13 @@ class Groups:
             firsts = self.first(pairs)
             self._parent[pairs] = firsts
             pairs = np.sort(firsts[firsts[:, 0] != firsts[:, 1]], axis=1)
-            # Of several pairs with one document one wins here; the others come again in the next round, when that document has
-            # another first one.
-            self._parent[pairs[:, 1]] = pairs[:, 0]
+            # Of several pairs with one document that with the least one wins here; the others come again in the next round, when
+            # that document has another first one.
+            np.minimum.at(self._parent, pairs[:, 1], pairs[:, 0])
+            joined = np.unique(pairs[:, 1])
+            # These links can make a long chain. Each turn halves the way to its first document.
+            while not np.array_equal(higher := self._parent[self._parent[joined]], self._parent[joined]):
+                self._parent[joined] = higher
 
     def finish(self) -> Documents:
         """For each document the first one of its group; this object is used up."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -156,6 +158,17 @@ def test_a_chain_of_any_order_is_one_group():
     chain = np.stack([np.arange(9999), np.arange(1, 10_000)], axis=1)
     groups.join(np.random.default_rng(0).permutation(chain))
     assert not groups.finish().any()
+
+
+@pytest.mark.parametrize("second", ["the next one", "the last one"])
+def test_time_does_not_grow_with_the_square_of_a_group(second):
+    count = 30_000
+    groups, first = index.Groups(count), np.arange(count - 1)
+    links = np.stack([first, first + 1 if second == "the next one" else np.full(count - 1, count - 1)], axis=1)
+    start = time.perf_counter()
+    groups.join(links)
+    assert not groups.finish().any()
+    assert time.perf_counter() - start < 3  # some hundredths of a second; with the square, 10 seconds and more
 
 
 def test_rows_and_ids_are_read_in_any_order(tmp_path):
