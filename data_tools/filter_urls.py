@@ -136,6 +136,18 @@ def _read_list(path: str, flag: str) -> frozenset[str]:
     return frozenset(line for line in lines if line)
 
 
+def _checked(entries: frozenset[str], flag: str, form: Callable[[str], str]) -> frozenset[str]:
+    """The entries of a list; a ValueError for one that no URL can have, since `form`, how it would be found, is another."""
+    for entry in sorted(entries):
+        if (found := form(entry)) != entry:
+            raise ValueError(f"{flag}: no URL is found by the entry {entry}: write {found}")
+    return entries
+
+
+def _extension(entry: str) -> str:
+    return "." + entry.rpartition(".")[2]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     output = "a file (.txt, .txt.gz, .txt.zst), or a folder for one per input"
@@ -155,8 +167,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Filters, and returns the statistics."""
     tldextract = require("tldextract", "the step filter_urls")
     options = run_options(args)
-    domains = _read_list(args.domains, "--domains") if args.domains else DOMAINS
-    extensions = _read_list(args.extensions, "--extensions") if args.extensions else EXTENSIONS
+    domains, extensions = DOMAINS, EXTENSIONS
+    if args.domains:
+        domains = _checked(_read_list(args.domains, "--domains"), f"--domains {args.domains}", _registered_domain)
+    if args.extensions:
+        extensions = _checked(
+            _read_list(args.extensions, "--extensions"), f"--extensions {args.extensions}", _extension
+        )
     inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
     shards = plan_shards(inputs, args.output, args.format, URL_FORMATS)
     settings = {

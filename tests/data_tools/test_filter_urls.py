@@ -78,6 +78,15 @@ def test_lists_of_ones_own(tmp_path):
     assert (tmp_path / "out.txt").read_text() == "http://youtube.com/y\n"
     run_step("filter_urls", *flags, "--extensions", tmp_path / "extensions")
     assert (tmp_path / "out.txt").read_text() == ""
+    (tmp_path / "domains").write_text("127.0.0.1\nexample.com\nwww.example.com\n")
+    with pytest.raises(
+        ValueError, match="--domains .*domains: no URL is found by the entry www.example.com: write example.com"
+    ):
+        run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
+    for entry, valid in {"png": ".png", ".tar.gz": ".gz"}.items():
+        (tmp_path / "extensions").write_text(f".html\n{entry}\n")
+        with pytest.raises(ValueError, match=f"--extensions .*extensions: .* the entry {entry}: write {valid}$"):
+            run_step("filter_urls", *flags, "--extensions", tmp_path / "extensions")
     (tmp_path / "domains").write_bytes(b"example.com\nb\xfccher.example\n")
     with pytest.raises(ValueError, match="--domains .*domains is not UTF-8 at byte 13"):
         run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
