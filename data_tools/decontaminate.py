@@ -1,8 +1,9 @@
 """Drops documents that share a sequence of words with evaluation sets, so that a model is not tested on what it was trained on.
 
 Brown et al. 2020 (arXiv:2005.14165, appendix C) take sequences of 13 words, in lower case and without punctuation, as here. The
-reason in the sidecar is `contaminated`, its detail the first shared sequence and the evaluation file that has it. An
-evaluation file that holds no text is an error, and so are texts that are all too short.
+reason in the sidecar is `contaminated`, its detail the first shared sequence and the evaluation file that has it. In Chinese and
+other scripts without spaces each letter counts as a word, so they may need a larger --ngram. An evaluation file that holds no
+text is an error, and so are texts that are all too short.
 
     python -m data_tools decontaminate --input clean/ --output train/ --evaluation lambada.jsonl wikitext.txt
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_tools.dedup_minhash import SCRIPTS_WITHOUT_SPACES
 from data_tools.documents import Document, document_blocks
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Dropped
@@ -29,7 +31,9 @@ from megazero.lines.contents import check_unchanged, describe_files
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, read_documents
 
-_WORD = re.compile(r"\w+")
+# Each letter of scripts without spaces is a word: else a word would be all that stands between two punctuation marks.
+_LETTERS = "".join(f"{chr(first)}-{chr(last)}" for first, last in SCRIPTS_WITHOUT_SPACES)
+_WORD = re.compile(rf"(?=\w)[{_LETTERS}]|[^\W{_LETTERS}]+")
 _SPACED = "".join(chr(point) if _WORD.match(chr(point)) else " " for point in range(128))
 _TYPOGRAPHY = "\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u2022\u00a0"  # all that most texts have beyond ASCII
 _KNOWN_WORDS = 1 << 20
@@ -54,7 +58,7 @@ _WORD_HASHES = _WordHashes()
 
 
 def normalized_words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation: what `\\w+` finds."""
+    """The words of a text in lower case, without punctuation: what `\\w+` finds, in Chinese and the like letter by letter."""
     text = text.lower()
     if not text.isascii():
         for mark in _TYPOGRAPHY:

@@ -31,7 +31,7 @@ _ALONE = 1 << 20  # a letter of a script without spaces: a word by itself
 _FIRST = np.uint64(1 << 21)  # the first letter of a word
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, hence invertible mod 2^64
 _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-_SCRIPTS_WITHOUT_SPACES = (
+SCRIPTS_WITHOUT_SPACES = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x0F00, 0x109F),  # Tibetan, Myanmar
     (0x1780, 0x17FF),  # Khmer
@@ -41,6 +41,7 @@ _SCRIPTS_WITHOUT_SPACES = (
     (0xF900, 0xFAFF),
     (0x20000, 0x3FFFD),
 )
+"""First and last character of each range, every letter of which is taken for a word."""
 
 
 def signatures(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
@@ -204,7 +205,7 @@ def _letters() -> U32:
             table[point] = ord(folded) if len(folded) == 1 else point
     for start, stop in ((0xFE00, 0xFE0F), (0x20E3, 0x20E3)):  # they say how the character before them looks
         table[start : stop + 1] = 0
-    for start, stop in _SCRIPTS_WITHOUT_SPACES:
+    for start, stop in SCRIPTS_WITHOUT_SPACES:
         part = table[start : stop + 1]
         if start >= 0x20000:
             part[:] = np.arange(start, stop + 1)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from data_tools.decontaminate import NgramHasher, evaluation_table
+from data_tools.decontaminate import NgramHasher, evaluation_table, normalized_words
 from data_tools.options import RunOptions
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
@@ -48,6 +48,20 @@ def test_shared_sequences_and_no_others(tmp_path):
     run_step("decontaminate", *flags, "--output", tmp_path / "c.jsonl", "--min-matches", 3)
     assert "thirteen words" in [d["id"] for d in read_documents(tmp_path / "c.jsonl")]
     assert run_step("decontaminate", *flags, "--output", tmp_path / "d.jsonl", "--ngram", 12)["kept"] == 3
+
+
+def test_scripts_without_spaces_are_compared_letter_by_letter(tmp_path):
+    question = "在旧城下游汇合的两条河流中哪一条在干旱的夏天水量更大"
+    texts = {
+        "copy": f"今天的文章说{question}没有人知道",
+        "other": f"今天的文章说{question[::-1]}",
+        "latin": f"see{question}x2",
+    }
+    path = write_documents(tmp_path / "a.jsonl", [{"id": name, "text": text} for name, text in texts.items()])
+    (tmp_path / "e.txt").write_text(question, encoding="utf-8")
+    run_step("decontaminate", "--input", path, "--output", tmp_path / "b.jsonl", "--evaluation", tmp_path / "e.txt")
+    assert list(dropped(tmp_path / "b.jsonl")) == ["copy", "latin"]
+    assert normalized_words("日本ABC_1は, été") == ["日", "本", "abc_1", "は", "été"]
 
 
 def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path):
