@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from data_tools.dedup_minhash import U64, band_keys
 from data_tools.dedup_signatures import Documents, Rows, SignatureFiles, same_content, similarity
+from data_tools.options import open_files
 from megazero.lines.progress import Progress
 from megazero.lines.workers import ordered_map
 
@@ -117,10 +118,9 @@ def _file_count(search: Search, documents: int, keys_per_document: int) -> int:
     records = documents * keys_per_document
     processes = search.workers + 1 if search.workers > 1 else 1
     memory = (search.memory_bytes - _BYTES_PER_DOCUMENT * documents) // processes - _FIXED_BYTES
-    if memory * _MOST_FILES < records * _BYTES_PER_RECORD or memory <= 0:
-        least = _BYTES_PER_DOCUMENT * documents + processes * (
-            _FIXED_BYTES + records * _BYTES_PER_RECORD // _MOST_FILES
-        )
+    most = 1 << open_files(_MOST_FILES).bit_length() - 1
+    if memory * most < records * _BYTES_PER_RECORD or memory <= 0:
+        least = _BYTES_PER_DOCUMENT * documents + processes * (_FIXED_BYTES + records * _BYTES_PER_RECORD // most)
         raise ValueError(
             f"--memory {search.memory_bytes >> 20}M is too little for {documents} documents, {keys_per_document} keys each, and "
             f"{search.workers} workers: give at least {(least >> 20) + 1}M, or fewer --workers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,12 @@ class RunOptions(WorkOptions):
     def workers_in_memory(self) -> int:
         """Processes that --workers and --memory allow; beside several of them there is the one that reads and writes."""
         return max(1, min(self.workers, self.memory_bytes // self.worker_bytes - 1))
+
+
+def open_files(most: int) -> int:
+    """`most` files, or half of those that the process may have open (`ulimit -n`), if that is less."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if limit == resource.RLIM_INFINITY else min(most, limit // 2)
 
 
 def size(text: str) -> int:

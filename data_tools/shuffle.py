@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import resource
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
@@ -25,7 +24,7 @@ from typing import Any
 from data_tools.documents import compress
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
-from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
+from data_tools.options import RunOptions, add_input_output, add_run_options, open_files, run_options
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import describe, finish, finished, run_lines
 from megazero.files import append_suffix, locked
@@ -100,7 +99,7 @@ def plan_layout(inputs: Sequence[Path], outputs: int, options: RunOptions) -> La
     frames = -(-max(1, text // options.block_bytes) // outputs) * outputs
     # Half full on average: hashes do not fall evenly, and documents differ in length.
     buckets = min(frames, max(1, 2 * _COPIES * text // _bucket_memory(options)))
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    most = open_files(buckets)
     if buckets > most:
         need = 2 * _COPIES * text * options.workers_in_memory // most >> 20
         raise ValueError(

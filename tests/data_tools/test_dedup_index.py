@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from data_tools import dedup_index as index
 from data_tools.dedup_signatures import SignatureFiles, ids_path, row_type, same_content, similarity
+from data_tools.options import open_files
 
 BANDS, ROWS = 4, 3
 PERMUTATIONS = BANDS * ROWS
@@ -158,6 +160,17 @@ def test_a_chain_of_any_order_is_one_group():
     chain = np.stack([np.arange(9999), np.arange(1, 10_000)], axis=1)
     groups.join(np.random.default_rng(0).permutation(chain))
     assert not groups.finish().any()
+
+
+def test_keys_go_to_no_more_files_than_may_be_open(tmp_path, monkeypatch):
+    search = index.Search(BANDS, LEAST, 120 * MB, 1, tmp_path)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
+    assert index._file_count(search, 100 * MB // 64 // 4, 16) == 32
+    monkeypatch.setattr("resource.getrlimit", lambda _: (33, 1024))
+    with pytest.raises(ValueError, match="--memory 120M is too little"):
+        index._file_count(search, 100 * MB // 64 // 4, 16)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert index._file_count(search, 100 * MB // 64 // 4, 16) == 32 == open_files(32)
 
 
 @pytest.mark.parametrize("second", ["the next one", "the last one"])
