@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import resource
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from data_tools.inputs import OUTPUT_FORMATS
 from megazero.cgroups import available_cores
 from megazero.lines.resumable import WorkOptions
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _WORKER_BYTES = 96 << 20  # an interpreter with its packages
@@ -124,10 +127,14 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     Raises:
         ValueError: they do not go together; names the flag.
     """
-    return RunOptions(
+    options = RunOptions(
         workers=args.workers,
         memory_bytes=args.memory,
         strict=args.strict,
         block_bytes=int(args.block_kb * 1024),
         max_line_bytes=int(args.max_line_mb * (1 << 20)),
     )
+    if options.workers_in_memory < args.workers:
+        allowed = options.workers_in_memory
+        logger.info("--memory allows %d of %d --workers; give more to use all", allowed, args.workers)
+    return options

@@ -10,7 +10,6 @@ data/corpus_text_document.dropped.jsonl, if lines held no document or no text. `
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -28,8 +27,6 @@ from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import DROPPED_SUFFIX
-
-logger = logging.getLogger(__name__)
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Tokenizes each key, and returns the statistics."""
     limits = run_options(args)
-    if limits.workers_in_memory < args.workers:
-        logger.warning(
-            "--memory allows %d of %d --workers; give more to use all", limits.workers_in_memory, args.workers
-        )
     options = TokenizeOptions(
         limits.workers_in_memory,
         limits.strict,

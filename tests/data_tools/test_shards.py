@@ -410,6 +410,13 @@ def test_sizes_are_in_powers_of_1024():
     assert [size(text) for text in ("2G", "2gb", "2 GiB", "1.5K", "7")] == [2 << 30] * 3 + [1536, 7]
 
 
+def test_workers_for_which_memory_is_too_little_are_told(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = write_documents(tmp_path / "a.jsonl", [{"text": "a"}])
+    run_step("merge", "--input", path, "--output", tmp_path / "b.jsonl", "--workers", 64)
+    assert "--memory allows 7 of 64 --workers" in caplog.text
+
+
 def test_memory_bounds_the_number_of_workers():
     options = RunOptions(workers=64, memory_bytes=2 << 30)
     assert options.workers_in_memory * options.worker_bytes <= 2 << 30 and options.workers_in_memory > 1
