@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ _DROPPED, _ASIDE = "dropped.jsonl", ".partial"
 # takes without a sample, with the copies of the longest line.
 _BYTES_PER_BYTE = {"bpe": 15, "unigram": 30, BYTE_LEVEL: 9}
 _FIXED_BYTES = 240 << 20
+# Where a text is cut for training: the time of byte-level BPE and of unigram grows with the square of a word.
+_LONG_RUN = re.compile(r"(\S{1000}|\s{1000})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +178,7 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
 
 def _train(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, bytes]:
     """The content of each output, by the name of its file."""
+    texts = [piece for text in texts for piece in _LONG_RUN.split(text) if piece]
     if args.model_type == BYTE_LEVEL:
         return train_byte_level_bpe(texts, args.vocab_size)
     lines = [line for text in texts for line in text.split("\n") if line]
@@ -191,7 +195,10 @@ def _check_round_trip(tokenizer: Tokenizer, texts: Sequence[str], prefix: str) -
     """Bytes per token of a part of the texts, every one of which must come back as it was."""
     num_bytes = num_tokens = 0
     for text in (PROBE, *texts[:: max(1, len(texts) // 500)]):
-        ids = tokenizer.encode(text)
+        try:
+            ids = tokenizer.encode(text)
+        except ValueError:
+            continue  # the pattern of a BPE can give up on megabytes of white space; `tokenize` reports such a text
         if tokenizer.decode(ids) != text:
             raise ValueError(
                 f"{prefix} does not give back the text that it encodes: {text[:60]!r}. Please report this."

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import sys
+import time
 
 import pytest
 import tokenizers
@@ -114,6 +115,17 @@ def test_byte_level_bpe_is_laid_out_as_gpt2s(tmp_path, monkeypatch, capsys):
     before = [(tmp_path / "v" / name).read_bytes() for name in ("vocab.json", "merges.txt", "tokenizer.json")]
     run(capsys, *flags, "w")
     assert [(tmp_path / "w" / name).read_bytes() for name in ("vocab.json", "merges.txt", "tokenizer.json")] == before
+
+
+@pytest.mark.parametrize("model_type", train_tokenizer.MODEL_TYPES)
+def test_a_word_of_a_megabyte_costs_no_more_than_others(tmp_path, capsys, model_type):
+    long = ["x " + " " * 1_000_000 + "y", "z" * 1_000_000]  # on the first of which tiktoken gives up
+    path = write_jsonl(tmp_path / "in.jsonl", [*make_texts(100), *long])
+    flags = ["--input", str(path), "--vocab-size", "400", "--model-type", model_type]
+    start = time.perf_counter()
+    main(["train_tokenizer", *flags, "--model-prefix", str(tmp_path / "v")])
+    assert json.loads(capsys.readouterr().out)["sampled_documents"] == 102
+    assert time.perf_counter() - start < 30  # a second or two; with the square of the word, hours
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "byte_level_bpe"])
