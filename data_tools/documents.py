@@ -15,7 +15,7 @@ from typing import Any
 
 from data_tools.optional import require
 from megazero.lines.compressed import uncompressed_name
-from megazero.lines.jsonl import ID_KEYS, MAX_LINE_BYTES, Block, name_of, read_blocks
+from megazero.lines.jsonl import ID_KEYS, MAX_LINE_BYTES, Block, name_of, overlong, read_blocks
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 def document_blocks(
     path: Path, block_bytes: int, start: int = 0, file_number: int = 0, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Block]:
-    """As `jsonl.read_blocks`, for all kinds of files; rows and records become lines, of any length.
+    """As `jsonl.read_blocks`, for all kinds of files; rows and records become lines.
 
     Raises:
         ValueError: the file is damaged, or a package that reads it is missing; names the pip command.
@@ -35,30 +35,45 @@ def document_blocks(
     if suffix == ".parquet":
         from data_tools.parquet import parquet_lines
 
-        yield from _gathered(parquet_lines(path), path, block_bytes, start, file_number)
+        yield from _gathered(parquet_lines(path), path, block_bytes, start, file_number, max_line_bytes)
     elif suffix in (".wet", ".warc"):
         from data_tools.warc import warc_lines
 
-        yield from _gathered(warc_lines(path), path, block_bytes, start, file_number)
+        yield from _gathered(warc_lines(path), path, block_bytes, start, file_number, max_line_bytes)
     else:
         yield from read_blocks(path, block_bytes, start, file_number, max_line_bytes)
 
 
 def _gathered(
-    lines: Iterator[tuple[bytes, int]], path: Path, block_bytes: int, start: int, file_number: int
+    lines: Iterator[tuple[bytes, int]],
+    path: Path,
+    block_bytes: int,
+    start: int,
+    file_number: int,
+    max_line_bytes: int,
 ) -> Iterator[Block]:
     """Blocks of lines that come with the number of bytes read from disk so far."""
     position, data = 0, bytearray()
     disk = done = 0
+
+    def block(length: int, disk: int, fault: str | None = None) -> Iterator[Block]:
+        nonlocal position, done
+        if length == 0:
+            return
+        if position >= start:
+            yield Block(path, file_number, position, position + length, bytes(data), disk - done, fault)
+        position, done = position + length, disk
+        data.clear()
+
     for line, disk in lines:
+        if len(line) > max_line_bytes:
+            yield from block(len(data), disk)
+            yield from block(len(line), disk, overlong(len(line), max_line_bytes))
+            continue
         data += line
         if len(data) >= block_bytes:
-            if position >= start:
-                yield Block(path, file_number, position, position + len(data), bytes(data), disk - done)
-            position, done = position + len(data), disk
-            data.clear()
-    if data and position >= start:
-        yield Block(path, file_number, position, position + len(data), bytes(data), disk - done)
+            yield from block(len(data), disk)
+    yield from block(len(data), disk)
 
 
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:

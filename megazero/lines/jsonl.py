@@ -79,8 +79,7 @@ def read_blocks(
                     if cut > start:
                         yield Block(path, file_number, start, cut, data and data[: cut - start])
                     start, data = cut, b""
-                    allowed = f"the {max_line_bytes} allowed (--max-line-mb of data_tools)"
-                    fault = f"a line of {stop - cut} bytes, more than {allowed}"
+                    fault = overlong(stop - cut, max_line_bytes)
                 position = stop if is_plain else disk.tell()
                 yield Block(path, file_number, start, stop, data, position - done, fault)
                 start, done = stop, position
@@ -88,6 +87,11 @@ def read_blocks(
         raise ValueError(
             f"{path}: damaged or cut off: {error} (after {start} bytes of text). Get the file again."
         ) from error
+
+
+def overlong(line_bytes: int, max_line_bytes: int) -> str:
+    """The `fault` of a line that is too long to be read."""
+    return f"a line of {line_bytes} bytes, more than the {max_line_bytes} allowed (--max-line-mb of data_tools)"
 
 
 def _skip(file: BinaryIO, count: int) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from data_tools.__main__ import main
-from data_tools.documents import dump
+from data_tools.documents import document_blocks, dump
 from data_tools.inputs import list_inputs
-from data_tools.line_functions import DocumentLines, Dropped
+from data_tools.line_functions import DocumentLines, Dropped, unchanged
 from data_tools.options import RunOptions, size
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
@@ -237,6 +237,23 @@ def test_a_package_that_a_format_needs_is_named(tmp_path, monkeypatch, source, o
     package = module.partition(".")[0]
     with pytest.raises(ValueError, match=f"{purpose} needs .*: pip install {package}"):
         run([tmp_path / source], tmp_path / output, workers=1)
+
+
+def test_rows_are_not_longer_than_lines_may_be(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = ["z" * 60_000, *("a" * 400 for _ in range(9)), "b" * 60_000, "c", "d" * 60_000]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": texts}), path)
+    counts = run([path], tmp_path / "out", function=unchanged, workers=1)
+    assert (counts["kept"], counts["bad_lines"]) == (10, 3)
+    assert re.match(f"{path}:11: a line of 60...? bytes, more than the 50000 allowed", counts["first_errors"][1])
+    blocks = list(document_blocks(path, 2000, max_line_bytes=50_000))
+    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+    assert sum(block.fault is not None for block in blocks) == 3
+    assert sum(block.disk_bytes for block in blocks) == pytest.approx(path.stat().st_size, abs=1)
+    for number, block in enumerate(blocks):
+        assert list(document_blocks(path, 2000, block.start, 0, 50_000))[1:] == blocks[number + 1 :]
 
 
 def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
