@@ -2,7 +2,7 @@
 
 A document's part depends on its id (its entry "id", else "url", else its text) and on --seed alone: not on its place, the other
 documents, or the number of files. So documents that are added later leave the others where they are. The order of the input
-is kept in each part.
+is kept in each part. A part that gets no document is an error, as nothing can be made of it.
 
     python -m data_tools split --input all.jsonl.zst --output webtext/ --parts train=0.98 valid=0.01 test=0.01
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import hashlib
-import logging
 import re
 from fractions import Fraction
 from functools import partial
@@ -28,8 +27,6 @@ from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import run_lines
 from megazero.lines.jsonl import read_object
 from megazero.lines.partial_shard import Shard
-
-logger = logging.getLogger(__name__)
 
 
 def to_part(key: str, seed: int, bounds: list[int], line: bytes) -> Kept:
@@ -90,7 +87,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = {"key": args.json_key, "seed": args.seed, "parts": {name: str(share) for name, share in parts.items()}}
     function = partial(to_part, args.json_key, args.seed, bounds)
     result = run_lines("split", [shard], function, settings, run_options(args))
-    for path in shard.outputs:
-        if path.stat().st_size == 0:
-            logger.warning("split: %s got no document: its share is too small for so few", path)
+    if result["kept"] and (empty := [path.name for path in shard.outputs if path.stat().st_size == 0]):
+        raise ValueError(
+            f"--parts: {', '.join(empty)} of {folder} got none of the {result['kept']} documents: its share is too small for so "
+            "few. Raise it (in openwebtext.yaml: --set train=0.8 valid=0.1 test=0.1)."
+        )
     return {**result, "parts": {path.name: path.stat().st_size for path in shard.outputs}}

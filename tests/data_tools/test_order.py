@@ -167,6 +167,13 @@ def test_parts_are_checked(tmp_path, corpus, parts):
         run_step("split", "--input", corpus, "--output", tmp_path / "a", "--parts", *parts)
 
 
+def test_a_part_without_a_document_is_an_error(tmp_path, corpus):
+    flags = ("--input", corpus, "--output", tmp_path / "a", "--parts", "train=0.9999", "test=0.0001")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="--parts: test.jsonl.gz of .*a got none of the 600 documents"):
+            run_step("split", *flags)
+
+
 def test_files_of_an_earlier_run_do_not_stay_among_those_of_a_later_one(tmp_path, corpus):
     more = {"split": ("--parts", "train=0.5", "valid=0.25", "test=0.25"), "shuffle": ("--shards", 3)}
     less = {"split": ("--parts", "train=0.5", "valid=0.5"), "shuffle": ("--shards", 2)}
