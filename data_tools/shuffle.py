@@ -1,8 +1,9 @@
 """Shuffles documents, in bounded memory and always in the same way.
 
 The order is that of a hash of each line and the seed, so it depends on the documents and --seed alone: not on their order, the
-number of workers, or the memory. Lines are first scattered to files by the range of their hash, so many that each can be sorted
-in memory; the sorted files, one after another, are the result. Disk space for one copy of the text is needed meanwhile.
+number of workers, or the memory. Equal lines have one hash, and so come one after another. Lines are first scattered to files by
+the range of their hash, so many that each can be sorted in memory; the sorted files, one after another, are the result. Disk
+space for one copy of the text is needed meanwhile.
 
     python -m data_tools shuffle --input all.jsonl.zst --output shuffled.jsonl.zst --seed 1234
     python -m data_tools shuffle --input clean/ --output shuffled/ --shards 16
