@@ -126,8 +126,7 @@ def token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
     coming = comm.start_all_reduce(table, comm.world())
 
     def weights() -> Iterator[Tensor]:
-        if coming is not None:
-            coming.wait()
+        coming.wait()
         yield from table[rank] * table.numel() / table.sum().clamp(min=1)
 
     return weights()

@@ -23,6 +23,7 @@ from megazero.activation_checkpointing import storage
 from megazero.arguments import load_config
 from megazero.checkpoint import saver
 from megazero.checkpoint.tensor_file import LazyTensor
+from megazero.comm.lane import Finished
 from megazero.comm.meeting import Meeting
 from megazero.job import Job
 from megazero.plan.activations import Shape, plan_activations
@@ -437,9 +438,9 @@ def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
     start = comm.start_all_reduce
 
-    def forget(buffer: torch.Tensor, group: comm.ProcessGroup) -> comm.Work | None:
+    def forget(buffer: torch.Tensor, group: comm.ProcessGroup) -> comm.Work:
         work = start(buffer, group)
-        return None if group is comm.world() else work
+        return Finished() if group is comm.world() else work
 
     monkeypatch.setattr(comm, "start_all_reduce", forget)
     races = run(WEIGHED, 8, does=weighed_steps).races

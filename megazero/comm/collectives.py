@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.lane import Work
+from megazero.comm.lane import Finished, Work
 from megazero.comm.world import ProcessGroup, backend_of, has_streams, local_device
 
 
@@ -20,9 +20,9 @@ def all_reduced(x: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = di
     return out.view_as(out) if torch.compiler.is_compiling() else out
 
 
-def start_all_reduce(buffer: Tensor, group: ProcessGroup) -> Work | None:
-    """Starts to sum `buffer` over `group` in place. Returns what to wait for, or None for a group of one rank."""
-    return None if group.size() == 1 else dist.all_reduce(buffer, group=group, async_op=True)
+def start_all_reduce(buffer: Tensor, group: ProcessGroup) -> Work:
+    """Starts to sum `buffer` over `group` in place. Returns what to wait for."""
+    return Finished() if group.size() == 1 else dist.all_reduce(buffer, group=group, async_op=True)
 
 
 def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:

@@ -41,8 +41,7 @@ class _Reduce(torch.autograd.Function):
         if not in_place:
             return comm.all_reduced(x, group)
         ctx.mark_dirty(x)
-        if (work := comm.start_all_reduce(x, group)) is not None:
-            work.wait()
+        comm.start_all_reduce(x, group).wait()
         return x
 
     @staticmethod
