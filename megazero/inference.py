@@ -20,6 +20,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
+from megazero.optim.loss_scaler import DtypeConfig
 from megazero.option import flag_of, option
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_e
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
+class InferenceConfig(DtypeConfig):
     """Which checkpoint to use, and how to run its model."""
 
     load: str | None = option(None, "directory of checkpoints, as given to the training job's --save")
@@ -36,11 +37,6 @@ class InferenceConfig:
     model_parallel_size: int = option(1, "ranks that split each layer; may differ from the training job's")
     distributed_backend: str | None = option(
         None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
-    )
-    fp16: bool = option(False, "compute in fp16")
-    bf16: bool = option(False, "compute in bf16")
-    tf32: bool = option(
-        False, "run fp32 matrix products on a GPU's tensor cores, with operands rounded to 10 bits of mantissa"
     )
     num_layers: int | None = option(None, "the model's, which the checkpoint says; refused if it is another one")
     hidden_size: int | None = option(None, "the same")
@@ -57,17 +53,11 @@ class InferenceConfig:
             raise ValueError(
                 "--load is missing: name the directory of checkpoints, as given to --save of the training job."
             )
-        if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 exclude each other. Drop one of them.")
+        super().__post_init__()
 
     def check_world(self, world_size: int) -> None:
         """Checks that --model-parallel-size divides the number of ranks."""
         check_model_parallel_size(world_size, self.model_parallel_size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of parameters and activations."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
 def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:

@@ -19,14 +19,29 @@ _CONTINUED = ("scale", "hysteresis_left", "clean_steps")  # what a resumed run c
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
-    """Dtype of parameters and activations; master weights and Adam's moments are always fp32, gradients by default."""
+class DtypeConfig:
+    """Dtype of parameters and activations."""
 
-    fp16: bool = option(False, "compute in fp16 with a loss scale")
-    bf16: bool = option(False, "compute in bf16 (no loss scale needed)")
+    fp16: bool = option(False, "compute in fp16 (training: with a loss scale)")
+    bf16: bool = option(False, "compute in bf16 (training: no loss scale needed)")
     tf32: bool = option(
         False, "run fp32 matrix products on a GPU's tensor cores, with operands rounded to 10 bits of mantissa"
     )
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other: parameters have one dtype. Drop one of them.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
+
+
+@dataclass(frozen=True)
+class PrecisionConfig(DtypeConfig):
+    """Precision of training; master weights and Adam's moments are always fp32, gradients by default."""
+
     loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
     initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale", above=0)
     loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles", above=0)
@@ -41,18 +56,12 @@ class PrecisionConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 exclude each other: parameters have one dtype. Drop one of them.")
+        super().__post_init__()
         if self.loss_scale is not None and not 0 <= self.loss_scale < float("inf"):
             raise ValueError(f"--loss-scale must be a finite number >= 0 (0 = dynamic), got {self.loss_scale}.")
         if self.loss_scale and not self.fp16:
             raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
         check_options(self)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of parameters and activations."""
-        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else torch.float32
 
 
 @dataclass(eq=False)
