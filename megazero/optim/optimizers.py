@@ -14,6 +14,21 @@ from megazero.option import check_known, check_options, did_you_mean, option
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
+# Elementwise: an element's update depends only on that element's gradient and state, so any range can be stepped alone.
+TORCH_ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
 # Optimizers of DeepSpeed and torch that cannot work here, in lower case, and why.
 _WHOLE_PARAMETERS = "it needs whole parameters, while the engine steps flat ranges that cut across them"
 _COMPRESSED = "its compressed all-reduce is not built; the gradients of every optimizer travel as reduce_dtype says"
@@ -91,7 +106,7 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
 
     Adam is AdamW unless `adam_w_mode` is false, as in DeepSpeed, with its default of no weight decay, and runs torch's fused
     kernel; `torch_adam` true takes torch's class with torch's defaults. Muon is ours, for the groups of `muon_groups`. Any other
-    name is a class of torch.optim.
+    name is one of TORCH_ELEMENTWISE.
 
     Raises:
         ValueError: the name is unknown or cannot work here, or a parameter is unknown or has a bad value.
@@ -145,18 +160,13 @@ def muon_groups(
 
 
 def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    classes = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    lower = name.lower()
+    classes, lower = {cls.__name__.lower(): cls for cls in TORCH_ELEMENTWISE}, name.lower()
     if lower == "muon":  # torch's, if there is one, needs whole parameters
         return Muon, {**MUON_DEFAULTS, **params}
     if lower in REFUSED:
         raise ValueError(f"{name} cannot be used here: {REFUSED[lower]}. Adam, AdamW, Adagrad and SGD can.")
     if lower not in classes:
-        offered = [value.__name__ for key, value in classes.items() if key not in REFUSED]
+        offered = [Muon.__name__, *(cls.__name__ for cls in TORCH_ELEMENTWISE)]
         raise ValueError(f"there is no optimizer {name!r}. {did_you_mean(name, offered)}")
     if "betas" in params:
         betas = params["betas"]

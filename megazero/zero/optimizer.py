@@ -19,27 +19,13 @@ from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 from megazero.optim.fused_adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
+from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
-# Elementwise: an element's update depends only on that element's gradient and state, so any range can be stepped alone.
-_TORCH_ELEMENTWISE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-_OWN_ELEMENTWISE = (CPUAdam, HybridAdam, FusedAdam)
-ELEMENTWISE = {"DeepSpeedCPUAdam", *(cls.__name__ for cls in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE))}
+ELEMENTWISE = (*TORCH_ELEMENTWISE, CPUAdam, HybridAdam, FusedAdam)
 
 # Attributes that only torch's and DeepSpeed's optimizers have, and what to use here instead.
 _ELSEWHERE = {
@@ -63,11 +49,12 @@ def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     is_apexs = kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] == "apex"
-    if kind in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE, Muon) or is_apexs:
+    if kind in (*ELEMENTWISE, Muon) or is_apexs:
         return
+    known = sorted({"DeepSpeedCPUAdam", *(cls.__name__ for cls in ELEMENTWISE)})
     raise ValueError(
         f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the engine steps "
-        f"flat ranges that cut across them. Use one of {', '.join(sorted(ELEMENTWISE))} of torch.optim or apex; for Muon it is "
+        f"flat ranges that cut across them. Use one of {', '.join(known)} of torch.optim or apex; for Muon it is "
         "megazero.optim.muon.Muon. If every element's update depends on that element alone, say so by "
         "zero_allow_untested_optimizer: true in the configuration, or Engine(allow_untested_optimizer=True)."
     )
@@ -304,7 +291,7 @@ class BucketOptimizer(SlicedOptimizer):
         """Whether several calls of the torch optimizer's step() equal one: it does not count calls, and no hook observes them."""
         torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
         is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
-        return type(self.torch_optimizer) in (*_TORCH_ELEMENTWISE, *_OWN_ELEMENTWISE) and not is_watched
+        return type(self.torch_optimizer) in ELEMENTWISE and not is_watched
 
     def grad_norm(self) -> float:
         """The 2-norm of the mean gradient of the whole model, equal on every rank. Takes one collective and one device sync.

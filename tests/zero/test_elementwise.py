@@ -8,6 +8,7 @@ from torch import nn
 
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
+from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.config import ZeroConfig
 from megazero.zero.optimizer import refuse_untested
 from tests.model.plain_gpt2 import decay_groups
@@ -81,9 +82,7 @@ def test_elementwise_optimizers_over_flat_shards_equal_torch():
 
 
 def test_this_list_is_the_engines():
-    from megazero.zero.optimizer import _TORCH_ELEMENTWISE
-
-    assert {kind.__name__ for kind in _TORCH_ELEMENTWISE} == set(OPTIMIZERS)
+    assert {kind.__name__ for kind in TORCH_ELEMENTWISE} == set(OPTIMIZERS)
 
 
 class FusedAdam(torch.optim.Optimizer):
