@@ -37,7 +37,10 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         self.compile_body = config.compile
-        self.sequence_parallel, self.has_tiles = config.sequence_parallel, config.memory_centric_tiled_linear
+        self.sequence_parallel = config.sequence_parallel
+        self.body: Callable[..., Tensor] = _body
+        if config.sequence_parallel:
+            self.body = _tiled_sequence_body if config.memory_centric_tiled_linear else _sequence_body
         self.input_layernorm = build_layernorm(config, **where)
         self.attention = ParallelSelfAttention(config, **where)
         self.post_attention_layernorm = build_layernorm(config, **where)
@@ -48,11 +51,7 @@ class TransformerBlock(nn.Module):
 
         Sequence-parallel: [s/t, b, h] -> [s/t, b, h], without `cache`.
         """
-        body: Callable[..., Tensor] = _body
-        if self.sequence_parallel:
-            body = _tiled_sequence_body if self.has_tiles else _sequence_body
-        if self.compile_body and cache is None:
-            body = compiled(body)
+        body = compiled(self.body) if self.compile_body and cache is None else self.body
         return body(self, x, mask, cache)
 
     def parameters_of_slices(self) -> list[nn.Parameter]:
