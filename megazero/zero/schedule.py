@@ -71,15 +71,7 @@ class Schedule:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
-        # For each unit that has run forward since the last backward: number of inputs whose gradient has not come yet.
-        self._inputs_left: dict[int, int] = {}
-        # The unit that was first to run forward since the last backward: its own backward will be the last.
-        self._first: int | None = None
-        self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
-        self._begun: set[int] = set()  # units whose backward has begun
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
-        # Units that have run with an input that no node of the graph made, or with no input that gets a gradient.
-        self._has_leaf_inputs: set[int] = set()
         self._handles: list[Any] = []
         self._watched: set[str] = set()
         self._forwards = Forwards()
@@ -100,6 +92,7 @@ class Schedule:
             for index, unit in enumerate(units):
                 self._watch_inputs(index, unit, names_in[index])
         self.restart()
+        self._forget_forwards()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         """Gathers sharded parameters for the modules that read them: the model, its units, and modules that do not own them."""
@@ -163,19 +156,23 @@ class Schedule:
         partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
         self._forwards.clear()
-        self._staying.clear()
-        self._begun.clear()
+        self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
+        self._begun: set[int] = set()  # units whose backward has begun
+
+    def _forget_forwards(self) -> None:
+        """Forgets which units have run forward since the last backward."""
+        self._first: int | None = None  # that was first: its own backward will be the last
+        self._inputs_left: dict[int, int] = {}  # of each, how many inputs' gradients have not come yet
+        self._has_leaf_inputs: set[int] = set()  # with an input that is a leaf, or with none that gets a gradient
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
         self.reductions.finish()
         self.restart()
-        self._inputs_left = {}
-        self._has_leaf_inputs.clear()
         self.residency.finish()
         for bucket in self.buckets:
             self._release(bucket)
-        self._first = None
+        self._forget_forwards()
 
     def release_all(self) -> None:
         """Frees every gathered parameter, and shards that were fetched ahead and not used."""
