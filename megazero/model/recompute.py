@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class RecomputePlan:
     def __str__(self) -> str:
         """For the log: blocks by mode, bytes of the budget, seconds that recomputation takes of each micro-batch."""
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in BLOCK_MODES)
-        peak, seconds = peak_bytes(self.modes, self.costs), _seconds(self.modes, self.costs)
+        seconds = sum(self.costs[mode].seconds for mode in self.modes)
+        peak = peak_bytes(self.modes, self.costs)
         return (
             f"--recompute auto: blocks {counts}; {peak / 1e9:.4g} of {self.budget_bytes / 1e9:.4g} GB, "
             f"{seconds * 1e3:.1f} ms of recomputation per micro-batch"
@@ -94,10 +96,6 @@ def peak_bytes(modes: Sequence[str], costs: Mapping[str, BlockCost]) -> int:
     return sum(costs[mode].nbytes for mode in modes[:-1]) + costs["none"].nbytes
 
 
-def _seconds(modes: Sequence[str], costs: Mapping[str, BlockCost]) -> float:
-    return sum(costs[mode].seconds for mode in modes)
-
-
 def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes: int) -> list[str]:
     """The mode of each block: what loses the least time of all that fits the budget; of equally fast ones the smallest.
 
@@ -109,22 +107,29 @@ def plan_recompute(costs: Mapping[str, BlockCost], num_blocks: int, budget_bytes
     Raises:
         ValueError: nothing fits.
     """
-    plans = (  # the last block is "none"
-        ["full"] * full + ["selective"] * selective + ["none"] * (num_blocks - full - selective)
+    plans = (  # numbers of blocks, of which the last is "none"
+        {"full": full, "selective": selective, "none": num_blocks - full - selective}
         for full in range(num_blocks)
         for selective in range(num_blocks - full)
     )
-    fitting = (plan for plan in plans if peak_bytes(plan, costs) <= budget_bytes)
-    best = min(fitting, key=lambda plan: (_seconds(plan, costs), peak_bytes(plan, costs)), default=None)
+    rated = (
+        (
+            sum(count * costs[mode].seconds for mode, count in plan.items()),
+            sum(count * costs[mode].nbytes for mode, count in plan.items()),
+            plan,
+        )
+        for plan in plans
+    )
+    best = min((plan for plan in rated if plan[1] <= budget_bytes), key=itemgetter(0, 1), default=None)
     if best is None:
-        least = min(peak_bytes([mode] * num_blocks, costs) for mode in BLOCK_MODES)
+        least = min(peak_bytes([mode] * (num_blocks - 1) + ["none"], costs) for mode in BLOCK_MODES)
         raise ValueError(
             f"--recompute-budget-gb {budget_bytes / 1e9:g} is {budget_bytes:,} bytes, and {num_blocks} blocks need {least:,} "
             f"even if all but the last are recomputed: one block alone has {costs['none'].nbytes:,} bytes of activations in its "
             "backward. Raise it, lower --batch-size, or cut activations by --sequence-parallel and a larger "
             "--model-parallel-size."
         )
-    return best
+    return [mode for mode, count in best[2].items() for _ in range(count)]
 
 
 def measure_block(
