@@ -711,7 +711,7 @@ def test_auto_is_what_the_flags_say(with_file):
     }
     flags = "--batch-size 3 --fp16 --lr 1e-2 --clip-grad 0.1 --adam-beta1 0.7 --warmup 0.25 --train-iters 80"
     config, log = with_file(document, flags, world_size=2)
-    assert config.training.batch_size == 3 and config.training.global_batch_size == 6 and config.precision.fp16
+    assert config.training.batch_size == 3 and config.training.global_batch_size is None and config.precision.fp16
     assert (config.schedule.lr, config.optimizer.clip_grad, config.optimizer.adam_beta1) == (1e-2, 0.1, 0.7)
     assert config.deepspeed.scheduler is not None and "wins" not in log
     assert config.deepspeed.scheduler.params == {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}
