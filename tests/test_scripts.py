@@ -405,6 +405,8 @@ def test_relative_paths_count_from_the_folder_in_which_a_script_was_started(corp
     (tmp_path / "text.idx").symlink_to(corpus["TRAIN_DATA"] + ".idx")
     (tmp_path / "text.bin").symlink_to(corpus["TRAIN_DATA"] + ".bin")
     (tmp_path / "tokenizers").mkdir()  # no package
+    if sys.version_info >= (3, 11):
+        (tmp_path / "random.py").write_text("raise SystemExit('not the module of Python')")
     variables = {
         **corpus,
         "TRAIN_DATA": "text",
@@ -533,6 +535,12 @@ def test_an_environment_that_cannot_be_made_leaves_nothing_that_blocks_the_next_
     assert f"error: {tmp_path}/.venv has no pip" in install(tmp_path, "nothing").communicate()[0]
 
 
+def test_packages_that_cannot_be_installed_in_a_read_only_repository_are_named_with_a_way_out(tmp_path):
+    (tmp_path / "constraints.txt").mkdir()  # nothing can be written there, even by root
+    output = install(tmp_path, "nothing").communicate()[0]
+    assert output.endswith("Name one that has them by PYTHON.\n") and not (tmp_path / ".venv").exists()
+
+
 def test_of_two_first_runs_one_installs_and_the_other_waits_for_it(tmp_path):
     slow = "import sys, time, pathlib; print('pip'); time.sleep(1); (pathlib.Path(sys.path[-1]) / 'needed.py').touch()"
     python3 = PYTHON3.format(python=sys.executable, flags=["-S"])
@@ -540,3 +548,9 @@ def test_of_two_first_runs_one_installs_and_the_other_waits_for_it(tmp_path):
     outputs = [process.communicate()[0] for process in [install(tmp_path, "needed") for _ in range(2)]]
     assert all(output.endswith(f"has {tmp_path}/.venv/bin/python\n") for output in outputs), outputs
     assert "".join(outputs).count("pip\n") == 1, outputs
+
+
+def test_tests_find_modules_where_users_do(tmp_path):
+    body = f'[ "$2" = pytest ] && {{ echo "safe path: ${{PYTHONSAFEPATH:-no}}"; exit; }}\nexec {sys.executable} "$@"\n'
+    stand_in(tmp_path, "python", f"#!/bin/sh\n{body}")
+    assert run("scripts/test.sh", "-x", PYTHON=str(tmp_path / "python")) == "safe path: no\n"
