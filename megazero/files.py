@@ -86,10 +86,10 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Holds the lock file `path`, after waiting for any other process that holds it; a killed holder's lock is released.
 
-    On a file system without locks it warns and continues, yielding False; then no other process may write the same output.
+    On a file system without locks it warns and continues; then no other process may write the same output.
 
     Args:
         wait: wait for another process; if False, raise instead.
@@ -100,7 +100,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
     while True:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
         try:
-            has_locks = _lock(file, path, wait)
+            _lock(file, path, wait)
             if is_still(path, file.fileno()):
                 break
         except BaseException:
@@ -108,14 +108,13 @@ def locked(path: Path, wait: bool = True) -> Iterator[bool]:
             raise
         file.close()  # the previous holder removed the file while we waited for it: lock the new one
     try:
-        yield has_locks
+        yield
     finally:
         path.unlink(missing_ok=True)
         file.close()
 
 
-def _lock(file: BinaryIO, path: Path, wait: bool) -> bool:
-    """Locks the file; False where the file system has no locks."""
+def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -127,8 +126,6 @@ def _lock(file: BinaryIO, path: Path, wait: bool) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         _warn_of_no_locks(path.parent)
-        return False
-    return True
 
 
 @cache

@@ -2,7 +2,7 @@
 
 An entry is one .npy file per array and one .json with the full description and checksums, written last. Files are written aside
 and renamed, so readers see whole files only. Of several processes that want the same entry one builds it, and the others wait.
-Where the file system has no locks, all of them build it: they write the same bytes.
+Where the file system has no locks, or each host its own, several build it: they write the same bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 _KEY_DIGITS = 32  # hexadecimal, of a description's hash in the names of its files
+_LEFTOVER_S = 86400.0  # after this time without a write, no process writes a file any more
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -79,8 +80,8 @@ class ArrayCache:
         with ExitStack() as held:  # one process at a time: `refuse_too_many` counts the memory of one
             with self._errors_named():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if held.enter_context(locked(append_suffix(stem, ".lock"))):
-                    _remove_leftovers(stem)
+                held.enter_context(locked(append_suffix(stem, ".lock")))
+                _remove_leftovers(stem)
             with suppress(FileNotFoundError):  # another process has built it meanwhile
                 return self._load(stem, description)
             start = time.perf_counter()
@@ -131,9 +132,14 @@ def _store(stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
 
 
 def _remove_leftovers(stem: Path) -> None:
-    """Removes what a process that was killed while it built this entry has written aside."""
+    """Removes what a process that was killed while it built this entry has written aside.
+
+    What is new stays: another host may be writing it, where locks hold on one host only (Lustre's localflock) or not at all.
+    """
     for path in stem.parent.glob(f"{glob.escape(stem.name)}*.tmp*"):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process removes it too
+            if time.time() - path.stat().st_mtime > _LEFTOVER_S:
+                path.unlink()
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import resource
 import time
 
@@ -52,10 +53,14 @@ def test_an_entry_of_which_a_file_is_gone_is_built_again(tmp_path, gone):
 def test_what_a_killed_process_has_written_aside_is_removed_when_the_entry_is_built(tmp_path):
     ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
     (record,) = tmp_path.glob("*.json")
-    record.rename(record.with_name(f"{record.name}.tmp0123abcd"))
-    (tmp_path / f"{record.stem}-a.npy.tmp0123abcd").touch()
+    record.unlink()
+    for leftover in (record.with_name(f"{record.name}.tmp0123abcd"), tmp_path / f"{record.stem}-a.npy.tmp0123abcd"):
+        leftover.touch()
+        os.utime(leftover, (0, 0))
+    new = tmp_path / f"{record.stem}-a.npy.tmp4567abcd"  # of a host whose locks do not reach this one
+    new.touch()
     ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
-    assert len(list(tmp_path.iterdir())) == 4 and not list(tmp_path.glob("*.tmp*"))
+    assert len(list(tmp_path.iterdir())) == 5 and list(tmp_path.glob("*.tmp*")) == [new]
 
 
 def build_slowly(folder, barrier, results):
