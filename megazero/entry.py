@@ -149,8 +149,9 @@ def _may_open(path: str) -> bool:
 
 
 def _checked_ranks(check: Callable[[int], object]) -> int:
-    """The number of ranks for this node: NPROC, else one per GPU, else CPU_RANKS. With one node, or under
-    CHECK_ONLY, `check` has passed for the whole world.
+    """The number of ranks for this node: NPROC, else one per GPU, else CPU_RANKS.
+
+    With one node, or under CHECK_ONLY, `check` has passed for the whole world.
     """
     wanted = os.environ.get("NPROC", "")
     if wanted and not (wanted.isdecimal() and int(wanted)):

@@ -108,7 +108,8 @@ class _Pool:
     def _died(self) -> RuntimeError:
         """The error to raise where a pipe has closed."""
         wait([process.sentinel for process in self._processes], _REAP_S)
-        if any(process.exitcode == 1 for process in self._processes):  # as Python ends where it fails to start one
+        # Python ends with 1 where it fails to start a worker.
+        if any(process.exitcode == 1 for process in self._processes):
             return RuntimeError(
                 "a worker process died before its work began; its own message is above. Workers run the main script again: "
                 "put what it does, and what starts them, under if __name__ == '__main__'."
