@@ -12,6 +12,7 @@ from typing import Any
 
 from data_tools.inputs import OUTPUT_FORMATS
 from megazero.cgroups import available_cores
+from megazero.files import allow_many_files
 from megazero.lines.resumable import WorkOptions
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class RunOptions(WorkOptions):
 
 
 def open_files(most: int) -> int:
-    """`most` files, or half of those that the process may have open (`ulimit -n`), if that is less."""
+    """`most` files, or half of those that the process may have open (`ulimit -Hn`), if that is less."""
+    allow_many_files()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most if limit == resource.RLIM_INFINITY else min(most, limit // 2)
 

@@ -233,7 +233,8 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
             rows.append(("loss plot", str(plot)))
         if tag := latest_tag(save):
             rows.append(("checkpoint", os.path.join(save, tag)))
-            rows.append(("generate text", f"LOAD={shlex.quote(save)} bash scripts/generate_text.sh"))
+            script = os.path.relpath(Path(__file__).parents[1] / "scripts" / "generate_text.sh")
+            rows.append(("generate text", f"LOAD={shlex.quote(save)} bash {shlex.quote(script)}"))
     return table("summary", rows)
 
 

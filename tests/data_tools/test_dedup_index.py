@@ -166,7 +166,7 @@ def test_keys_go_to_no_more_files_than_may_be_open(tmp_path, monkeypatch):
     search = index.Search(BANDS, LEAST, 120 * MB, 1, tmp_path)
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
     assert index._file_count(search, 100 * MB // 64 // 4, 16) == 32
-    monkeypatch.setattr("resource.getrlimit", lambda _: (33, 1024))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (33, 33))
     with pytest.raises(ValueError, match="--memory 120M is too little"):
         index._file_count(search, 100 * MB // 64 // 4, 16)
     monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
