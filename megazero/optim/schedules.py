@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -297,10 +298,21 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
 
 def _with_its_own_parameters(schedule: Any) -> Any:
     """A torch schedule that continues as DeepSpeed's do: after the steps of a saved state, under this object's own parameters."""
+    follows_metric = "metrics" in inspect.signature(schedule.step).parameters
 
     def load_state_dict(self: Any, state: dict[str, Any]) -> None:
-        done = {key: state[key] for key in state.keys() & set(_PROGRESS)}
-        schedule.load_state_dict(self, {**self.state_dict(), **done})
+        own = self.state_dict()
+        is_same = all(own[key] == state[key] for key in own.keys() & state.keys() - set(_PROGRESS))
+        if is_same or follows_metric:
+            done = {key: state[key] for key in state.keys() & set(_PROGRESS)}
+            schedule.load_state_dict(self, {**own, **done})
+            return
+        # Not from the saved rates: a LinearLR that takes longer now would rise from them beyond the optimizer's own.
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["initial_lr"] = base
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather have as many steps without a number
+            self.step(state["last_epoch"])
 
     return type(schedule.__name__, (schedule,), {"load_state_dict": load_state_dict})
 
