@@ -131,8 +131,7 @@ def continue_run(
         )
     elif schedule is not None or state.lr_scheduler is None:
         with reader.well_formed("optimizer"):  # before the schedule, which may set its own
-            # Momenta are this run's own, unless its schedule drives them: OneCycle, and torch's OneCycleLR and CyclicLR.
-            cycles = schedule is not None and getattr(state.lr_scheduler, "cycle_momentum", False)
+            cycles = schedule is not None and _cycles_momentum(state.lr_scheduler)  # else momenta are this run's own
             _load_settings(state, reader, (*_RATES, *_MOMENTA) if cycles else _RATES)
     if state.lr_scheduler is not None and schedule is not None:
         try:
@@ -146,6 +145,12 @@ def continue_run(
     if load_rng:
         with reader.well_formed("its random generators"):
             _load_rng(state, reader)
+
+
+def _cycles_momentum(schedule: Any) -> bool:
+    """Whether a schedule, or a part of it, drives momenta: OneCycle, and torch's OneCycleLR and CyclicLR."""
+    parts = getattr(schedule, "_schedulers", ())  # of torch's SequentialLR and ChainedScheduler
+    return getattr(schedule, "cycle_momentum", False) or any(map(_cycles_momentum, parts))
 
 
 def _load_settings(state: TrainingState, reader: Reader, keys: Sequence[str]) -> None:

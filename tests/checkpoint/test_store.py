@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.optim import lr_scheduler
 
 from megazero import comm, mpu
 from megazero.checkpoint import capture, tensor_file
@@ -452,12 +453,14 @@ def test_states_of_16_bits_and_settings_that_json_has_not(world, tmp_path):
         assert torch.equal(Reader(tmp_path).read("0.weight", "momentum").view(-1), part.float())
 
 
-def test_cycled_momentum_continues(world, tmp_path):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_cycled_momentum_continues(world, tmp_path, is_part):
     def build() -> Engine:
         engine = simple_engine()
-        engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            engine.optimizer.torch_optimizer, max_lr=0.1, total_steps=10
-        )
+        optimizer = engine.optimizer.torch_optimizer
+        cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+        parts = [cycle, lr_scheduler.ConstantLR(optimizer)]
+        engine.lr_scheduler = lr_scheduler.SequentialLR(optimizer, parts, [9]) if is_part else cycle
         engine._checkpointed.lr_scheduler = engine.lr_scheduler
         return engine
 
