@@ -71,7 +71,7 @@ def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
     less = partial(_for_device, setup)
     return [
         _Need("device memory per rank", plan.device_states, plan.device, limits.device, less, "--gpu-memory"),
-        _Need("host memory per node", states, host, limits.host, lambda _: _for_host(setup), "--host-memory"),
+        _Need("host memory per node", states, host, limits.host, lambda _: _for_host(plan), "--host-memory"),
         *([locked] if setup.states.zero.pin_memory else []),
         on_disk,
     ]
@@ -104,12 +104,9 @@ def _for_device(setup: Setup, is_of_states: bool) -> str:
     return f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model."
 
 
-def _for_host(setup: Setup) -> str:
-    states = setup.states
-    homes = {"--offload-optimizer": states.optimizer_home, "--offload-param": states.param_home}
-    flags = [f"{flag} nvme" for flag, home in homes.items() if home == "cpu"]
-    flags += ["a smaller --sub-group-size"] if states.optimizer_home == "nvme" else []
-    flags += ["no --async-save"] if setup.saves_in_background else []
+def _for_host(plan: JobPlan) -> str:
+    flags = [change.flags for change in last_resorts(plan.setup) if plan_job(change.setup).host < plan.host]
+    flags += ["no --async-save"] if plan.setup.saves_in_background else []
     return f"Use {', '.join([*flags, 'fewer ranks per node'])}, or more nodes."
 
 

@@ -269,6 +269,17 @@ def test_the_job_accepts_each_change_as_flags_and_then_has_its_plan(flags, never
     assert not never or not any(never in flags for flags in found), found
 
 
+def test_what_needs_less_of_the_host_is_accepted_by_the_job():
+    for flags, advised in (
+        ("--optimizer muon --zero-stage 2 --offload-optimizer cpu", "Use fewer ranks per node"),
+        ("--zero-stage 3 --placement auto", "--placement static --offload-param cpu --offload-optimizer nvme"),
+        ("--zero-stage 2 --offload-optimizer cpu", "Use --offload-optimizer nvme --nvme-path DIR, fewer"),
+    ):
+        plan = plan_job(Setup.of(load_config([*SMALL, *flags.split()], world_size=4), 4, 8, "cuda"))
+        (problem,) = check_fits(plan, Limits(host=1))
+        assert advised in problem.setting, problem.setting
+
+
 def test_the_largest_batch_divides_the_global_batch_that_is_set():
     config = load_config([*SMALL, "--batch-size", "2", "--global-batch-size", "48"], world_size=4)
     job, ramp = Setup.of(config, 4, 8, "cuda"), config.with_values(rampup_batch_size=(16, 8, 100))
