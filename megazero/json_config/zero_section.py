@@ -177,10 +177,9 @@ class ZeroSection:
                 f"zero_optimization.mics_shard_size {self.mics_shard_size} must be -1 (all data-parallel ranks) or at least "
                 f"2, and needs zero_optimization.stage 1 or more, got stage {self.stage}."
             )
-        if offload and not (offload.ratio == 1 or (offload.ratio < 1 and self.stage == 3)):
+        if offload and not 0 <= offload.ratio <= 1:
             raise DeepSpeedConfigError(
-                f"zero_optimization.offload_optimizer.ratio {offload.ratio} must be 1, or below 1 with stage 3; the stage is "
-                f"{self.stage}."
+                f"zero_optimization.offload_optimizer.ratio must lie in [0, 1], got {offload.ratio}."
             )
 
     @property
