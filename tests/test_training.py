@@ -604,18 +604,20 @@ import runpy, sys, time
 from megazero import logging, training
 logging.SLOW_S = float(sys.argv[1])
 load = training.load
-training.load = lambda *args, **keywords: (time.sleep(2.0), load(*args, **keywords))
+training.load = lambda *args, **keywords: (time.sleep(0.5), load(*args, **keywords))
 build = training.build_job
-training.build_job = lambda *args, **keywords: (time.sleep(2.0), build(*args, **keywords))[1]
+training.build_job = lambda *args, **keywords: (time.sleep(0.5), build(*args, **keywords))[1]
 sys.argv[:2] = []
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_a_start_that_takes_long_says_what_it_does(corpus, tmp_path):
-    script = [str(ROOT / "pretrain_gpt2.py"), *flags(corpus, tmp_path, 1)]
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
+    arguments = [str(ROOT / "pretrain_gpt2.py"), *flags(corpus, tmp_path, 1)]
     for patience, is_told in (("0.1", True), ("600", False)):
-        done = run_command([sys.executable, "-c", IMPATIENT, patience, *script])
+        done = run_script(1, str(script), [patience, *arguments])
         assert done.returncode == 0, done.stdout
         building = "building the model takes a while: every rank draws the initial values of all "
         for told in (building, "loading the checkpoint takes a while"):
@@ -764,8 +766,8 @@ def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
 
 
 def test_bad_input_is_one_clear_line_on_two_ranks_too(corpus, tmp_path):
-    for change, message in ((["--hiden-size", "8"], "Did you mean"), (["--split", "0,1,1"], "--split")):
-        check_one_line(launch_job(flags(corpus, tmp_path, 3, *change), 2), message)
+    check_one_line(run_job(flags(corpus, tmp_path, 3, "--hiden-size", "8"), 2), "Did you mean")
+    check_one_line(launch_job(flags(corpus, tmp_path, 3, "--split", "0,1,1"), 2), "--split")
 
 
 def check_one_line(done, message: str) -> None:
@@ -888,12 +890,17 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
 def start_job(
     arguments: list[str], world_size: int, script: str = "pretrain_gpt2.py", **variables: str
 ) -> subprocess.Popen:
-    """The job through scripts/common.sh's launch, in a session of its own."""
-    command = f'source scripts/common.sh; PYTHON={sys.executable}; launch {script} "$@"'
+    """The job through scripts/common.sh's launch, in a session of its own.
+
+    A function stands in for the process that checks the flags beforehand (tests/test_scripts.py): that takes as long as a rank.
+    """
+    folder, python = os.path.split(sys.executable)
+    command = f'source scripts/common.sh; PYTHON={python}; {python}() {{ echo $NPROC >&3; }}; launch {script} "$@"'
+    path = f"{folder}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", "-c", command, "launch", *arguments],
         cwd=ROOT,
-        env={**os.environ, "NPROC": str(world_size), "OMP_NUM_THREADS": "1", **variables},
+        env={**os.environ, "PATH": path, "NPROC": str(world_size), "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
