@@ -229,9 +229,15 @@ def check_peak(model: Deep, stage: int, settings: dict) -> None:
     step(engine, 3)  # the optimizer's state is there from now on
     counters = counter_bytes(engine)
     at_rest = plan.at_rest + counters
-    peak = sampled(engine, lambda: step(engine, 3)) - counters
+    buffers = 0
+
+    def held_too(engine: Engine) -> int:
+        nonlocal buffers
+        buffers = max(buffers, engine.memory()["buffers"])
+        return held_now(engine)
+
+    peak = sampled(engine, lambda: step(engine, 3), held_too) - counters
     what = f"{model.run}, stage {stage}, {settings}, {n} ranks"
-    buffers = sampled(engine, lambda: step(engine, 3), lambda engine: engine.memory()["buffers"])
     assert buffers <= plan.transient, f"{what}: buffers of {buffers}, planned {plan}"
     if "reduce_dtype" in settings:
         # The largest buffer apart is that of the root, which no hook sees; and one rank's are gone at once.
