@@ -21,18 +21,20 @@ class LiveBytes(TorchDispatchMode):
         self._size_of: dict[int, tuple[str, int]] = {s._cdata: (s.device.type, s.nbytes()) for s in self._known}
         self._storage: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: list[torch.UntypedStorage] = []
+        self._resized_to: list[int] = []
+        self._has_grown = False
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._lap: Counter[str] = Counter()
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Looks at the storages of `tensors` at every operation: they are resized where no operation tells."""
-        self._resized = [tensor.untyped_storage() for tensor in tensors]
+        self._resized, self._resized_to = [tensor.untyped_storage() for tensor in tensors], []
 
     def restart(self) -> None:
         """Looks at everything, and lets `peak` begin anew."""
         self._look_at(storage for storage in [find() for find in self._storage.values()] if storage is not None)
-        self.peak = Counter(self.now)
+        self.peak, self._resized_to = Counter(self.now), []
 
     def lap(self) -> Counter[str]:
         """The peak since the last call of this."""
@@ -41,12 +43,17 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._look_at(self._resized)
+        sizes = [storage.nbytes() for storage in self._resized]
+        if sizes != self._resized_to:
+            self._look_at(self._resized)
+            self._resized_to = sizes
         for tensor in tensors_in((out,)):
             if tensor.layout == torch.strided:
                 self._count(tensor.untyped_storage(), tensor.device.type)
-        self.peak |= self.now  # the larger of each
-        self._lap |= self.now
+        if self._has_grown:
+            self.peak |= self.now  # the larger of each
+            self._lap |= self.now
+            self._has_grown = False
         return out
 
     def _look_at(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -61,6 +68,7 @@ class LiveBytes(TorchDispatchMode):
         device, before = self._size_of[key]
         if nbytes != before:
             self._size_of[key] = device, nbytes
+            self._has_grown |= nbytes > before
             self.now[device] += nbytes - before
 
     def _gone(self, key: int) -> None:
