@@ -452,7 +452,7 @@ time.sleep(100)
     _, messages = finish(start(folder, script, *two_hosts(folder)), status=128 + signal.SIGKILL)
     assert "rank 1 was killed (SIGKILL), most likely by the kernel for lack of host memory" in messages
     assert "host node-b ended with exit status 137; all nodes were ended" in messages
-    assert time.monotonic() - started < 50 and "Traceback" not in messages
+    assert time.monotonic() - started < 100 and "Traceback" not in messages
 
 
 def test_two_nodes_meet_over_ssh_and_the_first_failure_is_the_status(folder):

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,14 +87,21 @@ def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
     engine.save_checkpoint(str(tmp_path))
 
 
-def test_a_job_that_is_started_while_the_last_one_dies_waits_for_its_end(tmp_path, caplog):
+def test_a_job_that_is_started_while_the_last_one_dies_waits_for_its_end(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", logger="megazero")
     code = (
-        "import sys, time; from megazero.checkpoint.folder import CheckpointFolder; "
-        "CheckpointFolder(sys.argv[1]).claim(); print(flush=True); time.sleep(1)"
+        "import sys; from megazero.checkpoint.folder import CheckpointFolder; "
+        "CheckpointFolder(sys.argv[1]).claim(); print(flush=True); sys.stdin.read()"
     )
-    dying = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    dying = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
     assert dying.stdout.readline()
+
+    def sleep(seconds: float) -> None:  # it dies when it is waited for
+        dying.stdin.close()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(folder, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     claimed = folder.CheckpointFolder(tmp_path)
     assert claimed.claim() and dying.wait() == 0
     assert f"another job (process {dying.pid} on " in caplog.text and "waiting in case it is ending" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -29,21 +30,25 @@ def failure_of(work):
     return str(caught.value), time.monotonic() - start
 
 
-def absent_case(way):
+def absent_case(way, finished):
+    """The second rank comes when the first one has failed, however long that takes."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))  # its own: gloo's groups do not survive a timeout
     channel = open_channel(way, group)
     assert channel.timeout_s == 1.5
     if channel.rank == 1:
-        time.sleep(3)
+        while not finished.exists():
+            time.sleep(0.02)
         return None
-    return [failure_of(channel.all_reduce_(torch.ones(6))), failure_of(channel.reduce_scatter_(torch.ones(4)))]
+    failures = [failure_of(channel.all_reduce_(torch.ones(6))), failure_of(channel.reduce_scatter_(torch.ones(4)))]
+    finished.touch()
+    return failures
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_absent_rank_is_reported_after_the_timeout(way):
-    (first, seconds), (second, no_seconds) = run_ranks(2, absent_case, way)[0]
-    assert first.startswith("all_reduce of 6 elements (torch.float32) on rank 0 of ranks [0, 1] failed after 1.")
-    assert 1 < seconds < 2.9 and no_seconds < 0.1
+def test_an_absent_rank_is_reported_after_the_timeout(way, tmp_path):
+    (first, seconds), (second, no_seconds) = run_ranks(2, absent_case, way, tmp_path / "finished")[0]
+    said = r"all_reduce of 6 elements \(torch.float32\) on rank 0 of ranks \[0, 1\] failed after (\d+\.\d) s"
+    assert 1 < float(re.match(said, first)[1]) < seconds + 0.1 and no_seconds < 1
     assert second.startswith("reduce_scatter of 4 elements (torch.float32) on rank 0 of ranks [0, 1] was not started")
     if way == "shared memory":
         assert first.endswith("rank 1 did not come within 1.5 s")
@@ -269,15 +274,14 @@ def leaver(rank, size, store, way, pipe):
     if rank == 0:
         channel.all_reduce_(torch.ones(size))
     else:
-        time.sleep(5)
+        time.sleep(60)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_collective_under_way_does_not_keep_a_process_from_ending(way, tmp_path):
     processes, _ = start_ranks(leaver, 2, str(tmp_path / "store"), way)
-    start = time.monotonic()
     processes[0].join()
-    assert time.monotonic() - start < 5 and processes[0].exitcode == 0
+    assert processes[0].exitcode == 0 and processes[1].is_alive()
     processes[1].kill()
 
 
