@@ -429,9 +429,9 @@ WEIGHED = "--zero-stage 3 --bf16 --global-batch-size 8 --model-parallel-size 2 -
 
 def test_nothing_races_where_tokens_are_weighed_and_ranks_issue_the_same(monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)  # every number is 1 here, that of bad ranks too
-    runs = [run(WEIGHED, 8, rank=rank, does=weighed_steps) for rank in (0, 3, 6)]
+    runs = [run(WEIGHED, 8, rank=rank, does=weighed_steps) for rank in (0, 3)]  # they differ in both groups
     assert not any(cuda.races for cuda in runs), [cuda.races for cuda in runs]
-    assert order_of(runs[0]) == order_of(runs[1]) == order_of(runs[2])
+    assert order_of(runs[0]) == order_of(runs[1])
 
 
 def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):

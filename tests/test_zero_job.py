@@ -24,7 +24,7 @@ from megazero.zero import ReleasedParameter
 from megazero.zero.memory import memory_rows
 from pretrain_gpt2 import forward_step, make_model
 from tests.ranks import run_ranks
-from tests.tiny import TINY_MODEL, launch_job, make_corpus, run_job
+from tests.tiny import TINY_MODEL, make_corpus, run_job
 
 STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
@@ -242,7 +242,7 @@ def test_a_wrong_file_is_one_line_on_every_rank_and_flags_win_in_the_log(corpus,
     file = tmp_path / "ds.config"
     flags = [*TINY_MODEL, *corpus, "--train-iters", "2", "--deepspeed", "--deepspeed_config", str(file)]
     file.write_text('{"train_batch_size": 4, "zero_optimization": {"stge": 1}}')
-    done = launch_job(flags, 2)
+    done = run_job(flags, 2)
     errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and "Traceback" not in done.stdout, done.stdout
     assert errors == [f"error: --deepspeed_config {file}: Unknown key zero_optimization.stge. Did you mean 'stage'?"]
