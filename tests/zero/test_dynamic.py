@@ -157,31 +157,34 @@ def test_unfreezing_and_freezing_later_trains_as_torch_does(stage):
     run_ranks(2, unfreeze_case, stage)
 
 
-def compile_case(how: str) -> None:
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # rather than run without a graph, unnoticed
+def compile_case() -> None:
     mpu.initialize_model_parallel(1)
     plain = fresh(0)
     batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
     want = dict(train(plain, batches))
-    for stage in STAGES:
-        torch.manual_seed(0)
-        model = Toy()
-        if how == "model":
-            model.compile(backend="aot_eager")
-        for block in model.blocks if how != "model" else ():
-            if how == "module":
-                block.compile(backend="aot_eager")
-            else:
-                block.forward = torch.compile(block.forward, backend="aot_eager")
-        got = dict(train(make_engine(model, stage), batches))
-        for key, value in want.items():
-            torch.testing.assert_close(
-                got[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, k=key, s=stage: f"stage {s}: {k}: {m}"
-            )
+    for how in ("module", "forward", "model"):
+        torch._dynamo.reset()
+        for stage in STAGES:
+            torch.manual_seed(0)
+            model = Toy()
+            if how == "model":
+                model.compile(backend="aot_eager")
+            for block in model.blocks if how != "model" else ():
+                if how == "module":
+                    block.compile(backend="aot_eager")
+                else:
+                    block.forward = torch.compile(block.forward, backend="aot_eager")
+            got = dict(train(make_engine(model, stage), batches))
+            for key, value in want.items():
+                what = f"{how}, stage {stage}: {key}: "
+                torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, what=what: what + m)
+        assert torch._dynamo.utils.counters["frames"].pop("ok", 0), f"nothing was compiled: {how}"
 
 
-@pytest.mark.parametrize("how", ["module", "forward", "model"])
-def test_compiled_blocks_train_as_plain_ones(how):
-    run_ranks(2, compile_case, how)
+def test_compiled_blocks_and_models_train_as_plain_ones():
+    """By the module, by its forward, and as a whole."""
+    run_ranks(2, compile_case)
 
 
 def part_case() -> None:
