@@ -205,6 +205,7 @@ def read_object(line: bytes, key: str) -> dict[str, Any]:
         raise LineError(f"not a JSON object but {type(content).__name__}")
     if key not in content:
         keys = ", ".join(list(content)[:_KEYS_SHOWN]) or "none"
+        keys = keys.encode("utf-8", "backslashreplace").decode()  # an unpaired surrogate fits into no log
         raise LineError(f"no key {key!r} (its keys: {keys})")
     if not isinstance(content[key], str):
         raise LineError(f"the value of {key!r} is not a string but {type(content[key]).__name__}")

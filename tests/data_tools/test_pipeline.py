@@ -273,7 +273,7 @@ def test_a_key_that_no_utf8_text_can_hold_comes_into_the_manifest(tmp_path, monk
     (tmp_path / "a.jsonl").write_text('{"\\ud83d": 1}\n{"text": "hello"}\n')
     run_step("run", write_pipeline(tmp_path, "folder: out\nsteps: [{step: merge, input: a.jsonl, output: b.jsonl}]"))
     errors = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["steps"][0]["statistics"]["first_errors"]
-    assert errors == ["a.jsonl:1: no key 'text' (its keys: \ud83d)"]
+    assert errors == ["a.jsonl:1: no key 'text' (its keys: \\ud83d)"]
 
 
 def test_command_line_lists_steps_and_reports_errors_in_one_line(capsys, tmp_path):
