@@ -401,8 +401,8 @@ def test_the_script_of_the_tutorials_10_billion_fits_32_gb(capsys):
     flags = """--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --max-position-embeddings 1024
         --vocab-size 50257 --batch-size 10 --checkpoint-activations --bf16 --gpu-memory 32GB --host-memory 200GB"""
     script = (ROOT / "scripts/ds_zero-offload_10B_pretrain_gpt2_model_parallel.sh").read_text()
-    config = re.search(r"DS_CONFIG:-(\S+)}", script)[1]
-    main([*flags.split(), "--deepspeed_config", str(ROOT / config)])
+    config = re.search(r"DS_CONFIG:-\$SCRIPTS/(\S+)}", script)[1]
+    main([*flags.split(), "--deepspeed_config", str(ROOT / "scripts" / config)])
     assert "fits           yes" in capsys.readouterr().out
 
 
