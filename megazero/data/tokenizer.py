@@ -21,7 +21,8 @@ from megazero.option import check_known
 
 PathLike = str | Path
 
-# The word boundaries of GPT-2 with possessive quantifiers, which cannot run into catastrophic backtracking.
+# The word boundaries of GPT-2 with possessive quantifiers, so that only white space can make the engine go back; it gives up on
+# a run of a million characters with a ValueError.
 _GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _HF_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
