@@ -18,8 +18,8 @@ from data_tools.language import LanguageIdentifier, TextFixer
 from data_tools.line_functions import Dropped
 from data_tools.options import add_input_output, add_run_options
 from data_tools.shards import run_documents
+from megazero.data.encoding import encoded
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.lines.jsonl import LineError
 
 _CHARACTERS_PER_TOKEN = 8  # nearly always enough text to see that a document is long
 # A single space between two words begins a token, whatever lies before it: up to there, a part has the whole's tokens.
@@ -64,18 +64,11 @@ class Cleaner:
 def check_length(text: str, min_tokens: int, tokenizer: Tokenizer) -> None:
     """Raises Dropped for a text of fewer tokens, LineError for one that has none; of a long text only the beginning counts."""
     boundary = _WORD_BOUNDARY.search(text, _CHARACTERS_PER_TOKEN * min_tokens)
-    if boundary is not None and _tokens(text[: boundary.start()], tokenizer) >= min_tokens:
+    if boundary is not None and len(encoded(text[: boundary.start()], tokenizer)) >= min_tokens:
         return
-    count = _tokens(text, tokenizer)
+    count = len(encoded(text, tokenizer))
     if count < min_tokens:
         raise Dropped("short", detail=f"{count} tokens")
-
-
-def _tokens(text: str, tokenizer: Tokenizer) -> int:
-    try:
-        return len(tokenizer.encode_array(text))
-    except ValueError as error:  # the pattern of a BPE can give up on megabytes of white space
-        raise LineError(f"the text cannot be tokenized: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

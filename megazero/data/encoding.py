@@ -43,7 +43,7 @@ class BlockEncoder:
         result = BlockResult()
         for number, _, line, document in read_documents(item[1], self.key, result):
             try:
-                ids = self._encode(document[self.key])
+                ids = encoded(document[self.key], self.tokenizer)
                 # Only such an escape can make a surrogate, so most lines need no second look.
                 is_replaced = (b"\\ud" in line or b"\\uD" in line) and self._is_replaced(document[self.key])
             except LineError as error:
@@ -72,8 +72,10 @@ class BlockEncoder:
             return True
         return False
 
-    def _encode(self, text: str) -> npt.NDArray[np.integer]:
-        try:
-            return self.tokenizer.encode_array(text)
-        except ValueError as error:  # the pattern of a BPE can give up on megabytes of white space
-            raise LineError(f"the text cannot be tokenized: {error}") from error
+
+def encoded(text: str, tokenizer: Tokenizer) -> npt.NDArray[np.integer]:
+    """The tokens of a document's text; a LineError for one that has none."""
+    try:
+        return tokenizer.encode_array(text)
+    except ValueError as error:  # the pattern of a BPE can give up on megabytes of white space
+        raise LineError(f"the text cannot be tokenized: {error}") from error
