@@ -125,7 +125,15 @@ def url_digest(line: bytes) -> bytes | None:
         return None
 
 
-def _read_list(path: str, flag: str) -> frozenset[str]:
+def _read_list(path: str, flag: str, form: Callable[[str], str]) -> frozenset[str]:
+    """The entries of a list.
+
+    Args:
+        form: how a URL would be found that has the entry.
+
+    Raises:
+        ValueError: the file is not UTF-8, or no URL can have an entry, because its form is another.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -133,14 +141,10 @@ def _read_list(path: str, flag: str) -> frozenset[str]:
             f"{flag} {path} is not UTF-8 at byte {error.start}: give a text file, one entry on a line"
         ) from error
     lines = (line.split("#")[0].strip().lower() for line in text.splitlines())
-    return frozenset(line for line in lines if line)
-
-
-def _checked(entries: frozenset[str], flag: str, form: Callable[[str], str]) -> frozenset[str]:
-    """The entries of a list; a ValueError for one that no URL can have, since `form`, how it would be found, is another."""
+    entries = frozenset(line for line in lines if line)
     for entry in sorted(entries):
         if (found := form(entry)) != entry:
-            raise ValueError(f"{flag}: no URL is found by the entry {entry}: write {found}")
+            raise ValueError(f"{flag} {path}: no URL is found by the entry {entry}: write {found}")
     return entries
 
 
@@ -167,13 +171,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Filters, and returns the statistics."""
     tldextract = require("tldextract", "the step filter_urls")
     options = run_options(args)
-    domains, extensions = DOMAINS, EXTENSIONS
-    if args.domains:
-        domains = _checked(_read_list(args.domains, "--domains"), f"--domains {args.domains}", _registered_domain)
-    if args.extensions:
-        extensions = _checked(
-            _read_list(args.extensions, "--extensions"), f"--extensions {args.extensions}", _extension
-        )
+    domains = _read_list(args.domains, "--domains", _registered_domain) if args.domains else DOMAINS
+    extensions = _read_list(args.extensions, "--extensions", _extension) if args.extensions else EXTENSIONS
     inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
     shards = plan_shards(inputs, args.output, args.format, URL_FORMATS)
     settings = {

@@ -31,12 +31,10 @@ from data_tools.dedup_index import CHUNK
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
 from data_tools.documents import in_pieces
 from data_tools.done_marker import check_made_here, read_marker, written_marked
-from data_tools.group_duplicates import check_list_name
+from data_tools.group_duplicates import check_list
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
-from data_tools.shard_plan import check_outputs
 from megazero.lines.jsonl import ID_KEYS
-from megazero.lines.partial_shard import Shard
 from megazero.lines.results import check_strict
 
 logger = logging.getLogger(__name__)
@@ -56,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Finds the copies, and returns the statistics."""
     options, inputs, output = run_options(args), list_inputs(args.input, output=args.output), Path(args.output)
-    check_list_name(output)
-    check_outputs([Shard(tuple(inputs), (output,), output)])
+    check_list(inputs, output)
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
     key = search.settings["all_inputs"]
     content = read_marker(output, key, [output])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Groups, and returns the statistics."""
     path, output = Path(args.input), Path(args.output)
-    check_list_name(output)
-    check_outputs([Shard((path,), (output,), output)])
+    check_list([path], output)
     if (need := bytes_of_names(path, "--input")) > args.memory:
         raise ValueError(
             f"--memory {args.memory >> 20}M is too little for the names in {path}: give {(need >> 20) + 1}M, or use the step "
@@ -59,12 +58,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"groups": content["groups"], "copies": content["copies"], "skipped": skipped}
 
 
-def check_list_name(output: Path) -> None:
-    """Raises a ValueError for an --output of a kind that is not written; lists are plain JSON lines, .gz or .zst."""
+def check_list(inputs: Sequence[Path], output: Path) -> None:
+    """Raises a ValueError for an --output that is an input, or of a kind that is not written.
+
+    Lists are plain JSON lines, .gz or .zst.
+    """
     if output.suffix in (".bz2", ".parquet", ".xz", ".zip"):
         raise ValueError(
             f"--output {output}: such lists are not written. Name one that ends in .jsonl, .jsonl.gz or .jsonl.zst."
         )
+    check_outputs([Shard(tuple(inputs), (output,), output)])
 
 
 def bytes_of_names(path: Path, flag: str) -> int:
