@@ -71,7 +71,10 @@ class Flags:
     def note(self, field: str, key: str, value: Any, written: Any) -> None:
         """Logs that a given flag overrides the file's `key`, unless it has the same `value`, `written` in the file."""
         if field in self.given and self.given[field] != value:
-            logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
+            self._wins(field, key, written)
+
+    def _wins(self, field: str, key: str, written: Any) -> None:
+        logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
 
     def put(
         self, section: dict[str, Any], key: str, field: str, path: str = "", words: Mapping[str, Any] | None = None
@@ -86,8 +89,7 @@ class Flags:
             value = value if words is None else words.get(value, value)
             is_decided = section.get(key) != AUTO or field == "placement"  # where "auto" is a value
             if key in section and is_decided and section[key] != value:
-                written = show(section[key])
-                logger.info("%s wins over %s %s of %s", self.text(field), join(path, key), written, self.path)
+                self._wins(field, join(path, key), section[key])
             section[key] = value
             self._put.append(self.text(field))
             self.keys.add(join(path, key))

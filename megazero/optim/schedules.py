@@ -288,7 +288,7 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
         optimizer = torch.optim.Adam(trial, lr=1.0)
         tried = schedule(optimizer, **params)
         optimizer.step()  # torch's warn of a schedule that is stepped first
-        tried.step(**({"metrics": 1.0} if "metrics" in inspect.signature(tried.step).parameters else {}))
+        tried.step(**({"metrics": 1.0} if _follows_metric(tried) else {}))
     except (TypeError, AttributeError, KeyError, ZeroDivisionError) as error:  # from torch's; our own are ValueErrors
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
     if type in SCHEDULES:
@@ -296,14 +296,17 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
     return lambda optimizer: schedule(getattr(optimizer, "torch_optimizer", optimizer), **params)
 
 
+def _follows_metric(schedule: Any) -> bool:
+    return "metrics" in inspect.signature(schedule.step).parameters
+
+
 def _with_its_own_parameters(schedule: Any) -> Any:
     """A torch schedule that continues as DeepSpeed's do: after the steps of a saved state, under this object's own parameters."""
-    follows_metric = "metrics" in inspect.signature(schedule.step).parameters
 
     def load_state_dict(self: Any, state: dict[str, Any]) -> None:
         own = self.state_dict()
         is_same = all(own[key] == state[key] for key in own.keys() & state.keys() - set(_PROGRESS))
-        if is_same or follows_metric:
+        if is_same or _follows_metric(self):
             done = {key: state[key] for key in state.keys() & set(_PROGRESS)}
             schedule.load_state_dict(self, {**own, **done})
             return
