@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +85,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tensors, aliases = _tensors(reader, exclude_frozen_parameters), reader.index.get("aliases", {})
     _announce(reader, output, tensors)
     if output.suffix in _FILE_SUFFIXES and not output.is_dir():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(output, tensors, aliases)
+        with _folder_aside(output.parent) as folder:
+            _write_file(Path(folder) / output.name, tensors, aliases)
+            os.replace(Path(folder) / output.name, output)
     else:
         _write_directory(output, tensors, aliases, _bytes(max_shard_size), safe_serialization)
 
@@ -133,16 +134,10 @@ def _bytes(size: str | int | None) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `path` written aside and renames it."""
-    aside = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    try:
-        write(aside)
-        with open(aside, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+def _folder_aside(directory: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder in `directory` whose files become its own by `os.replace`, when they are whole; gone after the block."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=directory, prefix=".zero_to_fp32.")
 
 
 def _write_directory(
@@ -153,7 +148,6 @@ def _write_directory(
     safe_serialization: bool,
 ) -> None:
     """Writes files of at most `max_bytes`, and their index if they are several, in place of those of an earlier conversion."""
-    output.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     if not safe_serialization and any((output / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
         raise ValueError(
@@ -161,7 +155,7 @@ def _write_directory(
             "it. Choose another directory, or --safe_serialization."
         )
     files, index = sharded(stem, suffix, tensors, max_bytes), f"{stem}{suffix}.index.json"
-    with tempfile.TemporaryDirectory(dir=output, prefix=".zero_to_fp32.") as folder:
+    with _folder_aside(output) as folder:
         aside = Path(folder)
         for file, shard in files.items():
             _write_file(aside / file, shard, aliases)
@@ -170,7 +164,8 @@ def _write_directory(
             if not safe_serialization:
                 file_of = content["weight_map"]
                 file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
-            _replace(aside / index, lambda path: path.write_text(json.dumps(content, indent=2)))
+            (aside / index).write_text(json.dumps(content, indent=2))
+            _sync(aside / index)
         # The index leads to the rest: gone first and back last, it never leads to files of two conversions.
         digits = "[0-9]" * 5
         for older in (output / index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
@@ -180,25 +175,27 @@ def _write_directory(
 
 
 def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
-    """Writes tensors, in a .bin under all of their names; safetensors files hold each once, as transformers has it."""
+    """Writes and syncs tensors, in a .bin under all of their names; safetensors files hold each once, as transformers has it."""
     if path.suffix == ".safetensors":
-        _replace(path, lambda aside: write_tensors(aside, tensors))
-    else:
-        _replace(path, lambda aside: _write_torch(aside, tensors, aliases))
+        write_tensors(path, tensors)
+        return
+    # torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use.
+    file = path.with_name("tensors")
+    starts = write_tensors(file, tensors).offsets
+    mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
+    file.unlink()  # its bytes stay until nothing maps them
+    state = {}
+    for name, stored in tensors.items():
+        values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
+        state[name] = values.view(stored.dtype).view(stored.shape)
+    state.update({alias: state[name] for alias, name in aliases.items() if name in state})
+    torch.save(state, path)
+    _sync(path)
 
 
-def _write_torch(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> None:
-    """torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".zero_to_fp32.") as folder:
-        file = Path(folder) / "tensors"
-        starts = write_tensors(file, tensors).offsets
-        mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
-        state = {}
-        for name, stored in tensors.items():
-            values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
-            state[name] = values.view(stored.dtype).view(stored.shape)
-        state.update({alias: state[name] for alias, name in aliases.items() if name in state})
-        torch.save(state, path)
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def main(arguments: list[str] | None = None) -> int:

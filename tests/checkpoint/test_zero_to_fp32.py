@@ -185,6 +185,24 @@ def test_a_conversion_that_dies_never_leaves_an_index_of_two_checkpoints(tmp_pat
     assert [file.name for file in out.iterdir()] == ["model-00001-of-00003.safetensors"], "and no index"
 
 
+def test_conversions_that_run_at_once_keep_apart(tmp_path, monkeypatch):
+    """In containers on one folder they may have the same process id, as here."""
+    output, write = tmp_path / "model.safetensors", zero_to_fp32.write_tensors
+    for value in (1.0, 2.0):
+        constant(tmp_path / str(value), value, 1)
+
+    def write_with_another(path, tensors):
+        written = write(path, tensors)
+        monkeypatch.setattr(zero_to_fp32, "write_tensors", write)
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "2.0", output)
+        return written
+
+    monkeypatch.setattr(zero_to_fp32, "write_tensors", write_with_another)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "1.0", output)
+    assert load_file(output)["p0"][0] == 1.0
+    assert {path.name for path in tmp_path.iterdir()} == {"1.0", "2.0", "model.safetensors"}
+
+
 def test_a_bin_file_may_have_more_tensors_than_a_process_may_have_files(tmp_path):
     constant(tmp_path / "saved", 1.0, 100)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
