@@ -22,7 +22,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.checkpoint.weight_files import shard_index, sharded
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.files import append_suffix, sync_folder, write_json, write_whole
+from megazero.files import aside_name, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_names
 
@@ -128,9 +128,7 @@ def write_huggingface(
 def _directory_aside(directory: Path) -> Iterator[Path]:
     """A directory that becomes `directory` when the block ends well, and leaves nothing behind when it raises."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = append_suffix(directory, f".tmp{os.getpid()}")
-    # What an export that was killed has left: in a container every process has the same id.
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = aside_name(directory)
     aside.mkdir()
     try:
         yield aside

@@ -168,10 +168,12 @@ def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full,
     with pytest.raises(ValueError, match="torch.int8"):
         write_huggingface(written.parent / "other", full.__getitem__, CONFIG, torch.int8)
     (written.parent / "empty").mkdir()
-    (written.parent / f"empty.tmp{os.getpid()}" / "of an export that was killed").mkdir(parents=True)
+    other = written.parent / f"empty.tmp{os.getpid()}"  # of an export in another container, with the same process id
+    (other / "under way").mkdir(parents=True)
     write_huggingface(written.parent / "empty", full.__getitem__, CONFIG, torch.float32)
     assert_same(read_all(written.parent / "empty"), full)
-    assert sorted(path.name for path in written.parent.iterdir()) == ["empty", "model"]
+    assert (other / "under way").is_dir()
+    assert sorted(path.name for path in written.parent.iterdir()) == ["empty", other.name, "model"]
 
 
 def test_what_is_missing_is_named(written):
