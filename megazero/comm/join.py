@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.reach import refuse_unreachable
-from megazero.comm.world import OtherRankError, local_device
+from megazero.comm.world import OtherRankError, barrier, local_device
 
 UNLOCKED_S = 0.02  # on a busy machine a thread that waits for the interpreter's lock does not run at once
 
@@ -87,7 +87,7 @@ def leave_distributed() -> None:
     one that waits for it when the interpreter ends aborts the process.
     """
     if dist.is_initialized():
-        dist.barrier()
+        barrier()
         time.sleep(UNLOCKED_S)
         dist.destroy_process_group()
 

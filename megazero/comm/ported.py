@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import (
     P2POp,
@@ -27,6 +26,7 @@ from torch.distributed import (
 )
 
 from megazero.comm.join import get_local_rank
+from megazero.comm.world import barrier as _barrier
 from megazero.comm.world import world as get_world_group
 
 __all__ = [
@@ -75,17 +75,6 @@ def _ported(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
         return function(*args, **{names.get(name, name): value for name, value in kwargs.items()})
 
     return call
-
-
-@wraps(dist.barrier)
-def _barrier(
-    group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
-) -> Any:
-    """torch's. Over NCCL in a world that is bound to no device it is told the current one, which it would take with a warning."""
-    is_world = group is None or group is dist.group.WORLD
-    if device_ids is None and is_world and get_backend() == "nccl" and get_world_group().bound_device_id is None:
-        device_ids = [torch.cuda.current_device()]
-    return dist.barrier(group, async_op, device_ids)
 
 
 all_gather = _ported(dist.all_gather)

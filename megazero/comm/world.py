@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ def backend_of(group: ProcessGroup) -> str:
             f"{', '.join(backends)} only. Join by megazero.comm.init_distributed(), or by init_process_group('nccl')."
         )
     return backends[kind]
+
+
+@wraps(dist.barrier)
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """torch's. Over NCCL in a world that is bound to no device it is told the current one, which it would take with a warning."""
+    is_world = group is None or group is dist.group.WORLD
+    if device_ids is None and is_world and dist.get_backend() == "nccl" and world().bound_device_id is None:
+        device_ids = [torch.cuda.current_device()]
+    return dist.barrier(group, async_op, device_ids)
 
 
 def all_gathered_objects(value: object, group: ProcessGroup | None = None) -> list:

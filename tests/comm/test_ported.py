@@ -111,13 +111,15 @@ def test_a_script_for_deepspeeds_comm_computes_the_same():
 def test_a_barrier_over_nccl_is_told_the_device_that_it_takes(one_rank, monkeypatch):
     seen = []
     monkeypatch.setattr(torch.distributed, "barrier", lambda group, async_op, device_ids: seen.append(device_ids))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     megazero.comm.barrier()
-    monkeypatch.setattr(ported, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     megazero.comm.barrier()
     megazero.comm.barrier(device_ids=[1])
     megazero.comm.barrier(None, False, [2])
-    assert seen == [None, [3], [1], [2]]
+    megazero.comm.leave_distributed()
+    assert seen == [None, [3], [1], [2], [3]]
 
 
 def test_names_of_torch_mean_what_torch_means():
