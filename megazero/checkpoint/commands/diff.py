@@ -156,13 +156,14 @@ def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
 
 def _flat(tensors: dict[str, Tensor], path: str, value: Any) -> Iterator[tuple[str, str]]:
     kind = value.get(MARK) if isinstance(value, dict) else None
+    items = value.get("items") if kind else value  # what it holds, if it is a container
     if kind in ("tensor", "numpy"):
         content = crc32(bytes_of(tensors[value["name"]]).data)
         yield path, f"{kind} {value['dtype']} {value['shape']} with CRC-32 {content:08x}"
-    elif isinstance(value, dict) and kind is None:
-        for key, item in value.items():
+    elif isinstance(items, dict):
+        for key, item in items.items():
             yield from _flat(tensors, f"{path}.{key}", item)
-    elif (items := value if isinstance(value, list) else value.get("items") if kind else None) and is_nested(items):
+    elif isinstance(items, list) and is_nested(items):
         for number, item in enumerate(items):
             yield from _flat(tensors, f"{path}[{number}]", item)
     else:
