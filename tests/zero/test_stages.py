@@ -21,13 +21,17 @@ def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-
             )
 
 
+# The second step trains by moments and weights of the first; a third one would show nothing else.
+STEPS = 2
+
+
 def stages_case(names: list[str], options: dict, bitwise: bool) -> None:
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
     for name in names:
-        want = run(MODELS[name], 0, **options)
+        want = run(MODELS[name], 0, steps=STEPS, **options)
         for stage in (1, 2, 3):
-            compare(run(MODELS[name], stage, **options), want, f"{name}, stage {stage}", bitwise)
+            compare(run(MODELS[name], stage, steps=STEPS, **options), want, f"{name}, stage {stage}", bitwise)
 
 
 TWICE = [
@@ -36,7 +40,7 @@ TWICE = [
 ONCE = [name for name in MODELS if name not in TWICE]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_all_stages_equal_stage_0_bit_for_bit(world_size):
     run_ranks(world_size, stages_case, ONCE, {"clip_grad": 0.5}, True)
 
@@ -53,14 +57,14 @@ def sharing_case(names: list[str], ways: list[dict], options: dict, bitwise: boo
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
     for name in names:
-        want = run(MODELS[name], 0, zero=APART, **options)  # as every other stage is, in the tests above
+        want = run(MODELS[name], 0, steps=STEPS, zero=APART, **options)  # as every other stage is, in the tests above
         for zero in ways:
             for stage in (0, 1, 2):
                 what = f"{name}, stage {stage}, {zero}"
-                compare(run(MODELS[name], stage, zero=zero, **options), want, what, bitwise)
+                compare(run(MODELS[name], stage, steps=STEPS, zero=zero, **options), want, what, bitwise)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])  # on two ranks below
 def test_units_that_share_buckets_all_or_some_train_as_units_apart_bit_for_bit(world_size):
     run_ranks(world_size, sharing_case, ONCE, [SHARING, SOME], {"clip_grad": 0.5}, True)
 
@@ -75,9 +79,8 @@ def test_all_stages_equal_stage_0_bit_for_bit_with_other_optimizers(optimizer):
     run_ranks(2, stages_case, ["tied head, unused parameter"], {"clip_grad": 0.5, "optimizer": optimizer}, True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_stages_equal_stage_0_with_accumulation(world_size):
-    run_ranks(world_size, stages_case, list(MODELS), {"clip_grad": 0.5, "micro": 3}, False)
+def test_all_stages_equal_stage_0_with_accumulation():
+    run_ranks(2, stages_case, list(MODELS), {"clip_grad": 0.5, "micro": 3}, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
