@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from megazero.data import mmidx
 from megazero.data.sidecar import remove_sidecar
-from megazero.files import allow_many_files, append_suffix, aside_name
+from megazero.files import allow_many_files, append_suffix, aside_name, sync_folder, written_aside
 from megazero.lines.partial_shard import JOURNAL
 
 
@@ -77,20 +78,34 @@ class IndexedDatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        index_aside = aside_name(append_suffix(self.prefix, ".idx"))
         try:
             if kind is None:
                 self._bin.flush()
                 os.fsync(self._bin.fileno())
                 sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
-                mmidx.write_index(index_aside, self.dtype, [(sizes, doc_idx)])
-                remove_sidecar(self.prefix)
-                # The .idx last: where it exists, the .bin is whole.
-                mmidx.publish(self.prefix, self._aside, index_aside)
-        finally:  # what has no name yet, where the block has failed, or the disk is full
-            self._aside.unlink(missing_ok=True)
-            index_aside.unlink(missing_ok=True)
+                with published(self.prefix, self._aside, self.dtype, [(sizes, doc_idx)]):
+                    remove_sidecar(self.prefix)
+        finally:
+            self._aside.unlink(missing_ok=True)  # where the block has failed, or the disk is full
             self._bin.close()
+
+
+@contextmanager
+def published(prefix: Path, tokens: Path, dtype: np.dtype, parts: Sequence[mmidx.Part]) -> Iterator[None]:
+    """Makes PREFIX.bin of the finished file `tokens`, and PREFIX.idx of the `parts` of the index.
+
+    The .idx comes last, and an old one goes first: at no moment do an index and the tokens of another run stand side by side. In
+    between, in the block, records of the corpus are replaced, which thus never vouch for other tokens.
+    """
+    index = append_suffix(prefix, ".idx")
+    with written_aside(index) as file:
+        mmidx.write_index(file, dtype, parts)
+        file.flush()
+        os.fsync(file.fileno())  # on a full disk it fails here, where nothing has changed yet
+        index.unlink(missing_ok=True)
+        yield
+        os.replace(tokens, append_suffix(prefix, ".bin"))
+        sync_folder(prefix.parent)
 
 
 class IndexedDataset:

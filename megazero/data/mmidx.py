@@ -8,16 +8,13 @@ doc_idx[d + 1]). The .bin file is the tokens alone.
 from __future__ import annotations
 
 import logging
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from megazero.files import append_suffix, sync_folder, written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -48,26 +45,25 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < _LARGEST_UINT16_VOCAB else np.dtype("<i4")
 
 
-def write_index(path: Path, dtype: np.dtype, parts: Sequence[Part]) -> None:
+def write_index(file: BinaryIO, dtype: np.dtype, parts: Sequence[Part]) -> None:
     """Writes the .idx of one corpus, or of several laid end to end: the sequences and the document boundaries of all of them.
 
     It is written in chunks; no array of the length of a corpus is made.
     """
     num_sequences = sum(len(sizes) for sizes, _ in parts)
     num_boundaries = 1 + sum(len(sizes) if doc_idx is None else len(doc_idx) - 1 for sizes, doc_idx in parts)
-    with written_aside(path) as file:
-        file.write(_HEADER.pack(MAGIC, VERSION, CODE_OF[np.dtype(dtype)], num_sequences, num_boundaries))
-        for sizes, _ in parts:
-            for chunk in _chunks(sizes):
-                file.write(np.ascontiguousarray(chunk, dtype="<i4").data)
-        for pointers in _pointers((chunk for sizes, _ in parts for chunk in _chunks(sizes)), dtype):
-            file.write(pointers.data)
-        file.write(np.zeros(1, dtype="<i8").data)
-        first = 0
-        for sizes, doc_idx in parts:
-            for ends in _document_ends(sizes, doc_idx):
-                file.write((ends + first).data)
-            first += len(sizes)
+    file.write(_HEADER.pack(MAGIC, VERSION, CODE_OF[np.dtype(dtype)], num_sequences, num_boundaries))
+    for sizes, _ in parts:
+        for chunk in _chunks(sizes):
+            file.write(np.ascontiguousarray(chunk, dtype="<i4").data)
+    for pointers in _pointers((chunk for sizes, _ in parts for chunk in _chunks(sizes)), dtype):
+        file.write(pointers.data)
+    file.write(np.zeros(1, dtype="<i8").data)
+    first = 0
+    for sizes, doc_idx in parts:
+        for ends in _document_ends(sizes, doc_idx):
+            file.write((ends + first).data)
+        first += len(sizes)
 
 
 def _document_ends(sizes: np.ndarray, doc_idx: np.ndarray | None) -> Iterator[np.ndarray]:
@@ -93,20 +89,6 @@ def _pointers(sizes: Iterable[np.ndarray], dtype: np.dtype) -> Iterator[np.ndarr
         ends = np.cumsum(num_bytes) + start
         yield ends - num_bytes
         start = int(ends[-1])
-
-
-def publish(prefix: Path, tokens_aside: Path, index_aside: Path) -> None:
-    """Renames a finished file of tokens to PREFIX.bin and its finished index to PREFIX.idx, the .idx last.
-
-    An old .idx goes first, so that at no moment an index and the tokens of another run stand side by side. The index is written
-    before any of this: where that fails, on a full disk say, the tokens are still where they were.
-    """
-    index = append_suffix(prefix, ".idx")
-    index.unlink(missing_ok=True)
-    os.replace(tokens_aside, append_suffix(prefix, ".bin"))
-    sync_folder(prefix.parent)
-    os.replace(index_aside, index)
-    sync_folder(prefix.parent)
 
 
 class Index(NamedTuple):

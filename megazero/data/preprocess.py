@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
-from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.mmidx import Part, publish, token_dtype, write_index
+from megazero.data.indexed_dataset import IndexedDataset, published
+from megazero.data.mmidx import Part, token_dtype
 from megazero.data.sidecar import (
     Sidecar,
     check_free,
@@ -192,11 +192,8 @@ def publish_corpus(
         vouchers: records of an older corpus, which are removed.
     """
     prefix, tokens, dropped = partial.shard.record, partial.paths[0], partial.paths[-1]
-    index = append_suffix(prefix, ".idx.partial")
-    try:
-        write_index(index, dtype, parts)
-        # An old .idx goes first: with it, the record of this run would vouch for the tokens of another.
-        for path in (*vouchers, append_suffix(prefix, ".idx")):
+    with published(prefix, tokens, dtype, parts):
+        for path in vouchers:
             path.unlink(missing_ok=True)
         if sidecar is None:
             remove_sidecar(prefix)
@@ -206,6 +203,3 @@ def publish_corpus(
             os.replace(dropped, append_suffix(prefix, DROPPED_SUFFIX))
         else:
             append_suffix(prefix, DROPPED_SUFFIX).unlink(missing_ok=True)
-        publish(prefix, tokens, index)
-    finally:  # an index that did not get its name is written again from what is kept
-        index.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.data import preprocess
+from megazero.data import mmidx, preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import TokenizeOptions, tokenize_json
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
@@ -184,11 +184,12 @@ def test_a_stop_between_the_last_renames_is_not_taken_for_a_finished_run(tmp_pat
     tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
     write_jsonl(path, make_texts(11))
 
-    def stop(*_):
+    def stop(*arguments):
+        write_sidecar(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess, "publish", stop)  # the new record is there, the new tokens are not
+        patch.setattr(preprocess, "write_sidecar", stop)  # the new record is there, the new tokens are not
         with pytest.raises(KeyboardInterrupt):
             tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
     assert not list(tmp_path.glob("out.idx*"))
@@ -204,7 +205,7 @@ def test_a_disk_that_is_full_before_the_index_is_written_costs_no_tokens(tmp_pat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess, "write_index", full)
+        patch.setattr(mmidx, "write_index", full)
         with pytest.raises(OSError, match="No space left on device while writing .*what is done is kept"):
             tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
     assert not (tmp_path / "out.bin").exists()

@@ -112,7 +112,8 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path, monkeypatch
     """Less than a byte for each document is held at any time."""
     count = 2_000_000
     np.zeros(count, "<u2").tofile(tmp_path / "c.bin")
-    write_index(tmp_path / "c.idx", np.dtype("<u2"), [(np.ones(count, np.int32), None)])
+    with open(tmp_path / "c.idx", "wb") as file:
+        write_index(file, np.dtype("<u2"), [(np.ones(count, np.int32), None)])
     for module in (inspect_statistics, mmidx):
         monkeypatch.setattr(module, "_CHUNK", 1 << 14)
     tracemalloc.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_tools import merge_datasets as merging
 from data_tools.merge_datasets import merge_datasets
-from megazero.data import preprocess
+from megazero.data import mmidx, preprocess
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import write_index
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
@@ -70,12 +71,12 @@ def test_merged_equals_one_corpus_of_all_documents(tmp_path_factory, corpora):
     assert files(folder / "m") == files(folder / "whole")
 
 
-def test_pointers_beyond_32_bits(tmp_path):
+def test_pointers_beyond_32_bits():
     """2**31 bytes are no limit; only the index is written, nobody has to store the tokens."""
     big = (np.array([2**31 - 1], np.int32), np.array([0, 1]))
-    write_index(tmp_path / "i.idx", np.dtype("<i4"), [big, big, big])
-    raw = (tmp_path / "i.idx").read_bytes()
-    assert struct.unpack("<3q", raw[34 + 12 : 34 + 36]) == (0, 4 * (2**31 - 1), 8 * (2**31 - 1))
+    file = BytesIO()
+    write_index(file, np.dtype("<i4"), [big, big, big])
+    assert struct.unpack("<3q", file.getvalue()[34 + 12 : 34 + 36]) == (0, 4 * (2**31 - 1), 8 * (2**31 - 1))
 
 
 def test_a_record_is_kept_and_a_finished_merge_is_found(tmp_path):
@@ -149,9 +150,9 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
     def stop(*_):
         raise KeyboardInterrupt
 
-    for name in ("write_index", "publish"):
+    for module, name in ((mmidx, "write_index"), (preprocess, "remove_sidecar")):
         with monkeypatch.context() as patch:
-            patch.setattr(preprocess, name, stop)
+            patch.setattr(module, name, stop)
             with pytest.raises(KeyboardInterrupt):
                 merge_datasets([a, b], tmp_path / "m")
         if name == "write_index":  # what was there is whole, and what was copied is kept
