@@ -44,7 +44,6 @@ STEPS = {
 ALIASES = {
     "blacklist_urls": "filter_urls",
     "cleanup_dataset": "clean",
-    "cleanup_fix_dataset": "clean",
     "group_duplicate_url": "group_duplicates",
     "group_duplicates_url": "group_duplicates",
     "filter_ngrams": "decontaminate",
