@@ -104,10 +104,10 @@ class SignatureFiles:
 
     def _by_file(self, documents: Documents) -> Iterator[tuple[int, int, int]]:
         """(number of the file, start, stop) of each range of sorted documents that lie in one file."""
-        bounds = np.searchsorted(documents, self.firsts).tolist()
-        for number, (start, stop) in enumerate(pairwise(bounds)):
-            if start < stop:
-                yield number, start, stop
+        numbers = np.searchsorted(self.firsts, documents, side="right") - 1
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+        for start, stop in pairwise([*starts, len(documents)]):
+            yield int(numbers[start]), start, stop
 
     def _count(self, path: Path) -> int:
         """How many rows a file has."""

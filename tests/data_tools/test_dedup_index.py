@@ -204,3 +204,11 @@ def test_rows_and_ids_are_read_in_any_order(tmp_path):
     ids_path(path).rename(path)
     with pytest.raises(ValueError, match=r"is damaged \([0-9]+ bytes behind its [0-9]+ rows\)"):
         SignatureFiles([path], PERMUTATIONS)
+
+
+def test_finding_the_files_of_a_few_documents_does_not_pass_over_all_files(tmp_path):
+    files = write(tmp_path, make_rows(10), 3)
+    files.firsts = np.arange(3_000_001)
+    start = time.perf_counter()
+    assert list(files._by_file(np.array([5, 7, 7, 2_999_999]))) == [(5, 0, 1), (7, 1, 3), (2_999_999, 3, 4)]
+    assert time.perf_counter() - start < 0.1
