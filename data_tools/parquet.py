@@ -11,7 +11,7 @@ from data_tools.documents import dump
 from data_tools.optional import require
 from megazero.files import written_aside
 
-_ROWS = 1000
+_BATCH_ROWS, _BATCH_BYTES = 1000, 8 << 20  # that are read at a time, at most
 _GROUP_BYTES = 16 << 20
 
 
@@ -27,7 +27,10 @@ def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     try:
         with parquet.ParquetFile(path) as file:
             rows = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_ROWS):
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+            row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+            batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(row_bytes, 1)))
+            for batch in file.iter_batches(batch_size=batch_rows):
                 for row in batch.to_pylist():
                     done += 1
                     yield dump(row), size * done // rows

@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import sys
+import tracemalloc
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -254,6 +255,18 @@ def test_rows_are_not_longer_than_lines_may_be(tmp_path):
     assert sum(block.disk_bytes for block in blocks) == pytest.approx(path.stat().st_size, abs=1)
     for number, block in enumerate(blocks):
         assert list(document_blocks(path, 2000, block.start, 0, 50_000))[1:] == blocks[number + 1 :]
+
+
+def test_the_memory_for_rows_does_not_grow_with_their_length(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, text = tmp_path / "a.parquet", "z" * (1 << 20)
+    parquet.write_table(pyarrow.table({"text": [f"{number}{text}" for number in range(60)]}), path)
+    tracemalloc.start()
+    assert sum(1 for _ in document_blocks(path, 1 << 20)) == 60
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30 << 20  # some rows and copies of one, not all 60
 
 
 def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
