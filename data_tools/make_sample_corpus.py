@@ -28,6 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.documents import dump
+from data_tools.options import number
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
 from megazero.cgroups import available_cores
@@ -109,7 +110,7 @@ def select(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, st
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    parser.add_argument("--max-mb", type=float, default=9.0, help="megabytes of text at most")
+    parser.add_argument("--max-mb", type=number, default=9.0, help="megabytes of text at most")
     parser.add_argument(
         "--faults",
         action="store_true",

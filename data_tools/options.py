@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import re
 import resource
 from collections.abc import Sequence
@@ -84,6 +85,13 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def number(text: str) -> float:
+    """A number that is finite; raises what argparse wants of a type."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
 def add_input_output(
     parser: argparse.ArgumentParser,
     output: str = "a file, or a folder for one file per input",
@@ -114,8 +122,8 @@ def add_run_options(parser: argparse.ArgumentParser, *names: str) -> argparse._A
             "action": "store_true",
             "help": "stop at the first line that holds no document, instead of leaving it out",
         },
-        "--block-kb": {"type": float, "default": 1024, "help": "KiB of text that a worker takes at a time"},
-        "--max-line-mb": {"type": float, "default": 16, "help": "MiB; longer lines are reported and left out"},
+        "--block-kb": {"type": number, "default": 1024, "help": "KiB of text that a worker takes at a time"},
+        "--max-line-mb": {"type": number, "default": 16, "help": "MiB; longer lines are reported and left out"},
     }
     group = parser.add_argument_group("work")
     for name in names or flags:

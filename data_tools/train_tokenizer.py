@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 from data_tools.done_marker import marker_path, read_marker, write_marker
 from data_tools.inputs import list_inputs
 from data_tools.optional import version_of
-from data_tools.options import add_run_options
+from data_tools.options import add_run_options, number
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab-size", type=int, default=8192, help="entries, special ones and bytes included")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default=MODEL_TYPES[0], help="kind of vocabulary")
     parser.add_argument("--model-prefix", required=True, help="of what is written; see above")
-    parser.add_argument("--sample-mb", type=float, default=32.0, help="megabytes of text to train on at most")
+    parser.add_argument("--sample-mb", type=number, default=32.0, help="megabytes of text to train on at most")
     add_run_options(parser, "--memory", "--max-line-mb", "--strict")
 
 

@@ -122,6 +122,7 @@ def test_other_tokenizers(folder, capsys):
         ("absent.jsonl --tokenizer-path v", "error: --input absent.jsonl: there is no such file or folder"),
         ("in.jsonl", "error: GPT2BPETokenizer needs --vocab-file"),
         ("in.jsonl --tokenizer-path v --workers 0", "error: --workers must be at least 1"),
+        ("in.jsonl --max-line-mb inf", "error: argument --max-line-mb: inf is not a finite number"),
         ("in.jsonl --tokenizer-path v --memory 1M", "error: --memory 1M is too little for one process"),
         ("in.jsonl --tokenizer-path v --json-keys body", "error: no line of in.jsonl holds a text"),
         ("bad.jsonl --tokenizer-path v --strict", "error: bad.jsonl:2: bad JSON"),
