@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import glob
 import importlib.metadata
-import json
 import logging
 import platform
 import string
@@ -34,7 +33,7 @@ from data_tools.done_marker import MARKER
 from data_tools.inputs import is_beside
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
-from megazero.files import write_whole
+from megazero.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +190,7 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
         _check_folder(name, args, statistics)
         seconds = statistics["seconds"]
         manifest["steps"].append({"step": name, "flags": argv, "seconds": seconds, "statistics": statistics})
-        content = json.dumps(manifest, indent=1) + "\n"  # ASCII: a name may hold an unpaired surrogate
-        write_whole(pipeline.folder / "manifest.json", content.encode())
+        write_json(pipeline.folder / "manifest.json", manifest)
     return manifest
 
 
