@@ -30,6 +30,7 @@ from data_tools.shards import run_documents
 from megazero.lines.contents import check_unchanged, describe_files
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, read_documents
+from megazero.texts import read_text
 
 # Each letter of scripts without spaces is a word: else a word would be all that stands between two punctuation marks.
 _LETTERS = "".join(f"{chr(first)}-{chr(last)}" for first, last in SCRIPTS_WITHOUT_SPACES)
@@ -168,10 +169,7 @@ def evaluation_table(
 
 def _texts(path: Path, key: str, options: RunOptions) -> Iterator[str]:
     if path.suffix == ".txt":
-        try:
-            yield path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--evaluation {path}: invalid UTF-8 at byte {error.start}") from error
+        yield read_text(path, "--evaluation")
         return
     before = 0
     for block in document_blocks(path, options.block_bytes, max_line_bytes=options.max_line_bytes):

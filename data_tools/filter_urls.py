@@ -13,7 +13,6 @@ import argparse
 import re
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import no_search, run_lines
 from megazero.lines.jsonl import decoded
+from megazero.texts import read_text
 
 SHORTEST = 9
 _HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?|\[[0-9a-f:.]+\]", re.IGNORECASE)
@@ -134,13 +134,7 @@ def _read_list(path: str, flag: str, form: Callable[[str], str]) -> frozenset[st
     Raises:
         ValueError: the file is not UTF-8, or no URL can have an entry, because its form is another.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{flag} {path} is not UTF-8 at byte {error.start}: give a text file, one entry on a line"
-        ) from error
-    lines = (line.split("#")[0].strip().lower() for line in text.splitlines())
+    lines = (line.split("#")[0].strip().lower() for line in read_text(path, flag).splitlines())
     entries = frozenset(line for line in lines if line)
     for entry in sorted(entries):
         if (found := form(entry)) != entry:

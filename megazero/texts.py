@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from megazero.lines.jsonl import LineError, read_object
 
-def read_text(path: str, flag: str) -> str:
+
+def read_text(path: str | Path, flag: str) -> str:
     """The text of the file that `flag` names.
 
     Raises:
@@ -32,15 +33,9 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also if the line is not UTF-8, or is nested too deep
-                raise ValueError(f"{path}:{number}: not JSON ({error}). Expected one JSON object per line.") from error
-            text = record.get(text_key) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise ValueError(
-                    f'{path}:{number}: expected an object like {{"{text_key}": "..."}}, found {line[:60]!r}.'
-                )
-            texts.append(text)
+                texts.append(read_object(line, text_key)[text_key])
+            except LineError as error:
+                raise ValueError(f'{path}:{number}: {error}. Expected lines like {{"{text_key}": "..."}}.') from error
     if not texts:
         raise ValueError(f'{path} is empty: expected lines like {{"{text_key}": "..."}}.')
     return texts

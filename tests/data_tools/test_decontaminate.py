@@ -70,7 +70,7 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
     with pytest.raises(FileNotFoundError, match="--evaluation .*e.txt: there is no such file"):
         run_step("decontaminate", *flags)
     (tmp_path / "e.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="--evaluation .*e.txt: invalid UTF-8 at byte 3"):
+    with pytest.raises(ValueError, match="--evaluation .*e.txt is not UTF-8 text, at byte 3"):
         run_step("decontaminate", *flags)
     (tmp_path / "e.txt").write_text("too short")
     with pytest.raises(ValueError, match="--evaluation: none of the texts has --ngram 13 words"):

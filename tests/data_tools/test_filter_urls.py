@@ -88,7 +88,7 @@ def test_lists_of_ones_own(tmp_path):
         with pytest.raises(ValueError, match=f"--extensions .*extensions: .* the entry {entry}: write {valid}$"):
             run_step("filter_urls", *flags, "--extensions", tmp_path / "extensions")
     (tmp_path / "domains").write_bytes(b"example.com\nb\xfccher.example\n")
-    with pytest.raises(ValueError, match="--domains .*domains is not UTF-8 at byte 13"):
+    with pytest.raises(ValueError, match="--domains .*domains is not UTF-8 text, at byte 13"):
         run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
 
 
