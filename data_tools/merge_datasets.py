@@ -173,7 +173,7 @@ def _copy(partial: PartialShard, documents: int) -> None:
     """Puts the tokens of all sources together, without the first ones, which an earlier run has copied."""
     total = sum(path.stat().st_size for path in partial.shard.inputs)
     work, options = functools.partial(copy_block, documents / max(total, 1)), WorkOptions(1, block_bytes=_COPY_BYTES)
-    fill_one(partial, work, options, 1, Progress("merging", total), read_pieces)
+    fill_one(partial, work, options, Progress("merging", total), read_pieces)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,10 @@ def _make(
     """Makes the shards, of which `todo` holds the descriptions; what was counted of them."""
     total = Counts()
     paths = [path for shard in todo for path in shard.inputs]
-    workers = useful_workers(paths, options.block_bytes, options.workers_in_memory)
+    useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers_in_memory))
     partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
     progress = Progress(step, sum(path.stat().st_size for path in paths))
-    filled = fill(partials, work, options, workers, progress, drops, place, document_blocks)
-    with progress, closing(filled):
+    with closing(fill(partials, work, useful, progress, drops, place, document_blocks)) as filled:
         for partial in filled:
             inputs, description = partial.shard.inputs, todo[partial.shard]
             check_unchanged(inputs, description["inputs"], options.workers)

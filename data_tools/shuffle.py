@@ -196,7 +196,7 @@ def _gather(
     workers, sizes = min(options.workers_in_memory, len(buckets)), [path.stat().st_size for path in buckets]
     by_bucket = WorkOptions(workers, block_bytes=max(1, *sizes), commit_interval_s=0.0)
     progress = Progress("shuffle: sorting", sum(sizes))
-    with progress, closing(fill([output], work, by_bucket, workers, progress, reader=read_pieces)) as filled:
+    with closing(fill([output], work, by_bucket, progress, reader=read_pieces)) as filled:
         for _ in filled:
             output.counts = counts
             finish(output, description)

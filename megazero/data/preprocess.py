@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,9 @@ def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | N
 def _fill(partial: PartialShard, encoder: BlockEncoder, options: TokenizeOptions, reader: BlockReader) -> None:
     paths = partial.shard.inputs
     total = sum(path.stat().st_size for path in paths)
-    workers = useful_workers(paths, options.block_bytes, options.workers)
+    useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
     progress = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
-    fill_one(partial, encoder, options, workers, progress, reader)
+    fill_one(partial, encoder, useful, progress, reader)
 
 
 def _check_documents(partial: PartialShard, key: str) -> None:

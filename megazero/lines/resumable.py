@@ -74,7 +74,6 @@ def fill(
     shards: Iterable[PartialShard],
     work: BlockWork,
     options: WorkOptions,
-    workers: int,
     progress: Progress,
     drops: Drops = lambda block: {},
     place: Place | None = None,
@@ -84,6 +83,7 @@ def fill(
 
     Args:
         shards: opened as late as possible, and closed if anything fails.
+        progress: closed at the end.
         drops: what an earlier pass drops.
         place: of the results; None appends them as they are.
         reader: of the inputs' blocks.
@@ -106,7 +106,7 @@ def fill(
                     yield made.shard.outputs, block, drops(block)
 
     try:
-        with closing(ordered_map(work, items(), workers)) as results:
+        with progress, closing(ordered_map(work, items(), options.workers)) as results:
             for (_, block, _), result in results:
                 owner = owners.popleft()
                 while opened[0] is not owner:
@@ -125,9 +125,9 @@ def fill(
 
 
 def fill_one(
-    shard: PartialShard, work: BlockWork, options: WorkOptions, workers: int, progress: Progress, reader: BlockReader
+    shard: PartialShard, work: BlockWork, options: WorkOptions, progress: Progress, reader: BlockReader
 ) -> None:
     """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed."""
-    with progress, closing(fill([shard], work, options, workers, progress, reader=reader)) as filled:
+    with closing(fill([shard], work, options, progress, reader=reader)) as filled:
         next(filled)
         shard.commit()

@@ -41,7 +41,7 @@ def filled(shards, work, workers=1, block_bytes=4):
     """The bytes of the output of each shard."""
     partials = (PartialShard(shard, "key") for shard in shards)
     made = []
-    for each in fill(partials, work, WorkOptions(block_bytes=block_bytes), workers, Progress("test", 1)):
+    for each in fill(partials, work, WorkOptions(workers, block_bytes=block_bytes), Progress("test", 1)):
         each.commit()
         made.append(each.paths[0].read_bytes())
         each.remove()
