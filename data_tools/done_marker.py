@@ -39,7 +39,9 @@ def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, An
     try:
         content = json.loads(marker_path(record).read_bytes())
         sizes = {path.name: path.stat().st_size for path in outputs}
-        return content if content["key"] == key and content["outputs"] == sizes else None
+        is_same = content["key"] == key and content["outputs"] == sizes
+        del content["key"], content["outputs"]
+        return content if is_same else None
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             content["same_name"],
             " or ".join(args.id_keys),
         )
-    content = {name: value for name, value in content.items() if name not in ("key", "outputs")}
     return {**content, **search.summary(), "skipped": skipped}
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
             file.writelines(in_pieces(lines, output))
             content |= {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
-    return {"groups": content["groups"], "copies": content["copies"], "skipped": skipped}
+    return {**content, "skipped": skipped}
 
 
 def check_list(inputs: Sequence[Path], output: Path) -> None:
