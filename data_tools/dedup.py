@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     @contextmanager
     def copies() -> Iterator[Copies]:
-        with search.result() as (files, first):
+        with search.result() as (files, first, _):
             yield Copies(files, first, inputs)
 
     lines = DocumentLines(unchanged, args.json_key)
@@ -83,7 +83,6 @@ class CopySearch:
         args: of `add_copy_arguments`, with `output` and `json_key`.
         id_keys: which entries name a document.
         reports: whether this search reports lines that hold no document, and not a later pass over the documents.
-        signed: statistics of the pass over the documents that the last search has made.
         settings: what the result depends on, the content of all inputs included.
 
     Raises:
@@ -95,7 +94,6 @@ class CopySearch:
     options: RunOptions
     id_keys: Sequence[str] = ID_KEYS
     reports: bool = False
-    signed: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,20 +112,21 @@ class CopySearch:
         self.settings = {**settings, "all_inputs": key_of(described)}
 
     @contextmanager
-    def result(self) -> Iterator[tuple[SignatureFiles, Documents]]:
-        """The signatures, and for each document the first one of its group. Searched, or what an earlier run has stored."""
+    def result(self) -> Iterator[tuple[SignatureFiles, Documents, dict[str, Any]]]:
+        """The signatures, for each document the first one of its group, and statistics of the pass over the documents.
+
+        Searched, or what an earlier run has stored.
+        """
         args, options, folder = self.args, self.options, self._result.parent
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock"):
             permutations = args.bands * args.rows
-            files, self.signed = sign(
-                self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports
-            )
+            files, signed = sign(self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports)
             workers, keys = options.workers_in_memory, folder / "keys"
             search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys)
             with full_disk_named(f"to {folder}"):
                 first = _find(files, search, self._result, self.settings["all_inputs"])
-            yield files, first
+            yield files, first, signed
 
     def summary(self) -> dict[str, int]:
         """What is stored of the result: groups, comparisons; {} where there is none."""

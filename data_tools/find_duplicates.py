@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         check_made_here(output, [output])  # before the search
         content = {"copies": 0, "same_name": 0}
-        with search.result() as (files, first), written_marked(output, key, content) as file:
-            content |= {name: search.signed[name] for name in ("documents", "bad_lines", "first_errors")}
+        with search.result() as (files, first, signed), written_marked(output, key, content) as file:
+            content |= {name: signed[name] for name in ("documents", "bad_lines", "first_errors")}
             file.writelines(in_pieces(_listed(files, first, content), output))
     if content.get("same_name"):
         logger.warning(
