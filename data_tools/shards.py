@@ -27,7 +27,7 @@ from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Place, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import Counts, check_strict
+from megazero.lines.results import Counts, check_strict, report_empty
 from megazero.lines.resumable import BlockWork, Drops, fill, useful_workers
 
 logger = logging.getLogger(__name__)
@@ -135,10 +135,7 @@ def _make(
         for partial in filled:
             inputs, description = partial.shard.inputs, todo[partial.shard]
             check_unchanged(inputs, description["inputs"], options.workers)
-            empty = [path for path in inputs if path.stat().st_size == 0]
-            for path in empty:
-                logger.warning("%s: %s is empty", step, path)
-            partial.counts.empty_files = len(empty)
+            partial.counts.empty_files = report_empty(inputs)
             finish(partial, description)
             total.add(partial.counts)
     return total

@@ -31,7 +31,7 @@ from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
 from megazero.lines.progress import Progress
-from megazero.lines.results import NO_TEXT, check_strict
+from megazero.lines.results import NO_TEXT, check_strict, report_empty
 from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,9 @@ def _fill(partial: PartialShard, encoder: BlockEncoder, options: TokenizeOptions
 
 
 def _check_documents(partial: PartialShard, key: str) -> None:
-    """Warns of lines that are left out; a ValueError, and nothing left of the files, where there is no document at all."""
+    """Warns of empty files and lines that are left out; a ValueError, and nothing left, where there is no document at all."""
     counts = partial.counts
+    report_empty(partial.shard.inputs)
     if counts.bad_lines:
         logger.warning("left out %d of %d lines that hold no document", counts.bad_lines, counts.lines)
     if counts.kept == 0:

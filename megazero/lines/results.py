@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megazero.lines.jsonl import Block, LineError, block_lines, read_object
@@ -137,6 +138,14 @@ def report(block: Block, before: int, result: BlockResult, errors: list[str], st
                 logger.warning("left out: %s", message)
                 errors.append(message)
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def report_empty(paths: Iterable[Path]) -> int:
+    """How many of the files have no byte, each of which is named in a warning: perhaps it was not downloaded."""
+    empty = [path for path in paths if path.stat().st_size == 0]
+    for path in empty:
+        logger.warning("%s is empty", path)
+    return len(empty)
 
 
 def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:

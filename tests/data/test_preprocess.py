@@ -163,6 +163,13 @@ def test_no_documents_at_all_names_the_keys(tmp_path, tokenizer):
         TokenizeOptions(0)
 
 
+def test_an_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(3))
+    (tmp_path / "b.jsonl.gz").write_bytes(b"")
+    assert tokenize_json([path, tmp_path / "b.jsonl.gz"], tmp_path / "out", tokenizer, options=SMALL).documents == 3
+    assert "b.jsonl.gz is empty" in caplog.text
+
+
 def test_finished_run_is_found_and_a_changed_one_is_not(tmp_path, tokenizer, gpt2_folder, caplog):
     path = write_jsonl(tmp_path / "in.jsonl", make_texts(10))
     first = tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
