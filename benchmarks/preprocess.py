@@ -26,9 +26,10 @@ from harness import MACHINE, make_parser  # noqa: E402
 
 from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
 from megazero.data.build import build_tokenizer_from  # noqa: E402
-from megazero.data.preprocess import TokenizeOptions, tokenize_json  # noqa: E402
+from megazero.data.preprocess import tokenize_json  # noqa: E402
 from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.lines.compressed import open_bytes  # noqa: E402
+from megazero.lines.resumable import WorkOptions  # noqa: E402
 
 
 def measure(path: Path, folder: str, tokenizer: Tokenizer, workers: int, repeats: int) -> dict[str, float]:
@@ -36,9 +37,7 @@ def measure(path: Path, folder: str, tokenizer: Tokenizer, workers: int, repeats
     best = float("inf")
     for repeat in range(repeats):
         start = time.perf_counter()
-        sidecar = tokenize_json(
-            [path], Path(folder, f"{workers}-{repeat}"), tokenizer, options=TokenizeOptions(workers, progress=False)
-        )
+        sidecar = tokenize_json([path], Path(folder, f"{workers}-{repeat}"), tokenizer, options=WorkOptions(workers))
         best = min(best, time.perf_counter() - start)
     mb = sidecar.statistics["text_bytes"] / 1e6
     return {

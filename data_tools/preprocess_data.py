@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
 from megazero.data.build import build_tokenizer_from
 from megazero.data.encoding import SURROGATES
-from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.preprocess import tokenize_json
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import DROPPED_SUFFIX
+from megazero.lines.resumable import WorkOptions
 
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,13 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Tokenizes each key, and returns the statistics."""
     limits = run_options(args)
-    options = TokenizeOptions(
-        limits.workers_in_memory,
-        limits.strict,
-        limits.block_bytes,
-        limits.max_line_bytes,
-        log_interval=args.log_interval,
-    )
+    options = replace(limits, workers=limits.workers_in_memory)
     inputs = list_inputs(args.input)
     tokenizer = build_tokenizer_from(args)
     outputs = [_tokenize(args, inputs, key, tokenizer, options) for key in args.json_keys]
@@ -94,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tokenize(
-    args: argparse.Namespace, inputs: Sequence[Path], key: str, tokenizer: Tokenizer, options: TokenizeOptions
+    args: argparse.Namespace, inputs: Sequence[Path], key: str, tokenizer: Tokenizer, options: WorkOptions
 ) -> dict[str, Any]:
     prefix = f"{args.output_prefix}_{key}_document"
     sidecar = tokenize_json(
@@ -105,6 +101,7 @@ def _tokenize(
         append_eod=args.append_eod,
         surrogates=args.surrogates,
         options=options,
+        log_interval=args.log_interval,
         blocks=document_blocks,
         describe=partial(describe_files, threads=options.workers),
     )

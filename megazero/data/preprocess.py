@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,6 @@ from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TokenizeOptions(WorkOptions):
-    """How a run goes about it. Nothing here but `max_line_bytes` and `strict` changes what comes out.
-
-    Attributes:
-        log_interval: documents between log lines; 0 logs none.
-        progress: whether a bar is drawn where standard error is a terminal.
-    """
-
-    log_interval: int = 0
-    progress: bool = True
-
-
 def tokenize_json(
     inputs: Sequence[str | Path],
     prefix: str | Path,
@@ -58,7 +45,8 @@ def tokenize_json(
     key: str = "text",
     append_eod: bool = True,
     surrogates: Surrogates = "replace",
-    options: TokenizeOptions | None = None,
+    options: WorkOptions | None = None,
+    log_interval: int = 0,
     blocks: BlockReader = read_blocks,
     describe: Callable[[Sequence[Path]], list[dict[str, Any]]] = describe_files,
 ) -> Sidecar:
@@ -73,6 +61,8 @@ def tokenize_json(
         key: which entry is the text.
         append_eod: whether every document ends with the end-of-text token.
         surrogates: "replace" puts U+FFFD in the place of unpaired ones and counts the documents; "reject" leaves such lines out.
+        options: how the run goes about it; only `max_line_bytes` and `strict` change what comes out.
+        log_interval: documents between log lines, where no bar is drawn; 0 logs none.
         describe: tells one version of the inputs from another, as JSON values.
 
     Raises:
@@ -81,7 +71,7 @@ def tokenize_json(
             case, what was committed is kept: without `strict`, the next run goes on from there.
         RuntimeError: a worker process died; what was committed is kept.
     """
-    options = options or TokenizeOptions()
+    options = options or WorkOptions()
     paths, prefix = [Path(path) for path in inputs], Path(prefix)
     if surrogates not in SURROGATES:
         raise ValueError(f"--surrogates {surrogates!r} is not one of {', '.join(SURROGATES)}")
@@ -103,7 +93,10 @@ def tokenize_json(
         check_free(prefix)
         check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL))
         with closing(PartialShard(shard, key_of(source))) as partial:
-            _fill(partial, BlockEncoder(tokenizer, key, append_eod, surrogates), options, blocks)
+            total = sum(path.stat().st_size for path in paths)
+            useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
+            encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
+            fill_one(partial, encoder, useful, Progress("tokenizing", total, log_interval), blocks)
             _check_documents(partial, key)
             if describe(paths) != source["inputs"]:
                 partial.remove()  # nobody knows of which version it was made
@@ -125,14 +118,6 @@ def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | N
     check_strict(sidecar.statistics["first_errors"], strict, f"when {prefix} was made")
     logger.info("%s is there already, from the same input and settings", prefix)
     return sidecar
-
-
-def _fill(partial: PartialShard, encoder: BlockEncoder, options: TokenizeOptions, reader: BlockReader) -> None:
-    paths = partial.shard.inputs
-    total = sum(path.stat().st_size for path in paths)
-    useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
-    progress = Progress("tokenizing", total, log_documents=options.log_interval, is_shown=options.progress)
-    fill_one(partial, encoder, useful, progress, reader)
 
 
 def _check_documents(partial: PartialShard, key: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from megazero.data.cache import ArrayCache, Arrays, UnwritableCacheError
 from megazero.data.corpora import Corpus
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.preprocess import tokenize_json
 from megazero.data.sidecar import check_tokenizer, lack_of_record
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import fingerprint
@@ -75,9 +75,8 @@ class Sources:
 
         content = {"inputs": describe([path]), "key": self.text_key, "tokenizer": self.tokenizer.sha256}
         prefix = folder / f"{path.name.split('.')[0]}-{key_of(content)[:16]}_{self.text_key}_document"
-        options = TokenizeOptions(log_interval=100_000, progress=self.rank == 0)
         try:
-            tokenize_json([path], prefix, self.tokenizer, key=self.text_key, options=options, describe=describe)
+            tokenize_json([path], prefix, self.tokenizer, key=self.text_key, log_interval=100_000, describe=describe)
         except PermissionError as error:
             raise ValueError(
                 f"cannot store the tokens of {path} in {folder}: {error}. Choose a folder that this job can write with "

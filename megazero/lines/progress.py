@@ -19,16 +19,15 @@ class Progress:
     Args:
         total_bytes: of the input on disk.
         log_documents: documents between log lines where no bar is drawn, in place of half a minute; 0 logs none.
-        is_shown: whether a bar is drawn where standard error is a terminal.
     """
 
-    def __init__(self, name: str, total_bytes: int, log_documents: int | None = None, is_shown: bool = True) -> None:
+    def __init__(self, name: str, total_bytes: int, log_documents: int | None = None) -> None:
         self._name, self._total, self._every = name, total_bytes, log_documents
         self._documents = self._text = self._tokens = 0  # of this run
         self._disk = self._first = 0  # with and of what an earlier run has done
         self._start = self._logged = time.monotonic()
         self._logged_documents = 0
-        is_drawn = is_shown and sys.stderr.isatty()
+        is_drawn = sys.stderr.isatty()
         self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=name, disable=not is_drawn)
 
     def update(self, documents: int, text_bytes: int, disk_bytes: int, tokens: int = 0) -> None:

@@ -17,9 +17,10 @@ from megazero.data import cache, preprocess, sources
 from megazero.data.blend import BlendedDataset
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from, check_data
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.preprocess import tokenize_json
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines import contents
+from megazero.lines.resumable import WorkOptions
 from tests.lines.test_contents import change_a_byte
 from tests.ranks import run_ranks
 from tests.vocabularies import make_texts, write_jsonl
@@ -30,7 +31,7 @@ def corpora(tmp_path, tokenizer):
     """a and b: tokenized corpora of 100 and 40 documents; their text beside them."""
     for name, count in (("a", 100), ("b", 40)):
         path = write_jsonl(tmp_path / f"{name}.jsonl", make_texts(count, seed=count))
-        tokenize_json([path], tmp_path / f"{name}_text_document", tokenizer, options=TokenizeOptions(1, progress=False))
+        tokenize_json([path], tmp_path / f"{name}_text_document", tokenizer, options=WorkOptions(1))
     return tmp_path
 
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from megazero.data import mmidx, preprocess
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.preprocess import tokenize_json
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.jsonl import Block, block_lines, read_blocks
+from megazero.lines.resumable import WorkOptions
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
-SMALL = TokenizeOptions(1, block_bytes=500, commit_interval_s=0, progress=False)
+SMALL = WorkOptions(1, block_bytes=500, commit_interval_s=0)
 
 
 def contents(prefix):
@@ -96,12 +97,10 @@ def test_other_key_and_no_end_of_text(tmp_path, tokenizer):
 
 def test_output_does_not_depend_on_workers_or_blocks(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "in.jsonl", make_texts(400))
-    tokenize_json([path], tmp_path / "one", tokenizer, options=TokenizeOptions(1, progress=False))
+    tokenize_json([path], tmp_path / "one", tokenizer, options=WorkOptions(1))
     for workers, block_bytes in ((1, 100), (2, 1000), (3, 5000)):
         prefix = tmp_path / f"{workers}"
-        tokenize_json(
-            [path], prefix, tokenizer, options=TokenizeOptions(workers, block_bytes=block_bytes, progress=False)
-        )
+        tokenize_json([path], prefix, tokenizer, options=WorkOptions(workers, block_bytes=block_bytes))
         assert contents(prefix) == contents(tmp_path / "one")
 
 
@@ -137,7 +136,7 @@ def write_bad(path):
 def test_bad_lines_are_left_out_counted_and_named(tmp_path, tokenizer, caplog, workers):
     good = write_jsonl(tmp_path / "good.jsonl", ["first"])
     path = write_bad(tmp_path / "bad.jsonl")
-    options = TokenizeOptions(workers, block_bytes=50, progress=False)
+    options = WorkOptions(workers, block_bytes=50)
     sidecar = tokenize_json([good, path], tmp_path / "out", tokenizer, options=options)
     texts = ["first", *["good"] * len(BAD_LINES), "\ufffd last"]
     assert documents(tmp_path / "out") == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
@@ -160,7 +159,7 @@ def test_no_documents_at_all_names_the_keys(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match="absent.jsonl"):
         tokenize_json([tmp_path / "absent.jsonl"], tmp_path / "out", tokenizer)
     with pytest.raises(ValueError, match="--workers"):
-        TokenizeOptions(0)
+        WorkOptions(0)
 
 
 def test_an_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
@@ -261,7 +260,7 @@ def test_stopped_anywhere_and_continued_equals_one_run(tmp_path, tokenizer, pack
             parts[i] = part.with_suffix(".jsonl.gz")
             parts[i].write_bytes(gzip.compress(part.read_bytes()))
     tokenize_json(parts, tmp_path / "one", tokenizer, options=SMALL)
-    options = TokenizeOptions(1, block_bytes=500, commit_interval_s=commit_interval_s, progress=False)
+    options = WorkOptions(1, block_bytes=500, commit_interval_s=commit_interval_s)
     stops = 0
     for count in range(1, 1000, 7):
         try:
@@ -276,7 +275,7 @@ def test_stopped_anywhere_and_continued_equals_one_run(tmp_path, tokenizer, pack
 def test_bad_lines_are_counted_once_over_a_stop(tmp_path, tokenizer):
     path = write_bad(tmp_path / "bad.jsonl")
     whole = tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
-    options = TokenizeOptions(1, block_bytes=1, commit_interval_s=0, progress=False)
+    options = WorkOptions(1, block_bytes=1, commit_interval_s=0)
     with pytest.raises(KeyboardInterrupt):
         tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 5), options=options)
     assert tokenize_json([path], tmp_path / "out", tokenizer, options=options) == whole
@@ -285,7 +284,7 @@ def test_bad_lines_are_counted_once_over_a_stop(tmp_path, tokenizer):
 def test_strict_deletes_nothing_that_was_done(tmp_path, tokenizer):
     path = write_bad(tmp_path / "bad.jsonl")
     whole = tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
-    options = TokenizeOptions(1, block_bytes=1, commit_interval_s=0, progress=False)
+    options = WorkOptions(1, block_bytes=1, commit_interval_s=0)
     strict = replace(options, strict=True)
     with pytest.raises(ValueError, match="bad.jsonl:3: invalid UTF-8 .*drop --strict"):
         tokenize_json([path], tmp_path / "out", tokenizer, options=strict)
@@ -342,7 +341,7 @@ def test_a_finished_corpus_that_is_damaged_is_made_again(tmp_path, tokenizer, su
 
 def tokenize_and_count(path, prefix, folder, results):
     tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
-    results.put(tokenize_json([path], prefix, tokenizer, options=TokenizeOptions(2, block_bytes=5000)).tokens)
+    results.put(tokenize_json([path], prefix, tokenizer, options=WorkOptions(2, block_bytes=5000)).tokens)
 
 
 def test_several_processes_with_one_output(tmp_path, tokenizer, gpt2_folder):
@@ -356,7 +355,7 @@ def test_several_processes_with_one_output(tmp_path, tokenizer, gpt2_folder):
     for process in processes:
         process.start()
     assert len({results.get(timeout=60) for _ in processes}) == 1
-    tokenize_json([path], tmp_path / "one", tokenizer, options=TokenizeOptions(1, progress=False))
+    tokenize_json([path], tmp_path / "one", tokenizer, options=WorkOptions(1))
     assert contents(tmp_path / "out") == contents(tmp_path / "one")
 
 
@@ -375,6 +374,6 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path, gpt2_folder):
 def test_log_lines_where_there_is_no_terminal(tmp_path, tokenizer, caplog):
     path = write_jsonl(tmp_path / "in.jsonl", make_texts(100))
     with caplog.at_level(logging.INFO, "megazero"):
-        tokenize_json([path], tmp_path / "out", tokenizer, options=TokenizeOptions(1, log_interval=40, block_bytes=200))
+        tokenize_json([path], tmp_path / "out", tokenizer, options=WorkOptions(1, block_bytes=200), log_interval=40)
     lines = [r.message for r in caplog.records if "MB/s" in r.message and "tokens/s" in r.message]
     assert len(lines) == 2

@@ -15,8 +15,9 @@ from data_tools.inspect_statistics import PERCENTILES, count_tokens, describe, d
 from megazero.data import mmidx
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.mmidx import write_index
-from megazero.data.preprocess import TokenizeOptions, tokenize_json
+from megazero.data.preprocess import tokenize_json
 from megazero.data.tokenizer import build_tokenizer
+from megazero.lines.resumable import WorkOptions
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
 EOD = 0
@@ -31,7 +32,7 @@ def corpus(tmp_path, monkeypatch):
         [write_jsonl(tmp_path / "in.jsonl", texts)],
         "c",
         build_tokenizer("GPT2BPETokenizer", tokenizer_path="v"),
-        options=TokenizeOptions(1, progress=False),
+        options=WorkOptions(1),
     )
     return texts
 
