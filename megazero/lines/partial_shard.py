@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megazero.files import append_suffix, locked, write_whole
 from megazero.lines.jsonl import Block, Position
@@ -52,7 +52,6 @@ class PartialShard:
     Attributes:
         paths: of the outputs so far and, last, of what was left out.
         sizes: bytes of each of these.
-        is_new: whether there was nothing to go on from.
         position: how far the inputs are done.
         counts: what was counted up to there.
 
@@ -70,11 +69,10 @@ class PartialShard:
         with ExitStack() as held:  # the lock and the files, until `close` or an error below
             _lock(shard.record, held)
             committed = self._committed()
-            self.is_new = committed is None
             self.sizes, self.position, self.counts = committed or ([0] * len(self.paths), Position(), Counts())
             self._files = [_cut(path, size, held) for path, size in zip(self.paths, self.sizes, strict=True)]
-            if self.is_new:
-                self._write_journal(None)  # from now on, these files are known to be ours
+            if committed is None:
+                self._write_journal()  # from now on, these files are known to be ours
             self._held = held.pop_all()
         self._commit_time = time.monotonic()
         if self.counts.text_bytes_in:
@@ -100,7 +98,7 @@ class PartialShard:
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
-        self._write_journal({"position": asdict(self.position), "counts": asdict(self.counts)})
+        self._write_journal()
         self._commit_time = time.monotonic()
 
     def remove(self) -> None:
@@ -113,7 +111,8 @@ class PartialShard:
         """Closes the files; what was committed stays."""
         self._held.close()
 
-    def _write_journal(self, state: dict[str, Any] | None) -> None:
+    def _write_journal(self) -> None:
+        state = {"position": asdict(self.position), "counts": asdict(self.counts)}
         content = {"key": self._key, "sizes": self.sizes, "state": state}
         write_whole(self._journal, json.dumps(content).encode())
 
@@ -122,7 +121,7 @@ class PartialShard:
             content = json.loads(self._journal.read_bytes())
             found = [path.stat().st_size for path in self.paths]
             key, state, sizes = content["key"], content["state"], list(map(int, content["sizes"]))
-            done = None if state is None else (Position(**state["position"]), Counts(**state["counts"]))
+            position, counts = Position(**state["position"]), Counts(**state["counts"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -134,7 +133,7 @@ class PartialShard:
         if len(sizes) != len(found) or any(have < want for have, want in zip(found, sizes, strict=True)):
             logger.warning("%s: the files beside it are shorter than it says: starting over", self._journal)
             return None
-        return None if done is None else (sizes, *done)
+        return sizes, position, counts
 
 
 def _lock(record: Path, held: ExitStack) -> None:
