@@ -106,7 +106,7 @@ def _for_device(setup: Setup, is_of_states: bool) -> str:
 
 def _for_host(plan: JobPlan) -> str:
     flags = [change.flags for change in last_resorts(plan.setup) if plan_job(change.setup).host < plan.host]
-    flags += ["no --async-save"] if plan.setup.saves_in_background else []
+    flags += ["no --async-save"] if plan.setup.config.checkpoint.async_save else []
     return f"Use {', '.join([*flags, 'fewer ranks per node'])}, or more nodes."
 
 

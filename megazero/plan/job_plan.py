@@ -22,22 +22,17 @@ RUNTIME_BYTES = 14 * 10**8
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a job that its memory depends on.
+    """A job's settings on a number of ranks.
 
     Attributes:
-        config: all settings of the job, from which `of` takes the others.
-        saves_in_background: checkpoints are copied to host memory, and written from there.
-        uses_muon: Muon updates the blocks' matrices.
+        config: all settings of the job.
+        shape, states: what activations and model states depend on, from the settings and the ranks.
     """
 
     config: Config
-    model: GPT2Config
-    shape: Shape
     ranks_per_node: int
+    shape: Shape
     states: StateSettings
-    checkpoints: CheckpointSettings
-    saves_in_background: bool = False
-    uses_muon: bool = False
 
     @classmethod
     def of(cls, config: Config, world_size: int, ranks_per_node: int, device_type: str) -> Setup:
@@ -49,27 +44,28 @@ class Setup:
         config.check_world(world_size)
         tensor_parallel = config.parallel.model_parallel_size
         data_parallel = world_size // tensor_parallel
-        model, precision = config.model, config.precision
-        zero = replace(config.zero, overlap_param_gather=False)  # takes no memory, and some stages refuse it
+        zero = config.zero
         if zero.placement == "auto":
             # What finds no room rests on the host; without a device there is nothing to place.
             home = "none" if device_type == "cpu" else "cpu"
             zero = replace(zero, placement="static", offload_optimizer=home, offload_param=home)
         return cls(
             config,
-            model,
-            Shape(config.training.batch_size, config.data.seq_length, tensor_parallel, precision.dtype, device_type),
             min(ranks_per_node, world_size),
+            Shape(
+                config.training.batch_size,
+                config.data.seq_length,
+                tensor_parallel,
+                config.precision.dtype,
+                device_type,
+            ),
             StateSettings(
                 zero,
                 data_parallel,
                 device_type,
-                recomputed_together=model.recomputed_together,
+                recomputed_together=config.model.recomputed_together,
                 micro_batches=config.accumulation_steps(data_parallel),
             ),
-            config.checkpoint_settings(),
-            config.checkpoint.async_save,
-            config.optimizer.uses_muon,
         )
 
     def changed(self, **values: Any) -> Setup:
@@ -81,6 +77,11 @@ class Setup:
         # whether new weights arrive late is decided anew: it is a matter of the stage
         config = self.config.with_values(**{"overlap_param_gather": False, **values})
         return Setup.of(config, self.world_size, self.ranks_per_node, self.states.device_type)
+
+    @property
+    def model(self) -> GPT2Config:
+        """The model that is trained."""
+        return self.config.model
 
     @property
     def data_parallel_size(self) -> int:
@@ -132,9 +133,11 @@ class JobPlan:
     @property
     def being_saved(self) -> int:
         """Host memory of a rank while --async-save writes: its part of the fp32 weights and the optimizer's states."""
+        if not self.setup.config.checkpoint.async_save:
+            return 0
         settings = self.setup.states
         per_element = FP32_BYTES * (1 + settings.states_per_element)
-        return self.states.numel * per_element // settings.data_parallel_size if self.setup.saves_in_background else 0
+        return self.states.numel * per_element // settings.data_parallel_size
 
     @property
     def disk(self) -> int:
@@ -152,14 +155,14 @@ def plan_job(setup: Setup) -> JobPlan:
     Raises:
         ValueError: the model does not split over the ranks, or has no `vocab_size`.
     """
-    shape, settings = setup.shape, setup.states
+    shape, settings, uses_muon = setup.shape, setup.states, setup.config.optimizer.uses_muon
     ranks = shape.model_parallel_size, settings.data_parallel_size
-    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero, setup.uses_muon)
+    buckets = gpt2_buckets(setup.model, *ranks, shape.dtype, settings.zero, uses_muon)
     needs = BucketBytes.of_all(buckets, settings)
     states = memory_of_buckets(buckets, settings)
-    work = plan_activations(setup.model, shape, setup.checkpoints)
+    work = plan_activations(setup.model, shape, setup.config.checkpoint_settings())
     traffic = plan_traffic(setup.model, shape, needs, settings)
-    update = muon_working(setup.model) if setup.uses_muon else 0
+    update = muon_working(setup.model) if uses_muon else 0
     moments, certain = (
         step_moments(needs, settings, states, each, setup.model.num_layers, update) for each in (work, Activations())
     )

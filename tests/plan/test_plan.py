@@ -20,7 +20,6 @@ from megazero.model import GPT2Config, GPT2Model
 from megazero.plan import (
     Limits,
     Setup,
-    Shape,
     activation_modes,
     changes,
     check_fits,
@@ -166,7 +165,9 @@ def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model,
             engine.step()
         sent = sum(kind.elements for kind in engine.channel.traffic.values())
         uses_muon = optimizer == "muon"
-        plan = plan_job(replace(setup(config, stage, 4, micro_batches=2).changed(**zero), uses_muon=uses_muon))
+        plan = plan_job(
+            setup(config, stage, 4, micro_batches=2).changed(**zero, optimizer="muon" if uses_muon else "adamw")
+        )
         # Which tiles are there already when they are recomputed is planned for the engine's own limits only.
         is_exact = "checkpoint_activations" not in model or set(zero) <= {"shard_size"}
         assert sent == pytest.approx(plan.traffic.data_parallel_elements, rel=0 if is_exact else 0.05)
@@ -201,8 +202,7 @@ def test_the_largest_batch_and_model_are_the_last_ones_that_fit():
     batch, layers = largest_batch(job, limits), largest_model(job, limits)
 
     def fits(batch: int = 1, layers: int = 48) -> bool:
-        changed = replace(job, shape=replace(job.shape, batch_size=batch), model=replace(TUTORIAL, num_layers=layers))
-        return not check_fits(plan_job(changed), limits)
+        return not check_fits(plan_job(job.changed(batch_size=batch, num_layers=layers)), limits)
 
     assert fits(batch) and not fits(batch + 1) and fits(layers=layers) and not fits(layers=layers + 1)
     assert largest_batch(job, Limits(device=GB)) == 0
@@ -355,9 +355,7 @@ def test_every_resource_is_checked_for_all_ranks_of_a_node_and_names_what_to_cha
 
 
 def test_ranks_without_gpus_share_the_hosts_memory():
-    job = replace(setup(TUTORIAL, 1, 4), shape=Shape(1, 1024, 1, torch.float32, "cpu"))
-    job = replace(job, states=StateSettings(ZeroConfig(1), 4, device_type="cpu"))
-    plan = plan_job(job)
+    plan = plan_job(setup(TUTORIAL, 1, 4, device_type="cpu").changed(fp16=False))
     assert plan.runtime == 0 and check_fits(plan, Limits(device=1, host=4 * plan.device)) == []
     (problem,) = check_fits(plan, Limits(host=4 * plan.device - 1))
     assert problem.resource == "host memory for 4 ranks"
