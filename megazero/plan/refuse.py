@@ -32,9 +32,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
     """
     plan = plan_job(_setup(config, world_size, device))
     if limits is None:
-        limits = measure_limits(
-            device, (config.zero.nvme_path or config.activations.checkpoint_nvme_path) if plan.disk else None
-        )
+        limits = measure_limits(device, next(iter(config.swap_folders), None))
     problems = check_fits(plan, limits)
     certain = [problem for problem in problems if problem.is_certain]
     if certain:

@@ -28,6 +28,7 @@ from megazero.plan import (
     largest_batch,
     largest_model,
     plan_job,
+    refuse,
     refuse_what_cannot_fit,
     what_to_change,
 )
@@ -542,6 +543,15 @@ def test_the_job_refuses_activations_that_are_far_too_large():
         ValueError, match=r"needs .* TB of device memory .* It fits with .*--batch-size [0-9]{2,3}( |\.)"
     ):
         refuse_what_cannot_fit(config, 8, cuda, Limits(device=2 * enough))
+
+
+def test_the_disk_that_is_measured_is_the_one_that_the_job_swaps_to(monkeypatch):
+    argv = [*(f for f in FLAGS if f not in ("--gpus", "8")), "--checkpoint-activations"]
+    argv += ["--nvme-path", "/idle", "--checkpoint-nvme-path", "/used"]  # no state rests on nvme
+    measured = []
+    monkeypatch.setattr(refuse, "measure_limits", lambda _, path: measured.append(path) or Limits())
+    refuse_what_cannot_fit(load_config(argv, world_size=8), 8, torch.device("cuda"))
+    assert measured == ["/used"]
 
 
 OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "cpu", "--offload-param", "nvme", "--nvme-path", "/local"]
