@@ -30,16 +30,22 @@ class Ranks:
             for _ in range(2):  # so that there are moments to save
                 self.step(way)
 
-    def step(self, way: Way) -> float:
-        """Seconds of one training step."""
+    def step(self, way: Way, finishes: bool = False) -> float:
+        """Seconds of one training step, of its update too if it `finishes`; else what of it goes on delays the next one."""
         self.steps += 1
         tokens, targets = self.job.data(self.steps, self.rank)
-        return timed(lambda: way.trainer.step(tokens, targets))
+
+        def run() -> None:
+            way.trainer.step(tokens, targets)
+            if finishes:
+                way.finish()
+
+        return timed(run)
 
     def save_and_load(self, found: dict[str, Any], turn: int, name: str) -> None:
         """One turn of one way."""
         way, folder = self.ways[name], self.directory / f"{name}-{turn}"
-        self.settle()
+        self.settle(way)
         save = measured(lambda: way.save(folder))
         saved = [tensor.clone() for tensor in way.tensors()]
         self.scramble(way)
@@ -56,10 +62,10 @@ class Ranks:
     def save_in_background(self, found: dict[str, list[float]], turn: int, name: str) -> None:
         """One save beside training, and the steps around it."""
         way, folder = self.ways[name], self.directory / f"{name}-background-{turn}"
-        self.settle()
+        self.settle(way)
         self.step(way)
         normal = [self.step(way) for _ in range(self.args.between)]
-        step_s = self.step(way)
+        step_s = self.step(way, finishes=True)  # as the save would
         saved = [tensor.clone() for tensor in way.tensors()]
         start = time.perf_counter()
         call_s = timed(lambda: way.start_saving(folder))
@@ -78,8 +84,9 @@ class Ranks:
             found.setdefault("beside", []).extend(beside)
             found.setdefault("write", []).append(write_s)
 
-    def settle(self) -> None:
-        """Nothing of what came before is still to be written or to be freed."""
+    def settle(self, way: Way) -> None:
+        """Nothing of what came before is still to be updated, written or freed."""
+        way.finish()
         gc.collect()
         if self.rank == 0:
             os.sync()
