@@ -34,7 +34,18 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from harness import check_close, gpt2_config, in_turns, machine_of, make_parser, memory_timeline, table
+from harness import (
+    check_close,
+    gpt2_config,
+    in_turns,
+    is_installed,
+    machine_of,
+    make_parser,
+    measured_on,
+    memory_timeline,
+    quartiles_ms,
+    table,
+)
 from torch import Tensor
 
 from megazero import activation_checkpointing, comm, mpu
@@ -91,11 +102,11 @@ def _torch_checkpoint(use_reentrant: bool) -> Checkpoint:
 
 def _deepspeed_ways(full: Way, ranks: int) -> dict[str, Way]:
     """DeepSpeed's checkpointing, and with partitioned activations on several ranks; none where it cannot be imported."""
+    if not is_installed("deepspeed", "pip install deepspeed"):
+        return {}
     with redirect_stdout(sys.stderr):  # stdout is for the result
-        try:
-            import deepspeed
-        except ImportError:
-            return {}
+        import deepspeed
+
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)  # finds that there is one
     theirs = deepspeed.checkpointing
@@ -202,7 +213,7 @@ def measure(bench: Bench, found: dict[str, Way], args: argparse.Namespace) -> di
                 check_close(f"a gradient of {name}", got, want, 1e-4 if args.dtype == "float32" else 5e-2)
     return {
         name: {
-            "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(times[name], n=4)],
+            "quartiles_ms": quartiles_ms(times[name]),
             "kept_mb": round(bench.kept_bytes(way) / 1e6, 2),
             "peak_mb": round(max(size for _, size in bench.timeline(way)), 1),
             "by_none": round(statistics.median(times[name]) / statistics.median(times["none"]), 2),
@@ -249,14 +260,16 @@ def main() -> None:
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
     bench = Bench(args)
     found = ways(args, bench.whole)
+    names = args.plotted or [name for name in found if not name.startswith(("torch", "deepspeed"))]
+    if unknown := set(names) - set(found):
+        parser.error(f"--plotted {', '.join(unknown)}: there is no such way. There are {', '.join(found)}.")
     result = measure(bench, found, args)
     if args.plot:
-        names = args.plotted or [name for name in found if not name.startswith(("torch", "deepspeed"))]
         plot(bench, {name: found[name] for name in names}, args.plot)
     if comm.world().rank() == 0:
         print(table("way", result), file=sys.stderr)
         ranks = torch.distributed.get_world_size()
-        machine = {"machine": machine_of(comm.local_device()), "ranks": ranks, "torch": torch.__version__}
+        machine = {**measured_on("deepspeed", machine=machine_of(comm.local_device())), "ranks": ranks}
         question = "activations: bytes kept between forward and backward, and time of a step, by way"
         print(json.dumps({"question": question, **vars(args), **machine, "ways": result}))
     comm.leave_distributed()

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import check_close, in_turns, machine_of, make_parser, memory_timeline
+from harness import check_close, in_turns, machine_of, make_parser, measured_on, memory_timeline, quartiles_ms
 from torch import Tensor
 
 from megazero import comm, mpu
@@ -100,7 +99,7 @@ def measure(hidden: int, args: argparse.Namespace) -> dict[str, dict]:
             check_close(name, got, want, 1e-5 if args.dtype == "float32" else 1e-2)
     return {
         name: {
-            "quartiles_ms": [round(1e3 * q, 1) for q in statistics.quantiles(seconds, n=4)],
+            "quartiles_ms": quartiles_ms(seconds),
             "peak_mb": round(peak_mb(found[name], inputs), 1),
         }
         for name, seconds in times.items()
@@ -122,8 +121,7 @@ def main() -> None:
     result = {f"hidden {hidden}": measure(hidden, args) for hidden in args.hidden}
     question = "head and loss, forward and backward: time and memory of the whole logits, and of chunks"
     about = {"vocabulary": VOCAB, "tokens": args.tokens, "dtype": args.dtype, "rounds": args.rounds}
-    machine = {"machine": machine_of(comm.local_device()), "torch": torch.__version__}
-    print(json.dumps({"question": question, **about, **machine, **result}))
+    print(json.dumps({"question": question, **about, **measured_on(machine=machine_of(comm.local_device())), **result}))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from harness import MACHINE, in_turns, make_parser, run_ranks
+from harness import in_turns, make_parser, measured_on, quartiles_ms, run_ranks
 
 from megazero import comm
 from megazero.comm.lane import NativeLane, ThreadLane
@@ -65,7 +64,7 @@ def measure(world_size: int, args: argparse.Namespace) -> dict:
     """{"MB": {action: {way: [lower quartile, median, upper quartile] in ms}}} on `world_size` ranks."""
     return {
         f"{mb} MB": {
-            action: {way: [round(1e3 * q, 2) for q in statistics.quantiles(v, n=4)] for way, v in of_action.items()}
+            action: {way: quartiles_ms(seconds, 2) for way, seconds in of_action.items()}
             for action, of_action in of_size.items()
         }
         for mb, of_size in run_ranks(of_rank, world_size, args).items()
@@ -80,7 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="dtype of the buffer")
     args = parser.parse_args()
     question = "milliseconds of a collective in place: gloo's own, point to point, shared memory"
-    about = {"dtype": args.dtype, "machine": MACHINE, "torch": torch.__version__, "rounds": args.rounds}
+    about = {"dtype": args.dtype, "rounds": args.rounds, **measured_on()}
     found = {f"{n} ranks": measure(n, args) for n in args.ranks}
     print(json.dumps({"question": question, **about, "quartiles_ms": found}))
 

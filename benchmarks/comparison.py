@@ -8,8 +8,7 @@ import statistics
 import sys
 from typing import Any
 
-import torch
-from harness import MACHINE, installed_versions, legend, quartiles
+from harness import MACHINE, legend, measured_on, quartiles
 from rank_sets import StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
@@ -85,9 +84,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "ranks": args.ranks,
         "dtype": "bf16" if args.bf16 else "fp32",
         "malloc": args.malloc,
-        "device": f"{MACHINE}, 1 thread per rank, gloo",
-        "torch": torch.__version__,
-        **installed_versions(["deepspeed", "megatron-core"]),
+        **measured_on("deepspeed", "megatron-core", machine=f"{MACHINE}, 1 thread a rank, gloo"),
         "steps": args.steps,
         "measured": MEASURED,
     }

@@ -21,7 +21,6 @@ Targets, on each number of threads: torch-for-loop takes at least 8 times as lon
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import random
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import MACHINE, make_parser, quartiles
+from harness import is_installed, make_parser, measured_on, quartiles
 from torch import Tensor, nn
 
 from megazero.optim.adam_kernels import AdamSettings, MixedKernel, Operands, mixed, mixed_kernel, tiled
@@ -102,8 +101,10 @@ def ways(memory: Memory, skip: list[str]) -> tuple[dict[str, Update], str]:
         "torch-foreach": lambda: stepping(torch.optim.AdamW, memory, foreach=True),
     }
     updates = {name: make() for name, make in makers.items() if name not in skip}
-    if "deepspeed" in skip or importlib.util.find_spec("deepspeed") is None:
-        return updates, "skipped" if "deepspeed" in skip else "not installed"
+    if "deepspeed" in skip:
+        return updates, "skipped"
+    if not is_installed("deepspeed", "pip install deepspeed"):
+        return updates, "not installed"
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -180,8 +181,8 @@ def main() -> None:
         "mixed kernel": mixed_kernel().__name__,
         "without": missing and f"deepspeed: {missing}",
     }
-    machine = {"machine": MACHINE, "torch": torch.__version__}
-    print(json.dumps({"question": "one Adam update on the host", **about, **machine, **found}))
+    about |= measured_on("numba", "deepspeed")
+    print(json.dumps({"question": "one Adam update on the host", **about, **found}))
 
 
 if __name__ == "__main__":

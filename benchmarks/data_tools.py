@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -36,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts  # noqa: E402
-from harness import MACHINE, in_turns, installed_versions, make_parser, quartiles, table  # noqa: E402
+from harness import in_turns, make_parser, measured_on, quartiles, table  # noqa: E402
 
 from megazero.data.gpt2_bpe import find_gpt2_files  # noqa: E402
 from tests.data_tools.memory import peak_bytes  # noqa: E402
@@ -128,7 +127,7 @@ def ask_commands(args: argparse.Namespace, texts: list[str], folder: Path) -> di
             found[step] = measure_command(make_case(step, mb, texts, args.vocabulary, fresh(folder) / "in"), args)
             continue
         for count in args.sizes:
-            case = dedup_case(fresh(folder) / "documents.jsonl", max(200, int(args.scale * count)))
+            case = dedup_case(fresh(folder) / "documents.jsonl", int(args.scale * count))
             found[f"dedup {case.documents:,}"] = measure_command(case, args)
     return found
 
@@ -168,8 +167,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--memory", default="1G", help="of all processes of a command (default: 1G)")
     parser.add_argument("--tokenizer-path", help="folder of GPT-2's vocabulary (default: data/gpt2_bpe)")
     args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error(f"--rounds {args.rounds}: quartiles need at least 2")
     if not args.input.is_file():
         parser.error(f"--input {args.input} is not there: python -m data_tools sample_corpus --output {args.input}")
     try:
@@ -183,16 +180,13 @@ def main() -> None:
     """The command line."""
     args = parse_args()
     texts = read_texts(args.input)
-    versions = installed_versions(PACKAGES)
-    machine = {"machine": MACHINE, "python": platform.python_version(), "versions": versions}
     about = {"rounds": args.rounds, "workers": args.workers, "memory": args.memory}
     for question in args.questions:
         with tempfile.TemporaryDirectory() as folder:
             found = QUESTIONS[question](args, texts, Path(folder))
         print(table(question, found), file=sys.stderr, flush=True)
-        load = round(os.getloadavg()[0], 2)
         result = {"benchmark": "data_tools", "question": question, **about, question: found}
-        print(json.dumps({**result, "load_average": load, **machine}), flush=True)
+        print(json.dumps({**result, **measured_on(*PACKAGES)}), flush=True)
 
 
 if __name__ == "__main__":

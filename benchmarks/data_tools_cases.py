@@ -15,6 +15,7 @@ from typing import Any
 
 import data_tools_ways as ways
 import numpy as np
+from harness import is_installed
 
 from data_tools.registry import step_parser
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -22,6 +23,7 @@ from tests.data_tools.planted import Planted, planted_documents, score
 
 Way = Callable[[Path, Path], object]
 """(source, folder): does the work and writes the result into the empty folder."""
+HOW = "pip install -e '.[bench]'"
 QUALITY = ("gopher_quality", "gopher_repetition", "fineweb")
 SIZES_MB = {
     "filter_urls": 2,
@@ -137,19 +139,21 @@ def make_case(step: str, mb: float, texts: list[str], vocabulary: tuple[Path, Pa
         return case(flags, {"HF tokenizers": ways.train_tokenizer}, "bpe/merges.txt")
     if step == "tokenize":
         kinds = {"HF tokenizers": ways.hugging_face_encoder, "plain Python": ways.plain_encoder}
+        if not is_installed("regex", HOW):
+            kinds.pop("plain Python")
         others = {name: partial(ways.tokenize, encoder, *vocabulary) for name, encoder in kinds.items()}
         return case(("--append-eod", "--output-prefix", "{folder}/o", *words), others, ways.TOKENS)
     return case(_OUTPUT, {"plain Python": getattr(ways, step)}, is_same=step == "merge")
 
 
 def dedup_case(source: Path, count: int) -> Case:
-    """The case of dedup with `count` documents with planted copies."""
-    planted = []
+    """The case of dedup with `count` documents, or 200, with planted copies."""
+    count, planted = max(200, count), []
     with open(source, "w") as file:
         for document in planted_documents(count):
             file.write(json.dumps(document.line) + "\n")
             planted.append(replace(document, text=""))
-    others = {"datasketch's LSH": ways.dedup}
+    others = {"datasketch's LSH": ways.dedup} if is_installed("datasketch", HOW) else {}
     return Case("dedup", source, count, _OUTPUT, others, is_same=False, planted=tuple(planted))
 
 

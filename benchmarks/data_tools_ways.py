@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import regex
 import tokenizers
 
 from data_tools.blacklists import DOMAINS, EXTENSIONS
@@ -31,7 +30,7 @@ from megazero.data.indexed_dataset import IndexedDataset
 OUTPUT, TOKENS = "kept.jsonl", "o_text_document.bin"
 MIN_TOKENS, VOCAB_SIZE = 128, 2048
 Encoder = Callable[[str], list[int]]
-_GPT2_PATTERN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD = re.compile(r"[^\W_]+")
 _ANY_WORD = re.compile(r"\w+")
 
@@ -194,6 +193,8 @@ def split(source: Path, folder: Path) -> None:
 
 def plain_encoder(vocab_file: Path, merge_file: Path) -> Encoder:
     """GPT-2's byte-level BPE in plain Python, with the merges of each word remembered, as OpenAI's encoder.py does it."""
+    import regex
+
     ids: dict[str, int] = json.loads(vocab_file.read_text(encoding="utf-8"))
     lines = merge_file.read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
@@ -215,7 +216,8 @@ def plain_encoder(vocab_file: Path, merge_file: Path) -> Encoder:
             parts = joined
         return [ids[part] for part in parts]
 
-    return lambda text: [i for word in _GPT2_PATTERN.findall(text) for i in merged(word)]
+    pattern = regex.compile(_GPT2_PATTERN)
+    return lambda text: [i for word in pattern.findall(text) for i in merged(word)]
 
 
 def hugging_face_encoder(vocab_file: Path, merge_file: Path) -> Encoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.util
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
@@ -39,18 +41,37 @@ def machine_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{MACHINE}, {threads} a rank"
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The version of each of the packages that is installed."""
-    found = {name: next(iter(distributions(name=name)), None) for name in packages}
-    return {name: package.version for name, package in found.items() if package is not None}
+def measured_on(*packages: str, machine: str = MACHINE) -> dict[str, Any]:
+    """For a result line: the machine, its load, the versions of Python and torch, and of those packages that are installed."""
+    found = {name: next(iter(distributions(name=name)), None) for name in ("torch", *packages)}
+    versions = {name: package.version for name, package in found.items() if package is not None}
+    load = round(os.getloadavg()[0], 2)
+    return {"machine": machine, "load_average": load, "python": platform.python_version(), **versions}
+
+
+@cache
+def is_installed(module: str, how: str) -> bool:
+    """Whether a peer can be imported; if not, a line on stderr says so, and how to install it."""
+    if importlib.util.find_spec(module) is not None:
+        return True
+    print(f"without {module}, which is not installed here ({how})", file=sys.stderr)
+    return False
 
 
 def make_parser(about: str | None, **sizes: int) -> argparse.ArgumentParser:
     """A parser whose --help is `about`, a benchmark's docstring, and that takes a whole number for each of `sizes`."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in sizes.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"(default: {default})")
+        kind = _repeats if name in ("rounds", "steps", "saves") else int
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"(default: {default})")
     return parser
+
+
+def _repeats(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text}: quartiles need at least 2")
+    return number
 
 
 def gpt2_config(args: argparse.Namespace, **more: Any) -> GPT2Config:
@@ -80,8 +101,14 @@ def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
-    """The first and the third."""
-    return [round(q, digits) for q in statistics.quantiles(values, n=4)[::2]]
+    """The first and the third, which lie among the values, however few these are."""
+    return [round(q, digits) for q in statistics.quantiles(values, n=4, method="inclusive")[::2]]
+
+
+def quartiles_ms(seconds: Sequence[float], digits: int = 1) -> list[float]:
+    """[lower quartile, median, upper quartile] in milliseconds."""
+    low, high = quartiles(seconds, 9)
+    return [round(1e3 * s, digits) for s in (low, statistics.median(seconds), high)]
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:

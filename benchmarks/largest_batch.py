@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from activation_memory import Bench, Way, ways
-from harness import machine_of, make_parser, table
+from harness import machine_of, make_parser, measured_on, table
 
 from megazero import comm, mpu
 from megazero.throughput import keep_freed_memory
@@ -126,7 +126,7 @@ def main() -> None:
     result = measure(bench, ways(args, bench.whole), total - held - args.other_gb * 1e9, args)
     print(table("way", result), file=sys.stderr)
     about = {"question": "the largest micro-batch that fits, by way to keep activations", **vars(args), "bytes": total}
-    print(json.dumps({**about, "machine": machine_of(device), "torch": torch.__version__, "ways": result}))
+    print(json.dumps({**about, **measured_on("deepspeed", machine=machine_of(device)), "ways": result}))
     comm.leave_distributed()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -54,8 +54,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def is_installed() -> bool:
-    """Whether megatron-core can be imported here."""
-    return importlib.util.find_spec("megatron") is not None
+    """Whether megatron-core can be imported here; says so if not."""
+    return harness.is_installed("megatron", "pip install --no-deps megatron-core")
 
 
 def on_cpu() -> None:

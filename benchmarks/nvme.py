@@ -29,7 +29,7 @@ import time
 from typing import Any
 
 import torch
-from harness import MACHINE, in_turns, make_parser, quartiles, table
+from harness import in_turns, make_parser, measured_on, quartiles, table
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -216,10 +216,8 @@ def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict
         "buffers_mb": round(swapped.home.nbytes / 1e6, 1),
         "moved_mb": round(moved / 1e6, 1),
         **{key: getattr(args, key) for key in ("units", "dtype", "threads", "block_size", "queue_depth", "rounds")},
-        "load_average": os.getloadavg()[0],
-        "machine": MACHINE,
+        **measured_on(),
         "kernel": platform.release(),
-        "torch": torch.__version__,
     }
 
 

@@ -18,9 +18,7 @@ most, peak_resident_mb the process in host memory (without a GPU both kinds of m
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import MACHINE, gpt2_config, make_parser, model_line, quartiles, status_bytes
+from harness import MACHINE, gpt2_config, is_installed, make_parser, measured_on, model_line, quartiles, status_bytes
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainBlock, PlainGPT2
 from torch import Tensor
@@ -72,9 +70,16 @@ def side_names(args: argparse.Namespace) -> list[str]:
     for stage in args.stages:
         for o in HOMES:
             names += [f"{stage}-{o}-{p}" for p in (HOMES if stage == 3 else ("none",))]
-    if importlib.util.find_spec("deepspeed") is not None:  # which has nvme at stage 3 only
+    if is_installed("deepspeed", "pip install deepspeed"):  # which has nvme at stage 3 only
         names += [f"deepspeed-{name}" for name in names if "nvme" not in name or name.startswith("3")]
-    return [name for name in names if not args.only or name in args.only]
+    return chosen(args, names)
+
+
+def chosen(args: argparse.Namespace, names: list[str]) -> list[str]:
+    """The sides that --only names, else all."""
+    if unknown := [name for name in args.only if name not in names]:
+        sys.exit(f"error: --only {','.join(unknown)}: unknown or not importable here. There are {', '.join(names)}.")
+    return args.only or names
 
 
 # ---- one side, in processes of its own
@@ -245,9 +250,7 @@ def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[st
         "losses": "equal bit for bit" if len(ours) == 1 else "different" if ours else "none",
         "last_losses": {name: trace[-1] for name, trace in losses.items()},
         "steps": args.steps,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else MACHINE,
-        "load_average": os.getloadavg()[0],
-        "torch": torch.__version__,
+        **measured_on("deepspeed", machine=torch.cuda.get_device_name() if torch.cuda.is_available() else MACHINE),
     }
 
 

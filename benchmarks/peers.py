@@ -7,7 +7,6 @@ does what its documentation shows: DDP autocasts over fp32 weights, FSDP2 has a 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import is_installed
 from plain_gpt2 import PlainGPT2, decay_groups
 from torch import Tensor, nn
 
@@ -225,6 +225,6 @@ def available_peers() -> dict[str, Entry]:
         "fsdp2-no-reshard": Entry(2, partial(FSDP2, reshard=False)),
         "fsdp2": Entry(3, FSDP2),
     }
-    if importlib.util.find_spec("deepspeed") is not None:
+    if is_installed("deepspeed", "pip install deepspeed"):
         peers.update({f"deepspeed-{stage}": Entry(stage, partial(DeepSpeed, stage=stage)) for stage in range(4)})
     return peers

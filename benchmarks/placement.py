@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 import torch
-from offload import Step, about, launch, make_engine, measured, play, side_parser
+from offload import Step, about, chosen, launch, make_engine, measured, play, side_parser
 from torch import Tensor
 
 from megazero.engine import Engine
@@ -64,7 +64,7 @@ def config_of(name: str, args: argparse.Namespace) -> ZeroConfig:
 def side_names(args: argparse.Namespace) -> list[str]:
     """auto, and every static split."""
     names = [AUTO, *(f"{ratio}-{home}" for ratio in RATIOS for home in ("none", "cpu"))]
-    return [name for name in names if not args.only or name in args.only]
+    return chosen(args, names)
 
 
 def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:

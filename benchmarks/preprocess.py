@@ -10,19 +10,16 @@ files, start of the workers included; `tokenizer_alone` is the tokenizer on the 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 # For a checkout that is not installed, and before this folder, which has a data_tools.py.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness import MACHINE, make_parser  # noqa: E402
+from harness import make_parser, measured_on  # noqa: E402
 
 from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
 from megazero.data.build import build_tokenizer_from  # noqa: E402
@@ -83,11 +80,7 @@ def main() -> None:
             "vocab_size": tokenizer.vocab_size,
             "tokenizer_alone_mb_per_s": tokenizer_alone(texts, tokenizer, flags.repeats),
             "workers": runs,
-            "load_average": os.getloadavg()[0],
-            "machine": MACHINE,
-            "python": platform.python_version(),
-            "tiktoken": version("tiktoken"),
-            "sentencepiece": version("sentencepiece"),
+            **measured_on("tiktoken", "sentencepiece"),
         }
     print(json.dumps(result))
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import gpt2_config, in_turns, machine_of, make_parser, model_line, quartiles
+from harness import gpt2_config, in_turns, machine_of, make_parser, measured_on, model_line, quartiles
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -110,8 +110,7 @@ def measure(args: argparse.Namespace) -> dict:
         "batch": f"{args.batch} x {args.seq_length}",
         "dtype": str(dtype).removeprefix("torch."),
         "compile": args.compile,
-        "device": machine_of(device),
-        "torch": torch.__version__,
+        **measured_on(machine=machine_of(device)),
         "steps": args.steps,
         "median_s": {name: round(value, 4) for name, value in median.items()},
         "quartiles_s": {name: quartiles(values) for name, values in times.items()},

@@ -37,6 +37,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megazero.arguments import load_config
 from megazero.comm.meeting import Meeting
+from megazero.config import Config
 from megazero.plan.__main__ import parse_size
 from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
 from tests.pretended_cuda import HostThread, PretendedCuda, type_of
@@ -192,12 +193,11 @@ def _kind(agent: Any) -> str:
     return agent.name.partition(" (")[0]
 
 
-def measure(flags: list[str], ranks: int, steps: int, machine: Machine, device_bytes: int | None) -> tuple[dict, list]:
+def measure(config: Config, ranks: int, steps: int, machine: Machine, device_bytes: int | None) -> tuple[dict, list]:
     """The figures of a job's step, and the events of all measured steps."""
     cuda = TimedCuda(machine)
     with pytest.MonkeyPatch.context() as patch, cuda.installed():
         patch.setattr(Meeting, "hold", lambda self, what: None)
-        config = load_config(flags, world_size=ranks)
         with fake_job(config, ranks, device_bytes=device_bytes, held=cuda) as (job, held):
             for _ in range(WARM_UP):
                 fake_step(job)
@@ -270,7 +270,8 @@ def as_trace(events: Iterable[tuple[str, str, float, float]]) -> dict:
 
 def main() -> None:
     """Parses, simulates, prints."""
-    parser = make_parser(__doc__, ranks=1, steps=3)
+    parser = make_parser(__doc__, ranks=1)
+    parser.add_argument("--steps", type=int, default=3, help="(default: 3)")
     parser.add_argument("--device-memory", help="what --placement auto finds, such as 20GB")
     parser.add_argument("--trace", type=Path, help="a file for the steps' events")
     machine = parser.add_argument_group("machine", "rates of one rank's share")
@@ -281,15 +282,18 @@ def main() -> None:
         )
     args, flags = parser.parse_known_args()
     rates = Machine(**{each.name: getattr(args, each.name) for each in fields(Machine)})
-    memory = None if args.device_memory is None else parse_size(args.device_memory, "--device-memory")
-    found, events = measure([*flags, "--peak-tflops", "1"], args.ranks, args.steps, rates, memory)
+    try:
+        memory = None if args.device_memory is None else parse_size(args.device_memory, "--device-memory")
+        config = load_config([*flags, "--peak-tflops", "1"], world_size=args.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    found, events = measure(config, args.ranks, args.steps, rates, memory)
     if args.trace is not None:
         args.trace.write_text(json.dumps(as_trace(events)))
     waits = {str(index): each for index, each in enumerate(found["waits"], 1)}
     print(table("a step", found["tracks"]), table("waits", waits), sep="\n", file=sys.stderr)
-    print(
-        json.dumps({"flags": flags, "ranks": args.ranks, "torch": torch.__version__, "machine": asdict(rates), **found})
-    )
+    about = {"flags": flags, "ranks": args.ranks, "steps": args.steps, "torch": torch.__version__}
+    print(json.dumps({**about, "machine": asdict(rates), **found}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -26,6 +27,28 @@ def commands() -> dict[str, str]:
 
 def test_every_benchmark_says_how_to_try_it():
     assert [name for name, command in commands().items() if not command] == []
+
+
+@pytest.fixture
+def harness():
+    spec = importlib.util.spec_from_file_location("harness", ROOT / "benchmarks/harness.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_quartiles_of_few_rounds_lie_among_them_and_a_single_round_is_refused(harness, capsys):
+    assert harness.quartiles([1.0, 5.0]) == [2.0, 4.0]
+    assert harness.quartiles_ms([0.001, 0.005]) == [2.0, 3.0, 4.0]
+    with pytest.raises(SystemExit):
+        harness.make_parser("about", rounds=9).parse_args(["--rounds", "1"])
+    assert "--rounds: 1: quartiles need at least 2" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_told_once(harness, capsys):
+    assert not harness.is_installed("no_such_peer", "pip install it")
+    assert not harness.is_installed("no_such_peer", "pip install it")
+    assert capsys.readouterr().err == "without no_such_peer, which is not installed here (pip install it)\n"
 
 
 @pytest.mark.slow
