@@ -1,25 +1,29 @@
 """How many megabytes of text per second does preprocessing turn into .bin/.idx, per core? Prints one JSON line.
 
     python benchmarks/preprocess.py --input corpus.jsonl --tokenizer-path data/gpt2_bpe --workers 1 2
-    python benchmarks/preprocess.py --input in.jsonl --tokenizer-path v --mb 1 --repeats 1          # does it work?
+    python benchmarks/preprocess.py --input in.jsonl --tokenizer-path v --mb 1 --rounds 2           # does it work?
 
 The input is repeated to --mb megabytes of JSON lines in a temporary folder. A run's time counts from the call to the finished
-files, start of the workers included; `tokenizer_alone` is the tokenizer on the same texts in a plain loop, the bound of a core.
+files, start of the workers included. "tokenizer alone" is the tokenizer on the same texts, once, in a plain loop: the bound of a
+core. All take turns; medians and quartiles of the rounds.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # For a checkout that is not installed, and before this folder, which has a data_tools.py.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness import make_parser, measured_on  # noqa: E402
+from harness import in_turns, make_parser, measured_on, quartiles  # noqa: E402
 
 from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
 from megazero.data.build import build_tokenizer_from  # noqa: E402
@@ -28,58 +32,64 @@ from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.lines.compressed import open_bytes  # noqa: E402
 from megazero.lines.resumable import WorkOptions  # noqa: E402
 
+Way = Callable[[int], int]
+"""(round) -> bytes of text that it has tokenized."""
 
-def measure(path: Path, folder: str, tokenizer: Tokenizer, workers: int, repeats: int) -> dict[str, float]:
-    """The fastest of several runs: one that other work disturbed says nothing about the program."""
-    best = float("inf")
-    for repeat in range(repeats):
+
+def preprocess(path: Path, tokenizer: Tokenizer, workers: int, turn: int) -> int:
+    """The whole step, with files of its own in the folder of `path`."""
+    prefix, options = path.parent / f"{workers}-{turn}", WorkOptions(workers)
+    return tokenize_json([path], prefix, tokenizer, options=options).statistics["text_bytes"]
+
+
+def tokenize_alone(texts: Sequence[str], tokenizer: Tokenizer, turn: int) -> int:
+    """The tokenizer in a plain loop."""
+    for text in texts:
+        tokenizer.encode_array(text)
+    return sum(len(text.encode()) for text in texts)
+
+
+def measure(ways: dict[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
+    """Megabytes of text per second of every way."""
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn, name in in_turns(ways, rounds):
         start = time.perf_counter()
-        sidecar = tokenize_json([path], Path(folder, f"{workers}-{repeat}"), tokenizer, options=WorkOptions(workers))
-        best = min(best, time.perf_counter() - start)
-    mb = sidecar.statistics["text_bytes"] / 1e6
+        nbytes = ways[name](turn)
+        speeds[name].append(nbytes / 1e6 / (time.perf_counter() - start))
     return {
-        "seconds": round(best, 2),
-        "mb_per_s": round(mb / best, 2),
-        "mb_per_s_per_worker": round(mb / best / workers, 2),
-        "tokens_per_s": round(sidecar.tokens / best),
+        name: {"mb_per_s": round(statistics.median(each), 2), "quartiles_mb_per_s": quartiles(each, 2)}
+        for name, each in speeds.items()
     }
-
-
-def tokenizer_alone(texts: Sequence[str], tokenizer: Tokenizer, repeats: int) -> float:
-    """MB/s of the tokenizer in a plain loop."""
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for text in texts:
-            tokenizer.encode_array(text)
-        best = min(best, time.perf_counter() - start)
-    return round(sum(len(text.encode()) for text in texts) / 1e6 / best, 2)
 
 
 def main() -> None:
     """The command line."""
-    parser = make_parser(__doc__, repeats=3)
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--input", type=Path, required=True, help="JSON lines with a key text; also .gz, .xz, .zst")
     parser.add_argument("--mb", type=float, default=64.0, help="megabytes of JSON lines to tokenize (default: 64)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     add_tokenizer_arguments(parser)
     flags = parser.parse_args()
-    tokenizer = build_tokenizer_from(flags)
-    with open_bytes(flags.input) as file:
-        once = file.read()
+    try:
+        tokenizer = build_tokenizer_from(flags)
+        with open_bytes(flags.input) as file:
+            once = file.read()
+    except OSError as error:
+        parser.error(str(error))
     texts = [json.loads(line)["text"] for line in once.splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "input.jsonl")
         path.write_bytes(once * max(1, round(flags.mb * 1e6 / len(once))))
-        runs = {str(workers): measure(path, folder, tokenizer, workers, flags.repeats) for workers in flags.workers}
+        ways: dict[str, Way] = {"tokenizer alone": partial(tokenize_alone, texts, tokenizer)}
+        ways |= {f"{workers} workers": partial(preprocess, path, tokenizer, workers) for workers in flags.workers}
         result = {
             "benchmark": "preprocess",
             "input": flags.input.name,
             "mb": round(path.stat().st_size / 1e6, 1),
             "tokenizer": tokenizer.name,
             "vocab_size": tokenizer.vocab_size,
-            "tokenizer_alone_mb_per_s": tokenizer_alone(texts, tokenizer, flags.repeats),
-            "workers": runs,
+            "rounds": flags.rounds,
+            "ways": measure(ways, flags.rounds),
             **measured_on("tiktoken", "sentencepiece"),
         }
     print(json.dumps(result))
