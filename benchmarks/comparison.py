@@ -8,7 +8,7 @@ import statistics
 import sys
 from typing import Any
 
-from harness import MACHINE, legend, measured_on, quartiles
+from harness import MACHINE, legend, make_parser, measured_on, quartiles
 from rank_sets import StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
@@ -45,6 +45,15 @@ COLUMNS = {
     "loss_differs": "loss differs",
     "grad_norm_differs": "norm",
 }
+
+
+def training_parser(about: str | None) -> argparse.ArgumentParser:
+    """A parser for the job that all sides train, and for how they do it."""
+    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
+    parser = make_parser(about, **sizes, ranks=2, steps=12, warmup=3)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
+    return parser
 
 
 def summary(own: list[StepResult], reference: list[StepResult], memory: dict[str, float], skip: int) -> dict[str, Any]:

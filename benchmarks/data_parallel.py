@@ -28,8 +28,8 @@ from typing import Any
 
 import megatron_side
 import torch
-from comparison import COLUMNS, conditions, finish, summary
-from harness import MIB, in_turns, kernel_bytes, make_parser, model_line, table
+from comparison import COLUMNS, conditions, finish, summary, training_parser
+from harness import MIB, in_turns, kernel_bytes, model_line, table
 from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
 from rank_sets import RankSet, StepResult
 from torch import Tensor, nn
@@ -179,12 +179,9 @@ def grouped(sides: dict[str, Entry], together: str) -> dict[str, dict[str, Entry
 
 def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
     """The command line, and the sides that it asks for."""
-    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
-    parser = make_parser(__doc__, **sizes, ranks=2, steps=12, warmup=3)
+    parser = training_parser(__doc__)
     together = f"who takes turns: {REFERENCE} and one other (least memory), {REFERENCE} and all of one stage, or all"
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--muon", action="store_true", help="for the matrices of the blocks, on every side")
-    parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
     parser.add_argument("--together", choices=("pair", "stage", "all"), default="stage", help=together)
     parser.add_argument("--sides", default="", help="names, separated by commas (default: all that can be imported)")
     args = parser.parse_args()

@@ -25,9 +25,9 @@ import megatron_side
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from comparison import conditions, finish
+from comparison import conditions, finish, training_parser
 from data_parallel import EngineSide, play
-from harness import gpt2_config, make_parser, model_line
+from harness import gpt2_config, model_line
 from peers import CLIP, DECAY, LR, Entry, Job, Side, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups, in_order, interleaved
 from torch import Tensor, nn
@@ -161,13 +161,10 @@ def available_sides() -> dict[str, Entry]:
 
 def main() -> None:
     """Measures, prints, and fails if the sides did not compute the same."""
-    sizes = {"layers": 6, "hidden": 384, "heads": 6, "seq_length": 512, "vocab": 50304, "batch": 1, "accumulation": 1}
-    parser = make_parser(__doc__, **sizes, ranks=2, steps=12, warmup=3)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
-    args = parser.parse_args()
+    args = training_parser(__doc__).parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
-    job = SameBatch(**{name: getattr(args, name) for name in sizes}, bf16=args.bf16)
+    sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
+    job = SameBatch(*sizes, args.batch, args.accumulation, args.bf16)
     rows = play("tensor parallel", available_sides(), job, args)
     result = {
         "question": "step time, memory and traffic of tensor parallelism, megazero and others",
