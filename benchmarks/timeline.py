@@ -285,6 +285,7 @@ def main() -> None:
     try:
         memory = None if args.device_memory is None else parse_size(args.device_memory, "--device-memory")
         config = load_config([*flags, "--peak-tflops", "1"], world_size=args.ranks)
+        config.check_world(args.ranks)
     except ValueError as error:
         parser.error(str(error))
     found, events = measure(config, args.ranks, args.steps, rates, memory)
