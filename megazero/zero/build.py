@@ -26,9 +26,12 @@ VECTORS = 6  # of a bucket in a swap file, at most: P, master weights, two momen
 def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroConfig, homes: Homes) -> list[Bucket]:
     """The buckets of `plans`, with their shards in their homes, and released if parameters are sharded.
 
+    Collective over the world, whose other ranks raise OtherRankError if one fails.
+
     Raises:
-        OSError: the disk has no room for all that this rank will write to its swap file; OtherRankError on the other ranks.
-        ValueError: ranks hold different values (raised on every rank), or a parameter belongs to another engine.
+        OSError: the disk has no room for all that this rank will write to its swap file.
+        MemoryError, torch.OutOfMemoryError: there is no memory for this rank's states.
+        ValueError: data-parallel ranks hold different values, or a parameter belongs to another engine.
     """
     if homes.swap is not None:
         # All of it now: training is not to end at its first step, or because of other ranks' files.
@@ -37,7 +40,7 @@ def build_buckets(plans: Sequence[BucketPlan], channel: Channel, config: ZeroCon
         comm.together(partial(homes.swap.reserve, plan.disk + rounding))
     buckets: list[Bucket] = []
     try:
-        _fill(buckets, plans, channel, config, homes)
+        comm.together(partial(_fill, buckets, plans, channel, config, homes))
     except BaseException:  # a full disk, or ranks that differ: the buckets made so far stay alive for another engine
         leave(buckets)
         raise
@@ -50,7 +53,8 @@ def _fill(
     sums = []
     for index, plan in enumerate(plans):
         sources = _gathered_sources(plan.parameters.values())
-        bucket = Bucket(
+        make = partial(
+            Bucket,
             plan,
             channel,
             predivide=channel.num_ranks if config.prescale_gradients else config.gradient_predivide_factor,
@@ -59,6 +63,8 @@ def _fill(
             tile_numel=homes.tile_numel,
             separate_master=config.delays_update,
         )
+        # A rank without the memory for it must say so here: the others would wait for it in the next gather.
+        bucket = comm.together(make, channel.group)
         for source in sources:
             source.weights.forget(plan.parameters.values())
         sums.append(_sum_of_bits(bucket.weights.flat))

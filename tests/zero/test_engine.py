@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import comm, mpu, utils
+from megazero import comm, mpu, utils, zero
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
+from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.units import ROOT
 from tests.model.plain_gpt2 import decay_groups
@@ -163,6 +164,29 @@ def different_weights_case() -> None:
 
 def test_replicas_that_start_differently_are_refused_on_every_rank():
     run_ranks(2, different_weights_case)
+
+
+def no_memory_case(model_parallel_size: int) -> None:
+    mpu.initialize_model_parallel(model_parallel_size)
+    is_short, make_trainable, made = torch.distributed.get_rank() == 1, Bucket.make_trainable, []
+
+    def pin(bucket: Bucket, whole: torch.Tensor) -> None:
+        made.append(bucket.name)
+        if is_short and len(made) == 2:
+            raise MemoryError("no memory to pin")
+        make_trainable(bucket, whole)
+
+    with zero.Init():
+        model = Toy()
+    Bucket.make_trainable = pin
+    error, told = (MemoryError, "") if is_short else (comm.OtherRankError, "rank 1 failed: MemoryError: ")
+    with pytest.raises(error, match=told + "no memory to pin"):
+        make_engine(model, zero=ZeroConfig(stage=3))
+
+
+@pytest.mark.parametrize("model_parallel_size", [1, 2])
+def test_a_rank_without_memory_for_its_states_is_an_error_on_all_of_them_at_once(model_parallel_size):
+    run_ranks(2, no_memory_case, model_parallel_size, timeout_s=30)
 
 
 def other_threads_case() -> None:
