@@ -35,7 +35,6 @@ from megazero.zero.model_watch import ModelWatch
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
 from megazero.zero.orthogonal import Orthogonal
 from megazero.zero.param_groups import matrices_of, weight_decay_groups
-from megazero.zero.parameter import refuse_loading
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
@@ -134,7 +133,6 @@ class Engine:
         _connect(model)
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
-        self.schedule = Schedule(model, units, self.buckets, self.zero)
         try:
             self._optimizer = BucketOptimizer(
                 self.buckets,
@@ -153,14 +151,13 @@ class Engine:
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
         except BaseException:  # from the caller's optimizer or schedule
-            self.schedule.close()
             leave(self.buckets)
             raise
         self.optimizer = None if optimizer_factory is None else self._optimizer
         self._optimizer.refuse_other_steps()
         for bucket in self.buckets:
             bucket.optimizer = self._optimizer
-        self._handles = refuse_loading(model) if self.sharding.parameters else []
+        self.schedule = Schedule(model, units, self.buckets, self.zero)
         self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:
             self.placement = Placement(
@@ -697,8 +694,6 @@ class Engine:
             if self.placement is not None:
                 self.placement.close()
                 self.placement = None
-            for handle in self._handles:
-                handle.remove()
             dissolve(self.buckets)
             self.homes.close()
             self.channel.close()

@@ -34,6 +34,7 @@ from megazero.zero.forwards import Forwards
 from megazero.zero.hooks import Hook, weak_hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.outputs import first_nodes, makers, without_views
+from megazero.zero.parameter import refuse_loading
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
@@ -95,8 +96,11 @@ class Schedule:
         self._forget_forwards()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Gathers sharded parameters for the modules that read them: the model, its units, and modules that do not own them."""
-        self._handles += self._forwards.watch(model)
+        """Gathers sharded parameters for the modules that read them: the model, its units, and modules that do not own them.
+
+        Until they are gathered, nothing can be loaded into them.
+        """
+        self._handles += [*refuse_loading(model), *self._forwards.watch(model)]
         self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
         root = self._root_modules(model)
