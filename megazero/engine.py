@@ -142,11 +142,9 @@ class Engine:
                 counts_replicated=groups.model_parallel_rank == 0,
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
+                zero=self.zero,
                 allow_untested=allow_untested_optimizer,
-                overlap_param_gather=self.zero.overlap_param_gather,
-                overlap_update=self.zero.overlaps_update,
             )
-            self._optimizer.refuse_unfit(later=self.zero.delays_update)
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)

@@ -22,6 +22,7 @@ from megazero.optim.muon import Muon
 from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
 from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.config import ZeroConfig
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
@@ -79,12 +80,12 @@ class BucketOptimizer(SlicedOptimizer):
         norm_group: all ranks that hold a part of the model: the tensor-parallel and the data-parallel ones.
         counts_replicated: whether this rank's part of the norm includes parameters that all tensor-parallel ranks hold.
         clip_grad: gradients are scaled so that their global norm is at most this; 0 turns clipping off.
+        zero: says whether new weights may come late (`overlap_param_gather`), and updates on the host go on during the next
+            forward (`overlaps_update`) or step (`delays_update`).
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
-        overlap_param_gather: an update leaves new weights on their way, starting with those that a forward needs first.
-        overlap_update: an update by Adam on the host goes on during the next forward.
 
     Raises:
-        ValueError: the optimizer is not known to be elementwise.
+        ValueError: the optimizer is not known to be elementwise, or not fit for updates as `zero` asks for them.
     """
 
     def __init__(
@@ -96,20 +97,19 @@ class BucketOptimizer(SlicedOptimizer):
         counts_replicated: bool,
         loss_scaler: LossScaler,
         clip_grad: float,
+        zero: ZeroConfig,
         allow_untested: bool = False,
-        overlap_param_gather: bool = False,
-        overlap_update: bool = False,
     ) -> None:
         self.norm_group = norm_group
         self.counts_replicated = counts_replicated
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
-        self.overlap_param_gather, self._overlap_update = overlap_param_gather, overlap_update
+        self._overlaps_param_gather, self._overlaps_update = zero.overlap_param_gather, zero.overlaps_update
         self.overflow = False
         self._pending: BackgroundUpdate | None = None
         device = buckets[0].weights.flat.device
         # For the new weights of an update that overlaps a forward.
-        self._stream = torch.cuda.Stream(device) if overlap_update and comm.has_streams(device) else None
+        self._stream = torch.cuda.Stream(device) if zero.overlaps_update and comm.has_streams(device) else None
         self.is_torn = False  # an update or a load has failed in the middle
         self._is_first = True  # no update has been made
         super().__init__(buckets, factory, group_settings)
@@ -119,6 +119,7 @@ class BucketOptimizer(SlicedOptimizer):
             self.torch_optimizer.on_any_device = True  # a part of O may stay on the device, or come to it
         fused = all(group.get("fused") for group in self.param_groups)
         self._scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and fused
+        self.refuse_unfit(later=zero.delays_update)
 
     def let_go(self) -> None:
         """Returns the torch optimizer to its owner, without any reference to the engine."""
@@ -256,11 +257,11 @@ class BucketOptimizer(SlicedOptimizer):
     def _run(self, factor: float, buckets: list[Bucket]) -> None:
         if not buckets:
             return
-        order = buckets[::-1] if self.overlap_param_gather else buckets
+        order = buckets[::-1] if self._overlaps_param_gather else buckets
         gradients = {bucket: bucket.gradient.owned for bucket in order}
         Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
         for bucket in order:
-            if self.overlap_param_gather:
+            if self._overlaps_param_gather:
                 bucket.weights.wait_when_touched()
             else:
                 bucket.weights.wait_gathered()
@@ -282,9 +283,9 @@ class BucketOptimizer(SlicedOptimizer):
         is_away = all(
             bucket.optimizer_home.link is not None or bucket.states[MASTER].resident is None for bucket in self._trained
         )
-        if not (self._overlap_update and is_away and self._is_adam_apart):
+        if not (self._overlaps_update and is_away and self._is_adam_apart):
             return []
-        return [b for b in self._trained[::-1] if b.weights.is_sharded or self.overlap_param_gather]
+        return [b for b in self._trained[::-1] if b.weights.is_sharded or self._overlaps_param_gather]
 
     @property
     def _steps_apart(self) -> bool:
