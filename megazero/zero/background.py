@@ -8,14 +8,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megazero import comm
 from megazero.zero.bucket import Bucket
-from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
+
+if TYPE_CHECKING:
+    from megazero.zero.optimizer import BucketOptimizer
 
 
 class BackgroundUpdate:
@@ -34,7 +37,7 @@ class BackgroundUpdate:
 
     def __init__(
         self,
-        optimizer: SlicedOptimizer,
+        optimizer: BucketOptimizer,
         buckets: Sequence[Bucket],
         factor: float,
         *,
@@ -43,16 +46,7 @@ class BackgroundUpdate:
     ) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
         self._device = buckets[0].weights.flat.device
-        update = Update(
-            optimizer,
-            self._gradients,
-            factor,
-            scales_itself=False,
-            steps_apart=True,
-            in_background=True,
-            staged=staged,
-            done=done,
-        )
+        update = Update(optimizer, self._gradients, factor, in_background=True, staged=staged, done=done)
         self.has_failed = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=partial(self._run, update), name="background update")
@@ -111,7 +105,7 @@ class DelayedUpdate(BackgroundUpdate):
     New weights are held back until `finish`.
     """
 
-    def __init__(self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
+    def __init__(self, optimizer: BucketOptimizer, buckets: Sequence[Bucket], factor: float) -> None:
         for link in {bucket.optimizer_home.link for bucket in buckets}:
             if link is not None:
                 link.to_device.finish()  # the last update's weights have come, and the next ones get the same memory
@@ -147,7 +141,7 @@ class OverlappedUpdate(BackgroundUpdate):
     """
 
     def __init__(
-        self, optimizer: SlicedOptimizer, buckets: Sequence[Bucket], factor: float, stream: torch.cuda.Stream | None
+        self, optimizer: BucketOptimizer, buckets: Sequence[Bucket], factor: float, stream: torch.cuda.Stream | None
     ) -> None:
         self._left, self._stream = deque(buckets), stream
         self._done: queue.SimpleQueue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.SimpleQueue()

@@ -84,6 +84,9 @@ class BucketOptimizer(SlicedOptimizer):
             forward (`overlaps_update`) or step (`delays_update`).
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
 
+    Attributes:
+        scales_itself: torch's fused kernel scales gradients in the pass that it makes anyway.
+
     Raises:
         ValueError: the optimizer is not known to be elementwise, or not fit for updates as `zero` asks for them.
     """
@@ -117,8 +120,8 @@ class BucketOptimizer(SlicedOptimizer):
             refuse_untested(self.torch_optimizer)
         if isinstance(self.torch_optimizer, CPUAdam):
             self.torch_optimizer.on_any_device = True  # a part of O may stay on the device, or come to it
-        fused = all(group.get("fused") for group in self.param_groups)
-        self._scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and fused
+        is_fused = all(group.get("fused") for group in self.param_groups)
+        self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
         self.refuse_unfit(later=zero.delays_update)
 
     def let_go(self) -> None:
@@ -211,12 +214,12 @@ class BucketOptimizer(SlicedOptimizer):
     def refuse_unfit(self, later: bool) -> None:
         """Raises if the torch optimizer cannot update states that rest in a file, or (`later`) run in the background."""
         kind = type(self.torch_optimizer).__name__
-        if not self._steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
+        if not self.steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
             raise ValueError(
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
             )
-        if later and not self._is_adam_apart:
+        if later and not self.is_adam_apart:
             raise ValueError(
                 f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "
                 "the background, beside a schedule that changes learning rates."
@@ -259,7 +262,7 @@ class BucketOptimizer(SlicedOptimizer):
             return
         order = buckets[::-1] if self._overlaps_param_gather else buckets
         gradients = {bucket: bucket.gradient.owned for bucket in order}
-        Update(self, gradients, factor, scales_itself=self._scales_itself, steps_apart=self._steps_apart).run()
+        Update(self, gradients, factor).run()
         for bucket in order:
             if self._overlaps_param_gather:
                 bucket.weights.wait_when_touched()
@@ -267,9 +270,9 @@ class BucketOptimizer(SlicedOptimizer):
                 bucket.weights.wait_gathered()
 
     @property
-    def _is_adam_apart(self) -> bool:
+    def is_adam_apart(self) -> bool:
         """Whether every update is one of Adam that can run in a thread, beside a schedule that changes learning rates."""
-        return self._steps_apart and all(
+        return self.steps_apart and all(
             AdamSettings.of(self.torch_optimizer, group) is not None for group in self.param_groups
         )
 
@@ -283,13 +286,16 @@ class BucketOptimizer(SlicedOptimizer):
         is_away = all(
             bucket.optimizer_home.link is not None or bucket.states[MASTER].resident is None for bucket in self._trained
         )
-        if not (self._overlaps_update and is_away and self._is_adam_apart):
+        if not (self._overlaps_update and is_away and self.is_adam_apart):
             return []
         return [b for b in self._trained[::-1] if b.weights.is_sharded or self._overlaps_param_gather]
 
     @property
-    def _steps_apart(self) -> bool:
-        """Whether several calls of the torch optimizer's step() equal one: it does not count calls, and no hook observes them."""
+    def steps_apart(self) -> bool:
+        """Whether the torch optimizer may be called tile by tile; else it is called once, with everything at hand.
+
+        Several calls of its step() then equal one: it does not count calls, and no hook observes them.
+        """
         torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
         is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
         return type(self.torch_optimizer) in ELEMENTWISE and not is_watched

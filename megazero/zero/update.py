@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,10 @@ from torch import Tensor
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed, tiled, unmixed
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
-from megazero.zero.sliced import Slice, SlicedOptimizer
+from megazero.zero.sliced import Slice
+
+if TYPE_CHECKING:
+    from megazero.zero.optimizer import BucketOptimizer
 
 # Most elements that a device steps in one call that covers several tiles. A call takes the host about 0.1 ms, however little
 # there is to do; in that time a fast device steps about this many.
@@ -24,8 +28,6 @@ class Update:
     Args:
         gradients: the reduced sum of each bucket's owned range.
         factor: multiplies the mean gradients.
-        scales_itself: whether torch's fused kernel applies the factor.
-        steps_apart: whether the torch optimizer may be called tile by tile; else it is called once, with everything at hand.
         in_background: the update runs beside a schedule that changes the torch optimizer's settings.
         staged: if given, receives the new weights of each bucket, in P's dtype, instead of P.
         done: called with each bucket that has its new weights.
@@ -33,23 +35,20 @@ class Update:
 
     def __init__(
         self,
-        optimizer: SlicedOptimizer,
+        optimizer: BucketOptimizer,
         gradients: Mapping[Bucket, Vector],
         factor: float,
         *,
-        scales_itself: bool,
-        steps_apart: bool,
         in_background: bool = False,
         staged: Mapping[Bucket, Tensor] | None = None,
         done: Callable[[Bucket], None] = Bucket.publish,
     ) -> None:
         self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
-        self._scales_itself, self._steps_apart, self._in_background = scales_itself, steps_apart, in_background
-        self._staged, self._done = staged, done
-        # Adam's settings at this moment: a schedule may change them while an update runs in the background.
+        self._in_background, self._staged, self._done = in_background, staged, done
+        # As they are at this moment: hooks may come, and a schedule may change settings, while it runs in the background.
+        self._steps_apart, self._is_adam = optimizer.steps_apart, optimizer.is_adam_apart
         self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
-        self._is_adam = steps_apart and all(settings is not None for settings in self._settings)
-        self._scaling = self._kernel_scale() if scales_itself and gradients else {}
+        self._scaling = self._kernel_scale() if optimizer.scales_itself and gradients else {}
         self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
 
     def run(self) -> None:
@@ -146,7 +145,7 @@ class Update:
         for piece, part in self._slices(tile):
             # The same memory if G is fp32 and lies where O does; else cast here, because scaling 16 bits could underflow.
             piece.master.grad = owned[part].to(piece.master.device, torch.float32)
-            if factor != 1.0 and not self._scales_itself:
+            if factor != 1.0 and not self._optimizer.scales_itself:
                 # A division, as in the one-pass kernels and torch's fused kernels: the same bits.
                 piece.master.grad.div_(1.0 / factor)
 
