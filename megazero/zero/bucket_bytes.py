@@ -373,33 +373,32 @@ def staging_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int:
     - A delayed update keeps all its new weights until the next update and, on a CPU, its gradients.
     """
     zero, plans = settings.zero, [need.plan for need in needs]
-    total, away = 0, settings.optimizer_home != "accelerator"
     tile, dtype = offloaded_tile(zero, plans), plans[0].dtype
-    if settings.optimizer_home == "nvme":
-        total += math.prod(optimizer_buffers(zero, plans))
+    is_away, has_link = settings.optimizer_home != "accelerator", settings.has_link(settings.optimizer_home)
+    total = 0
     if any(need.settings.param_home == "nvme" for need in needs):
         total += math.prod(param_buffers(zero, plans))
-    there = [need.owned for need in needs if need.persistent or settings.param_home == "accelerator"]
-    if settings.has_link(settings.optimizer_home):
-        total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * dtype.itemsize
-    if away and settings.param_home != "accelerator" and dtype != torch.float32:
+    if is_away and settings.param_home != "accelerator" and dtype != torch.float32:
         total += tile * dtype.itemsize
-    if away and zero.grad_dtype != "fp32":
+    if is_away and zero.grad_dtype != "fp32":
         total += tile * FP32_BYTES
-    are_brought = not settings.sharding.gradients and not zero.delays_update  # a delayed update's are on the host
-    matrices = [need.owned for need in needs if need.directions]
-    if settings.has_link(settings.optimizer_home) and are_brought:
-        by_tiles = (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
-        total += sum(need.owned for need in needs) * FP32_BYTES if matrices else by_tiles
-    if settings.has_link(settings.optimizer_home):
+    if settings.optimizer_home == "nvme":
+        total += math.prod(optimizer_buffers(zero, plans))
+        if settings.micro_batches > 1 and settings.sharding.gradients:
+            largest = max((need.owned_gradient for need in needs if need.settings.optimizer_home == "nvme"), default=0)
+            own_buffer, what_is_added = largest > tile * FP32_BYTES, has_link
+            total += largest * (own_buffer + what_is_added)
+    if has_link:
+        there = [need.owned for need in needs if need.persistent or settings.param_home == "accelerator"]
+        total += OUTBOX_BUFFERS * min(tile, max(there, default=0)) * dtype.itemsize
+        matrices = [need.owned for need in needs if need.directions]
         total += max(matrices, default=0) * torch.bfloat16.itemsize
-    if settings.optimizer_home == "nvme" and settings.micro_batches > 1 and settings.sharding.gradients:
-        largest = max((need.owned_gradient for need in needs if need.settings.optimizer_home == "nvme"), default=0)
-        own_buffer, what_is_added = largest > tile * FP32_BYTES, settings.has_link("nvme")
-        total += largest * (own_buffer + what_is_added)
+        if not settings.sharding.gradients and not zero.delays_update:  # a delayed update's gradients are on the host
+            by_tiles = (1 + MOST_TO_HOST) * tile * plans[0].grad_dtype.itemsize
+            total += sum(need.owned for need in needs) * FP32_BYTES if matrices else by_tiles
     if zero.delays_update:
         total += sum(need.owned for need in needs) * dtype.itemsize
-        total += 0 if away else sum(need.owned_gradient for need in needs)
+        total += 0 if is_away else sum(need.owned_gradient for need in needs)
     return total
 
 
