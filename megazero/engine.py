@@ -227,17 +227,15 @@ class Engine:
         self._follow_requires_grad()  # again: the script may have called a part of the module without the engine
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
-        self.schedule.reductions.is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
+        is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
         self._has_gradients = False  # until this succeeds: a failed backward leaves gradients of a part of the model
         try:
-            self.schedule.start_backward()
-            (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
+            with self.schedule.backward(is_last_micro_batch):
+                (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if self.sharding.parameters and "setStorage" in str(error):  # of a view that autograd has saved
                 raise RuntimeError(f"{_READ_UNNOTICED} ({error})") from error
             raise
-        finally:
-            self.schedule.reductions.is_open = False
         with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
             self.schedule.finish_backward()
         self._has_gradients = True

@@ -17,7 +17,8 @@ new values that the last update has left on their way. `Reductions` keeps count 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -145,14 +146,19 @@ class Schedule:
 
     # ---- the two halves of a micro-batch around loss.backward()
 
-    def start_backward(self) -> None:
-        """Prepares for a new backward, even after one that an exception cut short. The root is whole from here on."""
-        self.restart()
-        self.reductions.is_open = True
-        for bucket in self.buckets:
-            bucket.await_update()  # its gradients go to the home that the update works in
-        # Also waits for weights on their way that no forward has read.
-        self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
+    @contextmanager
+    def backward(self, is_last_micro_batch: bool) -> Iterator[None]:
+        """Around `loss.backward()`: takes the gradients that come, and has the root whole. `finish_backward` comes after it."""
+        self.restart()  # even after a backward that an exception cut short
+        self.reductions.is_last_micro_batch, self.reductions.is_open = is_last_micro_batch, True
+        try:
+            for bucket in self.buckets:
+                bucket.await_update()  # its gradients go to the home that the update works in
+            # Also waits for weights on their way that no forward has read.
+            self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
+            yield
+        finally:
+            self.reductions.is_open = False
 
     def restart(self) -> None:
         """Forgets the unfinished state of an earlier backward."""

@@ -108,10 +108,10 @@ def late_gradient_case() -> None:
     engine = make_engine(model)
     x = torch.randn(4, 3)
     (bucket,) = engine.buckets
-    engine.schedule.start_backward()
-    model(x).sum().backward()  # completes the bucket, which is reduced
-    assert bucket.gradient.is_reducing or bucket.gradient.is_reduced
-    model(x).sum().backward()
+    with engine.schedule.backward(is_last_micro_batch=True):
+        model(x).sum().backward()  # completes the bucket, which is reduced
+        assert bucket.gradient.is_reducing or bucket.gradient.is_reduced
+        model(x).sum().backward()
     engine.schedule.finish_backward()
     torch.testing.assert_close(engine.full_grad("weight"), 2 * x.sum(0).expand(2, 3))
     engine.backward(model(x).sum())  # a second loss before the step
