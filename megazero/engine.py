@@ -665,7 +665,7 @@ class Engine:
         """Frees all gathered copies of sharded parameters. Call it on every rank; otherwise the ranks' next gathers differ."""
         for bucket in self.buckets:
             bucket.weights.is_kept = False
-        self.schedule.release_all()
+            bucket.weights.release()
 
     def destroy(self) -> None:
         """Gives the module whole parameters of its own again, and removes every hook. Collective if parameters are sharded.

@@ -109,12 +109,6 @@ def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset
     return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()
 
 
-def _offloaded_numel(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
-    """Elements of O that leave the device."""
-    kept = kept_on_device(config, plans)
-    return sum(plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept)
-
-
 def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:
     """Size in bytes and number of the buffers for O in a file: one tile is read while another is updated and a third written."""
     largest = max((plan.layout.shard_numel for plan in plans), default=1)  # a tile lies in one bucket
@@ -129,7 +123,9 @@ def param_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int,
 
 def offloaded_tile(config: ZeroConfig, plans: Sequence[BucketPlan]) -> int:
     """Elements of O that an offloaded update brings to hand at a time."""
-    return tile_numel(_offloaded_numel(config, plans), config.sub_group_size)
+    kept = kept_on_device(config, plans)
+    numel = sum(plan.layout.shard_numel for i, plan in enumerate(plans) if plan.is_trainable and i not in kept)
+    return tile_numel(numel, config.sub_group_size)
 
 
 def tile_numel(numel: int, sub_group_size: int = 0) -> int:

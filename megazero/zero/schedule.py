@@ -184,11 +184,6 @@ class Schedule:
             self._release(bucket)
         self._forget_forwards()
 
-    def release_all(self) -> None:
-        """Frees every gathered parameter, and shards that were fetched ahead and not used."""
-        for bucket in self.buckets:
-            bucket.weights.release()
-
     # ---- gradients
 
     def _take_gradient(self, bucket: Bucket, segment: Segment) -> None:

@@ -155,10 +155,10 @@ class Weights:
 
     def wait_when_touched(self) -> None:
         """Has whatever touches a whole parameter wait for an update that goes on, and for the exchange after it."""
-        if not self.is_sharded:
-            self._waits_when_touched = True
-            for parameter in self.parameters.values():
-                parameter.__class__ = ArrivingParameter
+        assert not self.is_sharded, "a released parameter has a class for that already"
+        self._waits_when_touched = True
+        for parameter in self.parameters.values():
+            parameter.__class__ = ArrivingParameter
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drops gathered parameters that another bucket holds from now on, and frees what the remaining ones do not need."""
