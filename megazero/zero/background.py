@@ -49,11 +49,14 @@ class BackgroundUpdate:
         update = Update(optimizer, self._gradients, factor, in_background=True, staged=staged, done=done)
         self.has_failed = False
         self._error: BaseException | None = None
+        # Of the caller: a new thread starts with what was set last in any thread, and a data loader's, which page-locks, sets 1.
+        self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=partial(self._run, update), name="background update")
         self._thread.start()
 
     def _run(self, update: Update) -> None:
         try:
+            torch.set_num_threads(self._num_threads)
             with self._on_device():
                 update.run()
         except BaseException as error:

@@ -402,3 +402,26 @@ def in_place_case() -> None:
 
 def test_an_update_that_has_nothing_to_overlap_or_is_not_adams_is_over_with_the_step():
     run_ranks(1, in_place_case)
+
+
+def threads_case(options: dict) -> None:
+    """Another thread sets one for itself, as a data loader does that page-locks batches: new threads then start with one too."""
+    mpu.initialize_model_parallel(1)
+    torch.set_num_threads(3)
+    found = []
+    with slow_link(), pytest.MonkeyPatch.context() as patch:
+        step_tiles = Update._step_tiles
+        patch.setattr(Update, "_step_tiles", lambda *args: (found.append(torch.get_num_threads()), step_tiles(*args)))
+        engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", **options})
+        other = threading.Thread(target=torch.set_num_threads, args=(1,))
+        other.start()
+        other.join()
+        for batch in token_batches(3, 1, 1):
+            step(engine, batch)
+        engine.destroy()
+    assert found and set(found) == {3}, found
+
+
+@pytest.mark.parametrize("options", [{"overlap_param_gather": True}, {"delayed_param_update": 1}], ids=str)
+def test_an_update_in_the_background_has_as_many_threads_as_one_in_the_step(options):
+    run_ranks(1, threads_case, options)
