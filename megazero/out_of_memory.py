@@ -49,7 +49,7 @@ def _describe(error: Exception, job: Job | None, ways: list[str]) -> str:
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         lines.append(
             f"PyTorch has {size(allocated)} in tensors and {size(reserved)} reserved on the device, {size(reserved - allocated)} "
-            "of it in pieces between them; where that is much, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps."
+            "of it in pieces between them."
         )
     less = f"Each of these takes less: {'; '.join(ways)}." if ways else "More ranks, or a smaller model, take less."
     return "\n".join([*lines, f"{less} `python -m megazero.plan` with the job's flags says how much."])

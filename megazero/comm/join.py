@@ -67,6 +67,8 @@ def init_distributed(
             _adopt_open_mpi(distributed_port)
         _adopt_arguments(rank, world_size)
         told_world(None)
+    if has_cuda:
+        _grow_segments()
     _take_device()
     _share_interface()
     if backend == "nccl":
@@ -158,6 +160,18 @@ def _share_interface() -> None:
     name = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     if name in (interface for _, interface in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _grow_segments() -> None:
+    """Has torch's allocator grow the segments that it cuts memory from, unless the user has configured it.
+
+    By default a segment keeps its size, and whatever stays in it while the rest is free keeps it from being of use for large
+    tensors. torch reads the variable when it first allocates on a device.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Up to 2.9, the newer name is ignored (pytorch/pytorch#183387); later, the older one warns.
+        name = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
+        os.environ[name] = "expandable_segments:True"
 
 
 def _record_collectives() -> None:

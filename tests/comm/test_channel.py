@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megazero import comm
 from megazero.comm import join
@@ -250,7 +251,7 @@ def test_a_rank_takes_its_device_also_where_the_script_has_joined(one_rank, monk
 @pytest.mark.parametrize("older", [None, "0"])
 def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypatch, older):
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in names:
+    for name in (*names, "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "before")  # so that it is put back
         monkeypatch.delenv(name)
     if older is not None:
@@ -264,7 +265,31 @@ def test_torch_records_collectives_over_nccl_unless_the_user_has_chosen(monkeypa
     assert seen[0] == (["2000", None, "1"] if older is None else [None, older, "1"])
 
 
+@pytest.mark.parametrize(
+    ("release", "chosen", "name"),
+    [
+        ("2.8.0", None, "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.9.1+cu128", None, "PYTORCH_CUDA_ALLOC_CONF"),
+        ("2.10.0", None, "PYTORCH_ALLOC_CONF"),
+        ("2.13.0", "PYTORCH_ALLOC_CONF", None),
+        ("2.13.0", "PYTORCH_CUDA_ALLOC_CONF", None),
+    ],
+)
+def test_torch_grows_its_segments_unless_the_user_has_chosen(monkeypatch, release, chosen, name):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for each in names:
+        monkeypatch.setenv(each, "before")  # so that it is put back
+        monkeypatch.delenv(each)
+    if chosen is not None:
+        monkeypatch.setenv(chosen, "max_split_size_mb:64")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(release))
+    join._grow_segments()
+    found = {each: os.environ[each] for each in names if each in os.environ}
+    assert found == ({name: "expandable_segments:True"} if chosen is None else {chosen: "max_split_size_mb:64"})
+
+
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+AS_IT_WAS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_ALLOC_CONF")
 
 
 def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
@@ -278,7 +303,7 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", **MEETING}.items():
         monkeypatch.setenv(name, value)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in AS_IT_WAS:
         monkeypatch.setenv(name, "as it was")
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(
@@ -295,7 +320,7 @@ def test_a_world_over_nccl_is_bound_to_devices_unless_it_is_one_rank(monkeypatch
         monkeypatch.setattr(torch.cuda, name, value)
     for name, value in {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1", **MEETING}.items():
         monkeypatch.setenv(name, value)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in AS_IT_WAS:
         monkeypatch.setenv(name, "as it was")
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: seen.append((backend, how["device_id"])))
     comm.init_distributed()
