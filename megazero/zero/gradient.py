@@ -48,7 +48,7 @@ class Gradient:
         self.channel, self.device, self.home, self.predivide = channel, device, home, predivide
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
         self._owned: Vector | None = None
-        self._squares: list[tuple[Span, Tensor]] | None = None  # sums taken before the owned part left memory
+        self._norms: list[tuple[Span, Tensor]] | None = None  # taken before the owned part left memory
         self.is_reduced = False
         self._filled: set[str] = set()  # segments that have received a gradient since the last reduction
         self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`, at most `_early_bytes`
@@ -64,18 +64,18 @@ class Gradient:
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Tensor]:
         """`owned` as a tensor for a `with` block, where the optimizer computes; changes are kept if `writes`."""
-        self._squares = None if writes else self._squares
+        self._norms = None if writes else self._norms
         return self.owned.at_hand(writes=writes)
 
-    def squares(self) -> list[tuple[Span, Tensor]]:
-        """(span, float64 sum of squares) of `owned`, clipped to this rank's portion; portions add up to the whole group's sum.
+    def norms(self) -> list[tuple[Span, Tensor]]:
+        """(span, 2-norm) of `owned`, clipped to this rank's portion; the squares of all portions add up to the group's.
 
-        Each rank sums only its portion even if G is whole, so that the result is the same bit for bit in every stage.
+        Each rank takes only its portion even if G is whole, so that the result is the same bit for bit in every stage.
         """
-        if self._squares is not None:
-            return self._squares
+        if self._norms is not None:
+            return self._norms
         with self.at_hand() as owned:
-            return self._squares_of(owned)
+            return self._norms_of(owned)
 
     @property
     def held(self) -> list[Tensor]:
@@ -171,16 +171,16 @@ class Gradient:
             cast = part.to(self.dtype)
             self._owned = self.home.hold(cast, copy=cast is part and is_a_part)
             if self._owned.resident is None or self._owned.link is not None:
-                self._squares = self._squares_of(cast)
+                self._norms = self._norms_of(cast)
         elif isinstance(self._owned, MemoryVector) and self._owned.link is not None:
-            self._squares = None
+            self._norms = None
             self._owned.link.to_host.make_room()
             self._owned.add(part.clone() if is_a_part else part)
         else:
             with self._owned.at_hand(writes=True) as owned:
                 owned.add_(part.to(owned.device))
                 if self._owned.resident is None:
-                    self._squares = self._squares_of(owned)
+                    self._norms = self._norms_of(owned)
 
     def take(self) -> Vector:
         """Hands `owned` over to the caller, who must free it; this step's gradients end with that."""
@@ -199,15 +199,13 @@ class Gradient:
         self.is_reduced = False
         if self._owned is not None:
             self._owned.free()
-        self.whole = self._owned = self._squares = None
+        self.whole = self._owned = self._norms = None
 
-    def _squares_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
+    def _norms_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
         start, stop = self.channel.portion(self.layout.numel, ALIGNMENT)
         parts = [span.clip(start, stop) for span in self.layout.spans]
         low = self.owned_range.start
-        return [
-            (part, _square_sum(owned[part.start - low : part.stop - low])) for part in parts if part.start < part.stop
-        ]
+        return [(part, _norm(owned[part.start - low : part.stop - low])) for part in parts if part.start < part.stop]
 
     def _allocated(self) -> Tensor:
         """`whole`, allocated if it does not exist yet, with the early gradients in it."""
@@ -233,11 +231,11 @@ class Gradient:
         self._reduced_before = total
 
 
-def _square_sum(flat: Tensor) -> Tensor:
-    """The sum of squares, float64. On a CPU it is taken row by row: one fp32 sum over 10^7 elements is wrong in the third digit.
+def _norm(flat: Tensor) -> Tensor:
+    """The 2-norm. On a CPU squares are added up row by row in float64: an fp32 sum of 10^7 elements is wrong in the third digit.
 
     A row lies in one parameter and in one rank's part, so its sum is the same whichever bucket holds it.
     """
     if flat.device.type != "cpu":  # it sums in a tree, and an operation takes the host longer than the device
-        return torch.linalg.vector_norm(flat, dtype=torch.float32).double().square()
-    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=torch.float32).double().square().sum()
+        return torch.linalg.vector_norm(flat, dtype=torch.float32)
+    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1, dtype=torch.float32).double().square().sum().sqrt()

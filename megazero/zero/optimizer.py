@@ -303,19 +303,19 @@ class BucketOptimizer(SlicedOptimizer):
     def grad_norm(self) -> float:
         """The 2-norm of the mean gradient of the whole model, equal on every rank. Takes one collective and one device sync.
 
-        Each rank sums its shard of every bucket, even if gradients are whole, and the float64 sum is rounded to float32. So the
+        Each rank takes its shard of every bucket, even if gradients are whole, and the float64 sum is rounded to float32. So the
         norm is the same in every stage, whichever parameters share a bucket. Parameters that all tensor-parallel ranks hold count
         once.
         """
-        device, squares = self.buckets[0].weights.flat.device, []
-        for bucket in self._trained:
-            for span, square in bucket.gradient.squares():
-                if self.counts_replicated or not span.is_replicated:
-                    squares.append(square * bucket.gradient.to_mean**2)
-        squares = _brought(squares, device)
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        device, gradients = self.buckets[0].weights.flat.device, [bucket.gradient for bucket in self._trained]
+        portions = [portion for gradient in gradients for portion in gradient.norms()]
+        norms = [norm for span, norm in portions if self.counts_replicated or not span.is_replicated]
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if norms:
+            total = torch.stack(_brought(norms, device)).double().square().sum()
         total = comm.all_reduced(total, self.norm_group)
-        return float((total.sqrt() / self.cur_scale).float())
+        to_mean = gradients[0].to_mean if gradients else 1.0  # of all: their means are over the same group
+        return float((total.sqrt() * (to_mean / self.cur_scale)).float())
 
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""

@@ -17,7 +17,7 @@ from megazero import comm
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
-from megazero.zero.storage import is_same_memory, part_of
+from megazero.zero.storage import is_same_memory, part_of, storage_id
 
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
 
@@ -247,6 +247,8 @@ class SlicedOptimizer:
         """
         bucket, state = piece.bucket, self.state.get(piece.master, {})
         for key, value in [(key, value) for key, value in state.items() if _is_flat(value)]:
+            if _is_in_memory_of(bucket, key, piece, value):
+                continue
             if states and key in states:
                 part = states[key][piece.start - start : piece.stop - start]
                 if not is_same_memory(part, value):
@@ -365,6 +367,16 @@ def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
     """A slice's part of the state; empty if the state is not in memory."""
     resident = bucket.states[key].resident
     return torch.empty(0, dtype=bucket.states[key].dtype) if resident is None else resident[piece.start : piece.stop]
+
+
+def _is_in_memory_of(bucket: Bucket, key: str, piece: Slice, value: Tensor) -> bool:
+    """Whether `value` is the slice's part of a state in memory, as it is after every update but the first."""
+    resident = bucket.states[key].resident if key in bucket.states else None
+    return (
+        resident is not None
+        and storage_id(value) == storage_id(resident)
+        and value.storage_offset() == resident.storage_offset() + piece.start
+    )
 
 
 def _names_in(piece: Slice) -> list[str]:

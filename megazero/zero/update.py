@@ -17,9 +17,9 @@ from megazero.zero.sliced import Slice
 if TYPE_CHECKING:
     from megazero.zero.optimizer import BucketOptimizer
 
-# Most elements that a device steps in one call that covers several tiles. A call takes the host about 0.1 ms, however little
-# there is to do; in that time a fast device steps about this many.
-BATCH_NUMEL = 1 << 24
+# Most elements that a device steps in one call that covers several tiles. A call takes the host about 0.3 ms, however little
+# there is to do; in twice that time a fast device steps about this many.
+BATCH_NUMEL = 1 << 26
 
 
 class Update:
