@@ -11,8 +11,9 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -190,7 +191,19 @@ def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: flo
     for future in futures:
         future.result()
     if whole < operands.weights.numel():
-        tiled(settings, operands.part(whole, operands.weights.numel()), step, scale)
+        with _one_thread():
+            tiled(settings, operands.part(whole, operands.weights.numel()), step, scale)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What torch computes in it takes no other thread. OpenMP's would go on spinning for milliseconds, beside the next pass."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 @cache

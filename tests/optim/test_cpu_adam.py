@@ -7,6 +7,7 @@ import importlib
 import math
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -172,6 +173,7 @@ def test_threads_do_not_change_a_bit(kernel, monkeypatch):
     one, many = (operands(10_000, torch.bfloat16, torch.bfloat16) for _ in range(2))
     kernel(SETTINGS, one, 3.0, 1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     kernel(SETTINGS, many, 3.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(results(one), results(many), strict=True))
 
@@ -213,6 +215,28 @@ def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog):
         assert mixed_kernel() is mixed_kernel() is (tiled if missing else one_pass)
     mixed_kernel.cache_clear()
     assert len(caplog.records) == 1 and ("by torch" if missing else "by numba") in caplog.text
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchs_threads_do_not_wake_for_the_rest_after_the_last_block(fails, monkeypatch):
+    """Else OpenMP's threads spin beside numba's in the next tile."""
+    before, found, torchs = torch.get_num_threads(), [], adam_kernels.tiled
+
+    def tiled(*given):
+        found.append(torch.get_num_threads())
+        torchs(*given)
+        if fails:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(adam_kernels, "tiled", tiled)
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+            one_pass(SETTINGS, operands(10_000, torch.bfloat16, torch.bfloat16), 3.0, 1.0)
+        assert found == [1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
