@@ -227,6 +227,16 @@ class SlicedOptimizer:
             if not self._counts_in_group and key not in bucket.states:
                 state[key] = torch.full((), value, dtype=torch.float32, device=self._device_of(key, piece))
 
+    def begin_adam(self, piece: Slice) -> None:
+        """Gives a slice Adam's state before its first update: where it will rest, if O is in memory, so nothing is copied."""
+        moments = ("exp_avg", "exp_avg_sq")
+        is_in_memory = piece.bucket.states[MASTER].resident is not None
+        self._fill_state(piece, {"step": 0.0}, moments if is_in_memory else ())
+        if not is_in_memory:
+            self.state[piece.master].update(
+                {key: torch.zeros_like(piece.master, requires_grad=False) for key in moments}
+            )
+
     def _device_of(self, key: str, piece: Slice) -> torch.device:
         """Where a scalar of a slice's state lies: as in torch, the step count lies on the host unless a kernel reads it.
 

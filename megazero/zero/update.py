@@ -181,9 +181,7 @@ class Update:
                 settings, state = self._settings[piece.span.group], self._optimizer.state[piece.master]
                 assert settings is not None, "_is_adam"
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    for key in ("exp_avg", "exp_avg_sq"):
-                        state[key] = torch.zeros_like(piece.master, requires_grad=False)
+                    self._optimizer.begin_adam(piece)
                 state["step"] += 1
                 out = None if weights is None else weights[part]
                 moments = state["exp_avg"], state["exp_avg_sq"]

@@ -519,6 +519,23 @@ def test_a_ratio_leaves_the_first_units_states_on_the_device_bit_for_bit(stage, 
         assert none == 0 and 0.4 < half <= 0.5 and half < most <= 0.75 and not has_root and everything == (1.0, True)
 
 
+def moments_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu"}, dtype=torch.bfloat16)
+    engine.backward(engine(token_batches(1, 1, 1)[0, 0, 0]))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("zeros_like", "empty_like"):
+            patch.setattr(torch, name, lambda *_, name=name, **__: pytest.fail(f"torch.{name} for what O could hold"))
+        engine.step()
+    for bucket in engine.buckets:
+        assert all(bucket.states[key].resident.any() for key in ("exp_avg", "exp_avg_sq")), bucket.name
+
+
+def test_moments_of_an_update_in_16_bits_on_the_host_are_made_where_they_rest():
+    """Made by torch and copied they took several times as long: at a first update most of the time goes to new pages."""
+    run_ranks(1, moments_case)
+
+
 def order_case(path: str) -> list[str]:
     """What the swap file is asked for during one update."""
     mpu.initialize_model_parallel(1)
