@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from megazero.model.config import GPT2Config
 from megazero.mpu.init import InitMethod
 
-PIECE_NUMEL = 1 << 22  # elements of a large weight that have a random stream of their own
+PIECE_NUMEL = 1 << 20  # elements of a large weight that have a random stream of their own
 
 
 def draw_normal_(weight: Tensor, std: float) -> None:
