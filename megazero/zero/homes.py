@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,8 @@ from functools import partial
 import torch
 
 from megazero import comm
-from megazero.logging import ALIKE, get_logger
+from megazero.cgroups import available_cores
+from megazero.logging import ALIKE, counted, get_logger
 from megazero.nvme import PAGE, SwapFile
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_plan import first_that_fit
@@ -63,6 +65,8 @@ class Homes:
         kept = kept_on_device(config, plans)
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
             link = Link.to(comm.local_device(), pin)
+        if link is not None and config.offload_optimizer != "none" and is_trained:
+            _warn_of_few_threads()
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = comm.together(partial(SwapFile, config.nvme_path, torch.distributed.get_rank(), config.aio))
@@ -93,6 +97,21 @@ class Homes:
             self.link.close()
         if self.swap is not None:
             self.swap.close()
+
+
+def _warn_of_few_threads() -> None:
+    """Warns of updates on the host that leave half of its cores idle or more: a plain torchrun gives each rank one thread."""
+    cores, threads = available_cores(), torch.get_num_threads()
+    wanted = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if wanted >= 2 * threads:
+        logger.warning(
+            "the optimizer's update on the host has %s per rank, and this machine cores for %d: set OMP_NUM_THREADS=%d. The "
+            "scripts, `megazero` and `python -m megazero.launch` do so by themselves, torchrun sets 1.",
+            counted(threads, "thread"),
+            wanted,
+            wanted,
+            extra=ALIKE,
+        )
 
 
 def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset[int]:

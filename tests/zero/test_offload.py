@@ -32,6 +32,7 @@ from megazero.zero.units import ROOT
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, make_engine, run, token_batches, train
+from tests.zero.streams import slow_link
 from tests.zero.test_stages import compare
 
 
@@ -517,6 +518,29 @@ def test_a_ratio_leaves_the_first_units_states_on_the_device_bit_for_bit(stage, 
     for shares in run_ranks(2, ratio_case, str(tmp_path), stage, dtype):
         (none, _), (half, _), (most, has_root), everything = shares
         assert none == 0 and 0.4 < half <= 0.5 and half < most <= 0.75 and not has_root and everything == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "said"),
+    [
+        (16, None, 1, "has 1 thread per rank, and this machine cores for 16: set OMP_NUM_THREADS=16."),
+        (16, "4", 2, "has 2 threads per rank, and this machine cores for 4: set OMP_NUM_THREADS=4."),
+        (16, "4", 4, None),
+        (3, "2", 1, None),
+        (1, "8", 1, None),
+    ],
+)
+def test_an_update_that_leaves_half_of_the_cores_idle_is_told(
+    one_rank, monkeypatch, caplog, cores, ranks, threads, said
+):
+    monkeypatch.setattr("megazero.zero.homes.available_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    with slow_link():
+        make_engine(Wide(), 2, zero={"offload_optimizer": "cpu"}).destroy()
+    told = [line for line in caplog.messages if "OMP_NUM_THREADS" in line]
+    assert [said in line for line in told] == ([True] if said else [])
 
 
 def moments_case() -> None:
