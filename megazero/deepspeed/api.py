@@ -223,5 +223,5 @@ def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
             continue
         values = tensor.detach().contiguous()
         comm.broadcast_(values.view(-1).view(torch.uint8), groups.data)
-        if values.data_ptr() != tensor.data_ptr():
+        if not tensor.is_contiguous():
             tensor.detach().copy_(values)
