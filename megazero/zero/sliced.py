@@ -232,10 +232,9 @@ class SlicedOptimizer:
         moments = ("exp_avg", "exp_avg_sq")
         is_in_memory = piece.bucket.states[MASTER].resident is not None
         self._fill_state(piece, {"step": 0.0}, moments if is_in_memory else ())
-        if not is_in_memory:
-            self.state[piece.master].update(
-                {key: torch.zeros_like(piece.master, requires_grad=False) for key in moments}
-            )
+        state = self.state[piece.master]
+        for key in moments:  # what is in O may be of a state that somebody has dropped
+            state[key] = state[key].zero_() if is_in_memory else torch.zeros_like(piece.master, requires_grad=False)
 
     def _device_of(self, key: str, piece: Slice) -> torch.device:
         """Where a scalar of a slice's state lies: as in torch, the step count lies on the host unless a kernel reads it.

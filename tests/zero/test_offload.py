@@ -553,6 +553,12 @@ def moments_case() -> None:
         engine.step()
     for bucket in engine.buckets:
         assert all(bucket.states[key].resident.any() for key in ("exp_avg", "exp_avg_sq")), bucket.name
+    engine.optimizer.state.clear()
+    engine.backward(engine(token_batches(2, 1, 1)[1, 0, 0]))
+    engine.step()
+    for bucket in engine.buckets:  # of a first step: 0.1 g and 0.001 g^2
+        mean, square = (bucket.states[key].resident for key in ("exp_avg", "exp_avg_sq"))
+        torch.testing.assert_close(mean.square(), 10 * square, rtol=1e-4, atol=1e-12)
 
 
 def test_moments_of_an_update_in_16_bits_on_the_host_are_made_where_they_rest():
