@@ -11,7 +11,7 @@ import torch
 
 from megazero import comm
 from megazero.cgroups import available_cores
-from megazero.logging import ALIKE, counted, get_logger
+from megazero.logging import ALIKE, get_logger
 from megazero.nvme import PAGE, SwapFile
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_plan import first_that_fit
@@ -66,7 +66,7 @@ class Homes:
         if (config.offload_param, config.offload_optimizer) != ("none", "none"):
             link = Link.to(comm.local_device(), pin)
         if link is not None and config.offload_optimizer != "none" and is_trained:
-            _warn_of_few_threads()
+            _warn_of_one_thread()
         if "nvme" in (config.offload_param, config.offload_optimizer):
             assert config.nvme_path is not None, "ZeroConfig has checked it"
             swap = comm.together(partial(SwapFile, config.nvme_path, torch.distributed.get_rank(), config.aio))
@@ -99,17 +99,16 @@ class Homes:
             self.swap.close()
 
 
-def _warn_of_few_threads() -> None:
-    """Warns of updates on the host that leave half of its cores idle or more: a plain torchrun gives each rank one thread."""
-    cores, threads = available_cores(), torch.get_num_threads()
-    wanted = cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if wanted >= 2 * threads:
+def _warn_of_one_thread() -> None:
+    """Warns of updates on the host by one thread though there are cores for more: torchrun sets OMP_NUM_THREADS to 1."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = available_cores() // int(ranks) if ranks.isdecimal() and int(ranks) else 1
+    if torch.get_num_threads() == 1 < cores:
         logger.warning(
-            "the optimizer's update on the host has %s per rank, and this machine cores for %d: set OMP_NUM_THREADS=%d. The "
-            "scripts, `megazero` and `python -m megazero.launch` do so by themselves, torchrun sets 1.",
-            counted(threads, "thread"),
-            wanted,
-            wanted,
+            "the optimizer's update on the host has one thread per rank, and this machine has %d cores for each: set "
+            "OMP_NUM_THREADS=%d. The scripts, `megazero` and `python -m megazero.launch` do so by themselves; torchrun sets 1.",
+            cores,
+            cores,
             extra=ALIKE,
         )
 

@@ -523,18 +523,20 @@ def test_a_ratio_leaves_the_first_units_states_on_the_device_bit_for_bit(stage, 
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads", "said"),
     [
-        (16, None, 1, "has 1 thread per rank, and this machine cores for 16: set OMP_NUM_THREADS=16."),
-        (16, "4", 2, "has 2 threads per rank, and this machine cores for 4: set OMP_NUM_THREADS=4."),
-        (16, "4", 4, None),
+        (16, "4", 1, "this machine has 4 cores for each: set OMP_NUM_THREADS=4."),
+        (16, "4", 2, None),  # somebody has chosen
+        (16, None, 1, None),  # nobody has said how many ranks share the cores
+        (16, "0", 1, None),
         (3, "2", 1, None),
         (1, "8", 1, None),
     ],
 )
-def test_an_update_that_leaves_half_of_the_cores_idle_is_told(
+def test_an_update_by_one_thread_that_could_have_more_is_told(
     one_rank, monkeypatch, caplog, cores, ranks, threads, said
 ):
     monkeypatch.setattr("megazero.zero.homes.available_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with slow_link():
