@@ -53,10 +53,12 @@ def init_distributed(
             several hosts, and the name of one is a loopback address there.
         OSError: the rendezvous port is taken.
     """
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        _grow_segments()
     if dist.is_initialized() or dist_init_required is False:
         _take_device_of_joined()
         return
-    has_cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if has_cuda else "gloo")
     if backend == "nccl" and not has_cuda:
         raise ValueError(
@@ -67,8 +69,6 @@ def init_distributed(
             _adopt_open_mpi(distributed_port)
         _adopt_arguments(rank, world_size)
         told_world(None)
-    if has_cuda:
-        _grow_segments()
     _take_device()
     _share_interface()
     if backend == "nccl":
@@ -169,7 +169,7 @@ def _grow_segments() -> None:
     tensors. torch reads the variable when it first allocates on a device.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Up to 2.9, the newer name is ignored (pytorch/pytorch#183387); later, the older one warns.
+        # Up to 2.9, the newer name is ignored (pytorch/pytorch#183387); from 2.9 on, the older one warns.
         name = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.10" else "PYTORCH_CUDA_ALLOC_CONF"
         os.environ[name] = "expandable_segments:True"
 

@@ -233,6 +233,8 @@ def test_ranks_of_a_large_world_do_not_connect_with_every_other_one_to_exchange_
 
 def test_a_rank_takes_its_device_also_where_the_script_has_joined(one_rank, monkeypatch):
     taken, current = [], [0]
+    for name in AS_IT_WAS:
+        monkeypatch.setenv(name, "as it was")
     played = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: current[-1]}
     for name, value in {**played, "set_device": taken.append}.items():
         monkeypatch.setattr(torch.cuda, name, value)
