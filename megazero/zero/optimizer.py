@@ -311,11 +311,10 @@ class BucketOptimizer(SlicedOptimizer):
         portions = [portion for gradient in gradients for portion in gradient.norms()]
         norms = [norm for span, norm in portions if self.counts_replicated or not span.is_replicated]
         total = torch.zeros((), dtype=torch.float64, device=device)
-        if norms:
-            total = torch.stack(_brought(norms, device)).double().square().sum()
+        if norms:  # all buckets' means are over the same group
+            total = torch.stack(_brought(norms, device)).double().square().sum() * gradients[0].to_mean ** 2
         total = comm.all_reduced(total, self.norm_group)
-        to_mean = gradients[0].to_mean if gradients else 1.0  # of all: their means are over the same group
-        return float((total.sqrt() * (to_mean / self.cur_scale)).float())
+        return float((total.sqrt() / self.cur_scale).float())
 
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from megazero.zero.optimizer import BucketOptimizer
 
 # Most elements that a device steps in one call that covers several tiles. A call takes the host about 0.3 ms, however little
-# there is to do; in twice that time a fast device steps about this many.
+# there is to do; in twice that time a fast device steps about this many. Kernels that are not fused get fewer: they take memory
+# for a whole batch.
 BATCH_NUMEL = 1 << 26
+UNFUSED_NUMEL = 1 << 24
 
 
 class Update:
@@ -82,7 +84,7 @@ class Update:
                 batches[-1].append(tile)
             else:
                 batches.append([tile])
-                room = BATCH_NUMEL
+                room = BATCH_NUMEL if self._optimizer.scales_itself else UNFUSED_NUMEL
             room = room - numel if joins else 0
         return batches
 
