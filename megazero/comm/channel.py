@@ -222,5 +222,6 @@ def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: floa
 
 def timeout_of(group: ProcessGroup) -> float:
     """Seconds after which a collective of `group` fails; torch's default for a backend without options, such as its fake one."""
-    options = group._get_backend(group._device_types[0]).options  # torch has no public function for that
+    # torch has no public function for that; up to 2.8 its fake backend lacks the attribute.
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return (default_pg_timeout if options is None else options._timeout).total_seconds()
