@@ -17,7 +17,7 @@ from megazero import comm
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
-from megazero.zero.storage import is_same_memory, part_of, storage_id
+from megazero.zero.storage import is_same_memory, part_of
 
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
 
@@ -381,11 +381,7 @@ def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
 def _is_in_memory_of(bucket: Bucket, key: str, piece: Slice, value: Tensor) -> bool:
     """Whether `value` is the slice's part of a state in memory, as it is after every update but the first."""
     resident = bucket.states[key].resident if key in bucket.states else None
-    return (
-        resident is not None
-        and storage_id(value) == storage_id(resident)
-        and value.storage_offset() == resident.storage_offset() + piece.start
-    )
+    return resident is not None and is_same_memory(value, resident, piece.start)
 
 
 def _names_in(piece: Slice) -> list[str]:

@@ -12,9 +12,9 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both tensors begin at the same place in one storage."""
-    return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset()
+def is_same_memory(a: Tensor, b: Tensor, start: int = 0) -> bool:
+    """Whether `a` begins in one storage where `b` does, or `start` elements behind that."""
+    return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset() + start
 
 
 def part_of(values: Tensor, start: int, segment: Segment) -> tuple[Tensor, slice]:

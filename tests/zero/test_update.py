@@ -24,6 +24,7 @@ MODEL = """--num-layers 6 --hidden-size 1024 --num-attention-heads 16 --vocab-si
     [
         (1, "", 2),  # five blocks; and one with all the rest
         (4, "", 1),
+        (64, "", 1),
         (64, "--grad-dtype compute", 7),
         (64, "--offload-optimizer cpu --offload-optimizer-ratio 0.5", 1),  # of what stays: the host's Adam is no call
     ],
