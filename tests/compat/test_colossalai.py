@@ -170,7 +170,14 @@ def constructed_case() -> None:
 
 
 def test_the_tutorials_gpt2_equals_an_unsharded_construction():
-    pytest.importorskip("transformers", minversion="5.24")  # 5.17 draws some values again, in 16 bits
+    pytest.importorskip("transformers", minversion="5.24")
+    # post_init draws once more what blocks have drawn, on this side in 16 bits. torch 2.8 draws other numbers then.
+    draws = [
+        torch.empty(12, 36, dtype=dtype).normal_(generator=torch.Generator().manual_seed(3)).half()
+        for dtype in (torch.float16, torch.float32)
+    ]
+    if not torch.equal(*draws):
+        pytest.skip(f"torch {torch.__version__} draws other normal numbers in fp16 than in fp32")
     run_ranks(2, constructed_case)
 
 
