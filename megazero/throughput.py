@@ -93,6 +93,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return max(most, _resident_bytes())  # the kernel updates the peak only now and then
 
 
+def unreserved_memory_bytes(device: torch.device) -> int:
+    """What torch's allocator can still reserve on a GPU: bytes free in the driver, within what this process may use of it.
+
+    The user sets that share by torch.cuda.set_per_process_memory_fraction, or, from torch 2.10 on, by the environment:
+    PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.4.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
+
+
 def _resident_bytes() -> int:
     """Resident bytes of this process; 0 if /proc is missing."""
     statm = Path("/proc/self/statm")

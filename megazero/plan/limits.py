@@ -13,6 +13,7 @@ import torch
 
 from megazero.cgroups import UNLIMITED, available_host_memory
 from megazero.nvme import PAGE, aligned_empty
+from megazero.throughput import unreserved_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def measure_limits(device: torch.device | None = None, nvme_path: str | None = N
     """
     free = memlock = None
     if device is not None and device.type == "cuda":
-        free, memlock = torch.cuda.mem_get_info(device)[0], lock_limit(partial(aligned_empty, PAGE, pin=True))
+        free, memlock = unreserved_memory_bytes(device), lock_limit(partial(aligned_empty, PAGE, pin=True))
     disk = None if nvme_path is None else free_disk(nvme_path)
     return Limits(free, available_host_memory(Path(root)), memlock, disk)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megazero import comm
+from megazero.throughput import unreserved_memory_bytes
 from megazero.zero.gemini_plan import Plan, plan_placement
 from megazero.zero.gemini_trace import Meter, Moment, Trace, Tracer
 from megazero.zero.residency import GatherLimits, Residency
@@ -38,15 +39,10 @@ class CudaMeter:
         return int(most)
 
     def free_bytes(self) -> int:
-        """Bytes free in the driver, up to torch.cuda.set_per_process_memory_fraction, plus those unused in the allocator.
-
-        Without what the allocator will lose between tensors.
-        """
-        on_device, total = torch.cuda.mem_get_info(self.device)
+        """Bytes that the allocator can still reserve, plus those unused in it, without what it will lose between tensors."""
         reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
-        most = torch.cuda.get_per_process_memory_fraction(self.device) * total
         useless = torch.cuda.memory_stats(self.device)["inactive_split_bytes.all.current"]
-        mine = max(0, min(on_device, most - reserved)) + reserved
+        mine = unreserved_memory_bytes(self.device) + reserved
         return int(max(0, mine * (1 - LOST_BETWEEN_TENSORS) - allocated - useless))
 
 

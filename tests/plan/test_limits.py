@@ -57,6 +57,13 @@ def test_locked_memory_is_limited_for_those_who_heed_the_limit(lock_rlimit):
     assert lock_limit(heed) == LOCKED
 
 
+def device_with(monkeypatch, free: int, total: int, reserved: int = 0, fraction: float = 1.0) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    return torch.device("cuda")
+
+
 @pytest.mark.parametrize("heeds", [True, False])
 def test_cuda_is_asked_to_lock_a_page(lock_rlimit, tmp_path, monkeypatch, heeds):
     asked: list = []
@@ -68,10 +75,20 @@ def test_cuda_is_asked_to_lock_a_page(lock_rlimit, tmp_path, monkeypatch, heeds)
         return torch.empty(nbytes)
 
     monkeypatch.setattr(limits, "aligned_empty", pinned)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
-    found = measure_limits(torch.device("cuda"), root=tmp_path)
+    found = measure_limits(device_with(monkeypatch, free=5, total=9), root=tmp_path)
     assert (found.device, found.memlock) == (5, LOCKED if heeds else None)
     assert asked == [(mmap.PAGESIZE, True, 0)]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "reserved", "usable"), [(1.0, 0, 70), (0.8, 0, 70), (0.4, 0, 40), (0.4, 30, 10), (0.2, 30, 0)]
+)
+def test_a_device_counts_within_the_fraction_that_this_process_may_use(
+    monkeypatch, tmp_path, fraction, reserved, usable
+):
+    monkeypatch.setattr(limits, "lock_limit", lambda pin: None)
+    device = device_with(monkeypatch, 70, 100, reserved, fraction)
+    assert measure_limits(device, root=tmp_path).device == usable
 
 
 def test_without_a_gpu_nothing_is_locked(lock_rlimit, tmp_path):
