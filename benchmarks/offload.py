@@ -4,12 +4,13 @@
     python benchmarks/offload.py --ranks 2 --stages 3 --bf16 --nvme-path /local_nvme
     python benchmarks/offload.py --layers 48 --hidden 1600 --heads 25 --seq-length 1024 --batch 8 --bf16 --checkpoint \\
         --only 2-cpu-none,3-cpu-none,3-nvme-nvme                             # 1.5 billion parameters, on a GPU
-    python benchmarks/offload.py --layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab 512 --steps 2        # does it work?
+    python benchmarks/offload.py --layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab 512 --steps 2 --rounds 1 # does it work?
 
 A side is called STAGE-O-P: where the optimizer's states and the reduced gradients rest, and where the shards of the parameters
 do; each is none (the device), cpu or nvme. deepspeed-STAGE-O-P is DeepSpeed, where it can be imported, with its own optimizers
 and the same sizes. Every side trains the hand-written GPT-2 of `plain_gpt2.py` from the same seed on the same batches, in
-processes of its own; on the CPU the losses of all sides of megazero must be equal bit for bit. Prints one JSON line.
+processes of its own; sides take turns, `--rounds` times each, and times are over all rounds. On the CPU the losses of all sides
+of megazero must be equal bit for bit. Prints one JSON line.
 
 states_mb are the states with their buffers between backward and update; peak_device_mb is what the device's allocator has held at
 most, peak_resident_mb the process in host memory (without a GPU both kinds of memory are one).
@@ -29,9 +30,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import MACHINE, gpt2_config, is_installed, make_parser, measured_on, model_line, quartiles, status_bytes
+from harness import (
+    MACHINE,
+    gpt2_config,
+    in_turns,
+    is_installed,
+    make_parser,
+    measured_on,
+    model_line,
+    quartiles,
+    status_bytes,
+)
 from peers import CLIP, DECAY, LR
-from plain_gpt2 import PlainBlock, PlainGPT2
+from plain_gpt2 import PlainBlock, PlainGPT2, decay_groups
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -161,14 +172,14 @@ def deepspeed_side(
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": args.bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage, **homes},
     }
     deepspeed.utils.logging.logger.setLevel("WARNING")
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = make_model(args)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=decay_groups(model, DECAY), config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = engine(tokens, targets)
@@ -188,7 +199,7 @@ def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
 def measured(
     args: argparse.Namespace, make: Callable[[torch.device], tuple[Step, Callable[[], dict]]]
 ) -> dict[str, Any]:
-    """Trains with the step that `make` returns for this rank's device; returns the figures."""
+    """Trains with the step that `make` returns for this rank's device; returns the timed seconds, bytes and losses."""
     keep_freed_memory()
     comm.init_distributed()
     mpu.initialize_model_parallel(1)
@@ -202,15 +213,8 @@ def measured(
         losses.append(float(step(text[:, :-1].contiguous(), text[:, 1:].contiguous())))
         torch.distributed.barrier()
         seconds += [time.perf_counter() - start] if index >= args.warmup else []
-    tokens = args.batch * args.seq_length * torch.distributed.get_world_size()
-    median, config = statistics.median(seconds), gpt2_config(args)
     return {
-        "median_s": round(median, 4),
-        "quartiles_s": quartiles(seconds),
-        "tokens_per_s": round(tokens / median, 1),
-        "model_tflops_per_rank": round(
-            config.flops_per_token(args.seq_length) * tokens / median / 1e12 / args.ranks, 4
-        ),
+        "seconds": seconds,
         "states_mb": {key: round(value / 1e6, 1) for key, value in nbytes().items()},
         "peak_device_mb": round(torch.cuda.max_memory_allocated() / 1e6, 1) if device.type == "cuda" else None,
         "peak_resident_mb": round(status_bytes("VmHWM") / 1e6, 1),
@@ -221,20 +225,46 @@ def measured(
 # ---- all of them
 
 
-def launch(args: argparse.Namespace, name: str, script: str = __file__) -> dict[str, Any]:
-    """One side's figures, or why there are none; on stderr too, for whoever has to stop before the last side is done."""
+def run_in_turns(args: argparse.Namespace, names: list[str], script: str = __file__) -> dict[str, dict[str, Any]]:
+    """Every side's figures, or why there are none: times of all rounds, the rest of the last one."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _, name in in_turns(names, args.rounds):
+        if not any("error" in run for run in runs[name]):
+            runs[name].append(launch(args, name, script))
+    return {name: summary(args, found) for name, found in runs.items()}
+
+
+def launch(args: argparse.Namespace, name: str, script: str) -> dict[str, Any]:
+    """One run of a side, or why it failed; on stderr too, for whoever has to stop before the last side is done."""
     ranks = ["-m", "megazero.launch", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, *ranks, script, *sys.argv[1:], "--nvme-path", args.nvme_path, "--side", name]
     done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"median_s"')]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
     if done.returncode or not lines:
         said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
         errors = [line for line in said if "Error" in line]
         found = {"error": (errors or said)[-1]}
     else:
         found = json.loads(lines[-1])
-    print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    print(f"{name}: {json.dumps(summary(args, [found]))}", file=sys.stderr, flush=True)
     return found
+
+
+def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a side's runs: one failure is the side's."""
+    last = runs[-1]
+    if "error" in last:
+        return last
+    seconds = [duration for run in runs for duration in run["seconds"]]
+    tokens, median = args.batch * args.seq_length * args.ranks, statistics.median(seconds)
+    flops = gpt2_config(args).flops_per_token(args.seq_length) * args.batch * args.seq_length
+    return {
+        "median_s": round(median, 4),
+        "quartiles_s": quartiles(seconds),
+        "tokens_per_s": round(tokens / median, 1),
+        "model_tflops_per_rank": round(flops / median / 1e12, 4),
+        **{key: value for key, value in last.items() if key != "seconds"},
+    }
 
 
 def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -250,19 +280,21 @@ def about(args: argparse.Namespace, sides: dict[str, dict[str, Any]]) -> dict[st
         "losses": "equal bit for bit" if len(ours) == 1 else "different" if ours else "none",
         "last_losses": {name: trace[-1] for name, trace in losses.items()},
         "steps": args.steps,
+        "rounds": args.rounds,
         **measured_on("deepspeed", machine=torch.cuda.get_device_name() if torch.cuda.is_available() else MACHINE),
     }
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs every side; returns the result line."""
-    return {"benchmark": "offload", **about(args, {name: launch(args, name) for name in side_names(args)})}
+    return {"benchmark": "offload", **about(args, run_in_turns(args, side_names(args)))}
 
 
 def side_parser(description: str | None) -> argparse.ArgumentParser:
     """The sizes of model and run."""
     sizes = {"layers": 6, "hidden": 512, "heads": 8, "seq_length": 256, "batch": 1, "vocab": 8192, "ranks": 1}
     parser = make_parser(description, **sizes, steps=5, warmup=2)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every side (default: 2)")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="names of sides")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks in backward")

@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 import torch
-from offload import Step, about, chosen, launch, make_engine, measured, play, side_parser
+from offload import Step, about, chosen, make_engine, measured, play, run_in_turns, side_parser
 from torch import Tensor
 
 from megazero.engine import Engine
@@ -130,7 +130,7 @@ def planned_bytes(engine: Engine, name: str, args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs every side; returns the result line."""
     is_cuda = torch.cuda.is_available()
-    sides = {name: launch(args, name, __file__) for name in side_names(args)}
+    sides = run_in_turns(args, side_names(args), __file__)
     fits = {
         name: side["median_s"]
         for name, side in sides.items()

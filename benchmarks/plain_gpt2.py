@@ -50,8 +50,10 @@ class PlainGPT2(nn.Module):
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Megatron's two optimizer groups: matrices and embeddings decay, biases and normalisation weights do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    # DeepSpeed's zero.Init leaves the shape in an attribute only.
+    found = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
+    matrices = [p for p, ndim in found.items() if ndim >= 2]
+    vectors = [p for p, ndim in found.items() if ndim < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
