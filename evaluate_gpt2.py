@@ -25,7 +25,7 @@ from megazero.inference import InferenceConfig, load_model, model_config, open_c
 from megazero.logging import counted, table
 from megazero.model.config import GPT2Config
 from megazero.option import check_options, option
-from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
+from megazero.texts import has_lines_of_json, load_texts, read_text, wikitext_detokenize, word_count
 
 logger = logging.getLogger("megazero.evaluate")
 
@@ -80,6 +80,12 @@ def check(world_size: int) -> Checked:
     """The configuration, the checkpoint and its tokenizer, after all checks that need no communication."""
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
+    assert task.valid_data is not None
+    if task.task != "lambada" and has_lines_of_json(task.valid_data):
+        raise ValueError(
+            f"--valid-data {task.valid_data} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
+            "into a file; or, for the mean loss of a corpus, give it to pretrain_gpt2.py as --valid-data."
+        )
     reader, tokenizer = open_checkpoint(config)
     model = model_config(reader)
     window = task.window(client_state(reader), model)

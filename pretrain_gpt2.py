@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.arguments import load_config
+from megazero.checkpoint.tags import list_tags
 from megazero.config import Config
 from megazero.data.build import build_tokenizer_from, check_data
 from megazero.data.tokenizer import Tokenizer
@@ -82,7 +83,8 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     for folder in config.swap_folders:
         check_folder(folder)
     tokenizer = build_tokenizer_from(config.data)
-    check_data(config.data, tokenizer, evaluates=config.training.eval_iters > 0)
+    trains = not (config.checkpoint.load and list_tags(config.checkpoint.load))  # else its training may be over
+    check_data(config.data, tokenizer, trains=trains, evaluates=config.training.eval_iters > 0)
     return config, tokenizer
 
 

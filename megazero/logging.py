@@ -130,12 +130,16 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def setup_logging(rank: int, level: int = logging.INFO) -> None:
-    """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all."""
+def setup_logging(rank: int, level: int | None = None) -> None:
+    """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all.
+
+    Args:
+        level: of the logger; by default what has been set, else INFO.
+    """
     handler = _Output()
     handler.setFormatter(_Formatter(rank))
     handler.addFilter(lambda record: rank == 0 or not logging.DEBUG < record.levelno < logging.WARNING)
     root = logging.getLogger("megazero")
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(level or root.level or logging.INFO)
     root.propagate = False

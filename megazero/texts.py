@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,6 +19,16 @@ def read_text(path: str | Path, flag: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path} is not UTF-8 text, at byte {error.start}: unpack or convert it.") from error
+
+
+def has_lines_of_json(path: str | Path) -> bool:
+    """Whether the first line of a file that is not blank is a JSON object."""
+    with open(path, "rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def load_texts(path: str | Path, text_key: str = "text") -> list[str]:

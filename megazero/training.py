@@ -19,6 +19,7 @@ from megazero import comm
 from megazero.backends import say_what_is_idle, set_up_backends
 from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
+from megazero.data.build import NO_TRAINING_DATA
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets, take_counted, token_weights
@@ -94,7 +95,7 @@ def pretrain(
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
     if train is None and job.iteration < flags.train_iters:
-        raise ValueError("The training split is empty: give --train-data, and a first share above 0 in --split.")
+        raise ValueError(NO_TRAINING_DATA)
     if train is not None:
         warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:

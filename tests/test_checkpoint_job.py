@@ -144,6 +144,8 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     assert done.returncode != 0 and "Traceback" not in done.stdout
     assert any("rank_00001.safetensors is damaged" in line and "(read for" in line for line in errors), done.stdout
     (tmp_path / "latest").unlink()
+    done = job(corpus, tmp_path, ranks=1)
+    assert "holds checkpoints (global_step12, global_step8, global_step4) but no file `latest`" in done.stdout
     done = job(corpus, tmp_path, "--load-fallback")
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
     assert done.stdout.count("has no file `latest`. Taking the newest checkpoint that is there, global_step12.") == 1
@@ -213,6 +215,17 @@ def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whol
     monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "short")])
     with pytest.raises(ValueError, match=f"--valid-data .*short has {found}; the first is not predicted"):
         evaluate_gpt2.main(evaluate_gpt2.check(1))
+
+
+@pytest.mark.parametrize("task", ["perplexity", "wikitext"])
+def test_json_lines_are_not_scored_as_text(whole, tmp_path, monkeypatch, task):
+    given = ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "lines"), "--task", task]
+    monkeypatch.setattr("sys.argv", given)
+    (tmp_path / "lines").write_text('\n{"text": "the ranks of a group"}\n')
+    with pytest.raises(ValueError, match="--valid-data .*lines holds JSON lines, whose keys and escapes would count"):
+        evaluate_gpt2.check(1)
+    (tmp_path / "lines").write_text("{the ranks} of a group\n")
+    evaluate_gpt2.check(1)
 
 
 def test_a_stride_follows_a_short_window_and_one_that_does_not_fit_is_refused_before_the_model_is_loaded(

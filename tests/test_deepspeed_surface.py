@@ -197,6 +197,35 @@ def test_init_distributed_reads_open_mpis_variables_and_a_place(no_world, tmp_pa
     assert torch.distributed.get_world_size() == 1
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_that_knows_no_rank_is_refused_and_one_alone_is_not(no_world, name):
+    for each in ("RANK", "WORLD_SIZE"):
+        no_world.setenv(each, "x")  # so that it is as before afterwards
+        no_world.delenv(each)
+    no_world.setenv(name, "2")
+    for join in (deepspeed.init_distributed, comm.told_world):
+        with pytest.raises(ValueError, match=rf"one of 2 of .* \({name}\), and nothing says which rank it is"):
+            join()
+    no_world.setenv(name, "1")
+    assert comm.told_world() == (0, 1)
+    for each, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        no_world.setenv(each, value)
+    no_world.setenv(name, "2")
+    assert comm.told_world() == (1, 2)
+
+
+@pytest.mark.parametrize("host, said", [("no.such.host", "does not know"), ("127.0.0.1", "nothing answers at")])
+def test_a_meeting_place_that_does_not_answer_is_named(no_world, host, said):
+    port = free_port()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}.items():
+        no_world.setenv(name, value)
+    no_world.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(
+        OSError, match=f"rank 1: .*MASTER_ADDR={host}.* {said}|{said} MASTER_ADDR={host}, MASTER_PORT={port}"
+    ):
+        deepspeed.init_distributed("gloo", timeout=timedelta(seconds=1))
+
+
 def rank_given_case(port: int) -> int:
     """Joins another world, as the other rank."""
     rank = 1 - torch.distributed.get_rank()

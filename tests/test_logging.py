@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megazero.logging import setup_logging
 
 LOG = """
 import logging
@@ -17,6 +20,23 @@ for number in range(3):
     logging.getLogger("megazero.test").info("line %d", number)
 logging.getLogger("megazero.test").info("%d", "no number")
 """
+
+
+def test_a_level_that_the_script_has_set_stays_and_one_that_is_asked_for_is_set():
+    logger = logging.getLogger("megazero")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    try:
+        for before, asked, after in (
+            (logging.WARNING, None, logging.WARNING),
+            (logging.NOTSET, None, logging.INFO),
+            (logging.WARNING, logging.INFO, logging.INFO),
+        ):
+            logger.setLevel(before)
+            setup_logging(0, asked)
+            assert logger.level == after
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")

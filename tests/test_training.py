@@ -424,8 +424,8 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     assert "ran out of memory in iteration 2: " in line
     report = done.stdout.partition("ran out of memory")[2]
     assert "memory, planned and held when it failed" in report and "optimizer (O)" in report
-    ways = "--checkpoint-activations; --batch-size 1."
-    assert f"Each of these takes less: {'' if ranks == 1 else '--zero-stage 2; --zero-stage 3; '}{ways}" in report
+    # A higher stage lowers what is held between steps, but not at this model's peak, which are its logits.
+    assert "Each of these takes less: --checkpoint-activations; --batch-size 1." in report
 
 
 @pytest.mark.parametrize(
@@ -436,10 +436,11 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     ],
 )
 def test_a_library_of_cuda_without_memory_is_known(one_rank, text):
+    config = load_config(["--vocab-size", "64"])
     with pytest.raises(MemoryError, match=f"rank 0 ran out of memory .*: {re.escape(text)}"):
-        with tells_out_of_memory(load_config([])):
+        with tells_out_of_memory(config):
             raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="Cuda failure 1"), tells_out_of_memory(load_config([])):
+    with pytest.raises(RuntimeError, match="Cuda failure 1"), tells_out_of_memory(config):
         raise RuntimeError("Last error: Cuda failure 1 'invalid argument'")
 
 

@@ -46,6 +46,7 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 ANOTHER = "another one: by load_checkpoint's tag=, --load-fallback (pretrain_gpt2.py) or --tag (the other scripts)."
+NAME_ONE = f"Name one that is there in `latest`, or take {ANOTHER}"
 REMEDY = f"Copy the checkpoint again, or load {ANOTHER}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megazero import comm
-from megazero.checkpoint.format import REMEDY, CheckpointError
+from megazero.checkpoint.format import NAME_ONE, REMEDY, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states
@@ -145,7 +145,7 @@ def _first_intact(
         state.optimizer.is_torn = any(is_torn for _, is_torn in told)  # no rank may go on without the others
         rank, is_damaged, message = found[0]
         if is_damaged and fallback:
-            message = message.removesuffix(REMEDY)  # which advises just that
+            message = message.removesuffix(REMEDY).removesuffix(NAME_ONE)  # which advise just that
             if not remaining and not isinstance(error, OSError):  # which says that nothing is there, or cannot be read
                 raise CheckpointError(
                     f"{message.rstrip()} No other checkpoint in {directory} is whole either: copy one of them again."

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.format import (
-    ANOTHER,
     DTYPES,
     FORMAT,
     FORMAT_VERSION,
+    NAME_ONE,
     PLAIN_NAME,
     REMEDY,
     CheckpointError,
@@ -35,8 +35,6 @@ from megazero.checkpoint.pieces import Pieces
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_to_full
 from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag
 from megazero.checkpoint.tensor_file import CheckedFile
-
-_NAME_ONE = f"Name one that is there in `latest`, or take {ANOTHER}"
 
 
 class Reader:
@@ -66,7 +64,7 @@ class Reader:
         self._maps: dict[tuple[Any, ...], tuple[Pieces, RangeMap]] = {}  # of a layer whose tiles are read in turns
         tag = latest_tag(directory) if tag is None else check_tag(tag)
         if tag is None:
-            why = f"it has no file `latest`. {_NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
+            why = f"it has no file `latest`. {NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
         self.content = self._read_index() if content is None else content
@@ -166,7 +164,7 @@ class Reader:
                 f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
                 f"megazero.checkpoint import --from deepspeed {self.path.parent} OUT`."
             )
-        raise FileNotFoundError(f"No checkpoint at {self.path}: the tag or the file `latest` names it. {_NAME_ONE}")
+        raise FileNotFoundError(f"No checkpoint at {self.path}: the tag or the file `latest` names it. {NAME_ONE}")
 
     def _parse_index(self, content: bytes) -> dict[str, Any]:
         with self.well_formed("its top level"):

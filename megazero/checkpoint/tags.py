@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint.format import NAME_ONE, CheckpointError
 
 _OF_JOBS = re.compile(r"global_step(\d+)")  # a copy under another name is the user's, and is never deleted
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
@@ -53,8 +53,7 @@ def latest_tag(directory: str | Path) -> str | None:
         return check_tag(content.decode().strip())
     except ValueError as error:  # UnicodeDecodeError too
         raise CheckpointError(
-            f"{pointer} should hold the name of a checkpoint directory and holds {content[:60]!r}. Write the name of an intact "
-            "one beside it into the file."
+            f"{pointer} should hold the name of a checkpoint directory and holds {content[:60]!r}. {NAME_ONE}"
         ) from error
 
 

@@ -51,7 +51,7 @@ def init_distributed(
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
             the launcher's variables are not as `told_world` wants them, or contradict `rank` or `world_size`; or the ranks are on
             several hosts, and the name of one is a loopback address there.
-        OSError: the rendezvous port is taken.
+        OSError: the rendezvous port is taken, or does not answer.
     """
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -101,7 +101,8 @@ def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
         open_mpi_port: MASTER_PORT to use with Open MPI's variables, if torchrun's are not set; None ignores Open MPI's.
 
     Raises:
-        ValueError: a variable is missing, is no number, or contradicts another one.
+        ValueError: a variable is missing, is no number, or contradicts another one; or there are several processes, of which
+            none knows its rank.
     """
     if open_mpi_port is not None:
         _adopt_open_mpi(open_mpi_port)
@@ -112,6 +113,8 @@ def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
             )
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     is_told = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    if not is_told:
+        _refuse_unnumbered()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if is_told and missing:
         raise ValueError(
@@ -124,6 +127,18 @@ def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:
             "both. Without one, unset them."
         )
     return rank, world_size
+
+
+def _refuse_unnumbered() -> None:
+    """Raises if srun or MPI has started this process as one of several: without a rank, each would train by itself."""
+    for name, starter in (("SLURM_STEP_NUM_TASKS", "srun"), ("PMI_SIZE", "MPI"), ("MV2_COMM_WORLD_SIZE", "MVAPICH")):
+        if (size := os.environ.get(name, "1")).isdecimal() and int(size) > 1:
+            raise ValueError(
+                f"this process is one of {size} of {starter} ({name}), and nothing says which rank it is: each would train by "
+                "itself. Start one task per node, which starts the ranks by torchrun (`megazero`, scripts/pretrain_gpt2.sbatch); "
+                "or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each (srun: RANK=$SLURM_PROCID, "
+                f"LOCAL_RANK=$SLURM_LOCALID). If each is a job of its own, unset {name}."
+            )
 
 
 def get_local_rank() -> int:
@@ -254,6 +269,8 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
                 f"as many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
                 "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
             ) from error
+        if isinstance(error, dist.DistNetworkError) and "trying to connect" in str(error):
+            raise OSError(f"rank {os.environ['RANK']}: {_why_unanswered()} ({str(error).rstrip('.')})") from error
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         port = os.environ.get("MASTER_PORT", "unset")
@@ -261,3 +278,16 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
             f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
             "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
         ) from error
+
+
+def _why_unanswered() -> str:
+    """What is wrong with the place where ranks meet, which does not answer."""
+    host = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return f"MASTER_ADDR={host} is a name that this host does not know. It should be that of the host of rank 0."
+    return (
+        f"nothing answers at MASTER_ADDR={host}, MASTER_PORT={os.environ['MASTER_PORT']}. Rank 0 has not started there, or "
+        "has ended; or that is not its address; or the port is closed to this host."
+    )

@@ -22,6 +22,7 @@ from megazero.option import check_options, option
 
 Dataset = GPT2Dataset | BlendedDataset
 _PARTS = ("train", "valid", "test")
+NO_TRAINING_DATA = "The training split is empty: give --train-data, and a first share above 0 in --split."
 
 
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_path")  # what makes a vocabulary
@@ -75,18 +76,21 @@ def build_tokenizer_from(flags: DataConfig | Namespace) -> Tokenizer:
     return build_tokenizer(**{flag: getattr(flags, flag) for flag in TOKENIZER_FLAGS})
 
 
-def check_data(config: DataConfig, tokenizer: Tokenizer, evaluates: bool) -> None:
+def check_data(config: DataConfig, tokenizer: Tokenizer, trains: bool, evaluates: bool) -> None:
     """Finds what the flags name and checks its headers, its vocabulary and --split; reads no text and communicates nothing.
 
     What loose JSON holds is known when it is tokenized, and checked then.
 
     Args:
+        trains: whether there must be training data.
         evaluates: whether validation and test data are needed.
 
     Raises:
         FileNotFoundError: a corpus is missing.
         ValueError: a file is truncated or foreign, or was made with another tokenizer, or a split is empty.
     """
+    if trains and not (config.train_data and parse_split(config.split)[0]):
+        raise ValueError(NO_TRAINING_DATA)
     sources: dict[Path, IndexedDataset] = {}  # the same one serves all parts that --split cuts off it
     for part, (corpora, shares) in enumerate(_parts(config)):
         for corpus in corpora:

@@ -46,7 +46,8 @@ def values_of_file(path: str, given: Mapping[str, Any], components: Sequence[typ
         )
         said = _said(config)
     except DeepSpeedConfigError as error:
-        raise DeepSpeedConfigError(f"{flags.source}: {error}") from error
+        said_of_file = str(error).removeprefix(path).lstrip(":, ")  # what cannot be parsed is named already
+        raise DeepSpeedConfigError(f"{flags.source}: {said_of_file}") from error
     for key, field, value in said:
         flags.note(field, key, value, config.at(key))
     _log_idle(config, {key for key, _, _ in said}, flags)

@@ -84,9 +84,8 @@ def read_blocks(
                 yield Block(path, file_number, start, stop, data, position - done, fault)
                 start, done = stop, position
     except DAMAGE as error:
-        raise ValueError(
-            f"{path}: damaged or cut off: {error} (after {start} bytes of text). Get the file again."
-        ) from error
+        where = f" (after {start} bytes of text)" if start else ""  # of the blocks before
+        raise ValueError(f"{path}: damaged or cut off: {error}{where}. Get the file again.") from error
 
 
 def overlong(line_bytes: int, max_line_bytes: int) -> str:

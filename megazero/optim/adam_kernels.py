@@ -138,7 +138,7 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
     """The kernel for mixed precision on the CPU: `one_pass` if numba is installed, else `tiled`. Chosen and logged once."""
     try:
         from megazero.optim import adam_numba
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # the latter if its libraries cannot be loaded
         logger.info(f"CPU Adam: 16-bit numbers by torch in tiles; numba would be faster ({error}): megazero[offload]")
         return tiled
     if needs_float16 and not adam_numba.has_float16():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:
 
 
 def _check_number(what: str, value: Any, default: Any) -> None:
-    """Raises if `value`, or one of its items, is a string or truth value where a number is meant, as the default tells."""
+    """Raises if `value`, or one of its items, is infinite, or a string or truth value where the default tells of a number."""
     if isinstance(value, (list, tuple)) and isinstance(default, tuple):
         for position, each in enumerate(value):
             _check_number(f"{what}[{position}]", each, default[0])
@@ -138,6 +139,8 @@ def _check_number(what: str, value: Any, default: Any) -> None:
         raise ValueError(f"{what} must be a number, got {value!r}, a string.")
     elif isinstance(value, bool) and isinstance(default, (int, float)) and not isinstance(default, bool):
         raise ValueError(f"{what} must be a number, got {value}, a truth value.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{what} must be a finite number, got {value}.")
 
 
 def muon_groups(

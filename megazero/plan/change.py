@@ -19,7 +19,6 @@ class Change:
 
     values: Mapping[str, Any]  # by field of the job's configuration
     setup: Setup
-    is_of_states: bool = True  # otherwise it lowers activations only
 
     @property
     def flags(self) -> str:
@@ -29,7 +28,7 @@ class Change:
 
 
 def changes(setup: Setup) -> Iterator[Change]:
-    """Each single change that lowers what a device holds and that the job accepts, the cheapest in time first."""
+    """Each single change that can lower what a device holds and that the job accepts, the cheapest in time first."""
     states, model, is_cuda = setup.states, setup.model, setup.states.device_type == "cuda"
     if setup.data_parallel_size > 1:
         for stage in range(states.zero.stage + 1, 4):
@@ -38,10 +37,10 @@ def changes(setup: Setup) -> Iterator[Change]:
         yield from _change(setup, shard_size=0)
     if model.recompute_mode == "auto":
         assert model.recompute_budget_gb is not None
-        yield from _change(setup, is_of_states=False, recompute_budget_gb=model.recompute_budget_gb / 2)
+        yield from _change(setup, recompute_budget_gb=model.recompute_budget_gb / 2)
     elif model.recompute_mode != "full":
         all_of_it = {"checkpoint_activations": True} if model.recompute is None else {"recompute": "full"}
-        yield from _change(setup, is_of_states=False, **all_of_it)
+        yield from _change(setup, **all_of_it)
     if states.optimizer_home == "accelerator" and is_cuda:
         if states.zero.stage:
             yield from _change(setup, offload_optimizer="cpu")
@@ -49,10 +48,11 @@ def changes(setup: Setup) -> Iterator[Change]:
             yield from _change(setup, stage=2, offload_optimizer="cpu")
     if states.zero.offload_optimizer_ratio < 1:
         yield from _change(setup, offload_optimizer_ratio=1.0)
-    if states.zero.stage == 3 and states.param_home == "accelerator" and is_cuda:
+    # The shards are the master weights, and lie where these do, as long as they are on the device.
+    if states.zero.stage == 3 and states.param_home == "accelerator" != states.optimizer_home and is_cuda:
         yield from _change(setup, offload_param="cpu")
     if setup.shape.batch_size > 1:
-        yield from _change(setup, is_of_states=False, **_smaller_batch(setup))
+        yield from _change(setup, **_smaller_batch(setup))
 
 
 def last_resorts(setup: Setup) -> Iterator[Change]:
@@ -82,7 +82,7 @@ def _smaller_batch(setup: Setup) -> dict[str, int]:
     return {"batch_size": smaller, "global_batch_size": training.global_batch_size}
 
 
-def _change(setup: Setup, *, is_of_states: bool = True, **values: Any) -> Iterator[Change]:
+def _change(setup: Setup, **values: Any) -> Iterator[Change]:
     """The change that these values of fields make, if the job accepts it."""
     zero = setup.config.zero
     if "nvme" in values.values():
@@ -92,6 +92,6 @@ def _change(setup: Setup, *, is_of_states: bool = True, **values: Any) -> Iterat
         if zero.nvme_path is None:
             values["nvme_path"] = "DIR"  # any name will do for a plan
     try:
-        yield Change(values, setup.changed(**values), is_of_states)
+        yield Change(values, setup.changed(**values))
     except ValueError:
         return

@@ -100,8 +100,20 @@ def unchecked(plan: JobPlan, limits: Limits) -> list[tuple[str, int, str]]:
 
 
 def _for_device(setup: Setup, is_of_states: bool) -> str:
-    ways = [change.flags for change in changes(setup) if change.is_of_states or not is_of_states]
+    ways = [change.flags for change in what_takes_less(setup, is_of_states)]
     return f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model."
+
+
+def what_takes_less(setup: Setup, of_states: bool = False) -> list[Change]:
+    """The single changes that lower what a device holds at its peak, or what it then holds of the states alone."""
+
+    def held(setup: Setup) -> int:
+        plan = plan_job(setup)
+        on_device, on_host = (plan.device_states, plan.states.host) if of_states else (plan.device, plan.host)
+        return on_device + (on_host if setup.shape.device_type == "cpu" else 0)  # which is one memory
+
+    now = held(setup)
+    return [change for change in changes(setup) if held(change.setup) < now]
 
 
 def _for_host(plan: JobPlan) -> str:

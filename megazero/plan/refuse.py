@@ -8,8 +8,7 @@ import os
 import torch
 
 from megazero.config import Config
-from megazero.plan.change import changes
-from megazero.plan.fit import check_fits, what_to_change
+from megazero.plan.fit import check_fits, what_takes_less, what_to_change
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits, measure_limits
 
@@ -45,7 +44,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
 
 def ways_to_less_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Flags that each lower, by themselves, what the device holds; cheapest in time first."""
-    return [change.flags for change in changes(_setup(config, world_size, device))]
+    return [change.flags for change in what_takes_less(_setup(config, world_size, device))]
 
 
 def _setup(config: Config, world_size: int, device: torch.device) -> Setup:

@@ -320,10 +320,10 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
         name = f"attribute {getattr(getattr(func, '__self__', None), '__name__', '')!r}"
     return (
         f"{which} is sharded over the data-parallel ranks and not gathered now, so {name} would read nothing, or write what is "
-        "lost. Use it inside the forward of its own module; or `with megazero.zero.GatheredParameters(params):` to read it and "
-        "`GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under zero.Init p.normal_(), p.data[i] "
-        "and, without autograd, p[i] = 0 work as well, but nothing that keeps their memory); a whole state dictionary is "
-        "engine.module_state_dict(), and engine.load_module_state_dict(state) loads one."
+        "lost. Use it inside the forward of its own module; or `with megazero.zero.GatheredParameters(params):` to read it (call "
+        "backward inside of it, too) and `GatheredParameters(params, modifier_rank=0)` to change it (in a constructor under "
+        "zero.Init p.normal_(), p.data[i] and, without autograd, p[i] = 0 work as well, but nothing that keeps their memory); "
+        "a whole state dictionary is engine.module_state_dict(), and engine.load_module_state_dict(state) loads one."
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class Schedule:
         if self._overlaps_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
-            for unit, names, following in zip(units, names_in, [*names_in[1:], {}], strict=True):
+            for unit, (names, following) in zip(units, pairwise([*names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):

@@ -73,10 +73,18 @@ def test_empty_part_names_the_flag(corpora, tokenizer, split, part):
         build(tokenizer, train_data=[str(corpora / "a")], split=split)
     config = DataConfig(train_data=[str(corpora / "a")], split=split)
     with pytest.raises(ValueError, match=said):  # so it is told before the ranks start
-        check_data(config, tokenizer, evaluates=True)
-    check_data(config, tokenizer, evaluates=False)
+        check_data(config, tokenizer, trains=True, evaluates=True)
+    check_data(config, tokenizer, trains=True, evaluates=False)
     own = replace(config, valid_data=[str(corpora / "b")], test_data=[str(corpora / "b")])
-    check_data(own, tokenizer, evaluates=True)
+    check_data(own, tokenizer, trains=True, evaluates=True)
+
+
+def test_a_run_that_has_nothing_to_train_on_is_told_before_the_ranks_start(corpora, tokenizer):
+    none = DataConfig(train_data=[str(corpora / "a")], split="0,5,5")
+    for config in (none, DataConfig(valid_data=[str(corpora / "a")])):
+        with pytest.raises(ValueError, match="training split is empty: give --train-data, and a first share above 0"):
+            check_data(config, tokenizer, trains=True, evaluates=True)
+        check_data(config, tokenizer, trains=False, evaluates=True)
 
 
 def test_files_of_their_own_beat_the_split(corpora, tokenizer):

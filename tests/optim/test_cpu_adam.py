@@ -202,10 +202,14 @@ def test_split_covers_everything_once_in_whole_blocks(numel, parts):
     assert len(bounds) <= parts and all(start % 64 == 0 for start, _ in bounds)
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog):
+@pytest.mark.parametrize("missing", ["missing", "broken", ""])
+def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog, tmp_path):
     if missing:
-        monkeypatch.setitem(sys.modules, "numba", None)
+        (tmp_path / "numba.py").write_text("raise OSError('a library cannot be loaded')")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "numba", raising=False)
+        if missing == "missing":
+            monkeypatch.setitem(sys.modules, "numba", None)
         monkeypatch.delitem(sys.modules, "megazero.optim.adam_numba", raising=False)
         monkeypatch.delattr("megazero.optim.adam_numba", raising=False)
     elif not HAS_NUMBA:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -74,6 +76,8 @@ def test_the_groups_own_settings_win():
         ("Adam", {"betas": [0.9, "x"]}, r"Adam: betas\[1\] must be a number, got 'x', a string"),
         ("Adam", {"lr": "1e-3"}, "Adam: lr must be a number, got '1e-3', a string"),
         ("Adam", {"lr": True}, "Adam: lr must be a number, got True, a truth value"),
+        ("Adam", {"lr": math.inf}, "Adam: lr must be a finite number, got inf"),
+        ("SGD", {"momentum": -math.inf}, "SGD: momentum must be a finite number"),
         ("Adam", {"lr": -1.0}, "Adam does not take .*Invalid learning rate"),
         ("SGD", {"momentum": -1}, "Invalid momentum"),
     ],

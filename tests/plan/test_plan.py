@@ -34,6 +34,7 @@ from megazero.plan import (
 )
 from megazero.plan.__main__ import load, main, parse_size
 from megazero.plan.change import last_resorts
+from megazero.plan.fit import what_takes_less
 from megazero.plan.plot import bars, parts
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
@@ -268,6 +269,18 @@ def test_the_job_accepts_each_change_as_flags_and_then_has_its_plan(flags, never
     found = [change.flags for change in ways]
     assert any(flags.startswith(proposed) for flags in found), found
     assert not never or not any(never in flags for flags in found), found
+
+
+def test_what_is_advised_for_the_device_needs_less_of_it():
+    """The shards of parameters are the master weights, so their home saves nothing where those are on the device."""
+    for flags in ("--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--zero-stage 3 --offload-optimizer cpu"):
+        job = Setup.of(load_config([*SMALL, *flags.split()], world_size=4), 4, 8, "cuda")
+        for of_states, name in ((False, "device"), (True, "device_states")):
+            found = what_takes_less(job, of_states)
+            held = [getattr(plan_job(each.setup), name) for each in found]
+            assert found and max(held) < getattr(plan_job(job), name), (flags, [change.flags for change in found])
+    alone = load_config([*SMALL, "--zero-stage", "3"], world_size=4)
+    assert "--offload-param" not in str([change.flags for change in changes(Setup.of(alone, 4, 8, "cuda"))])
 
 
 def test_what_needs_less_of_the_host_is_accepted_by_the_job():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero import comm, mpu, utils
 from megazero.engine import EngineStateError
 from megazero.optim.loss_scaler import LossScaler
+from megazero.zero import GatheredParameters
 from tests.ranks import run_ranks
 from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, call, make_engine, token_batches, train
 from tests.zero.test_stages import compare
@@ -603,6 +604,32 @@ def twice_case() -> None:
 
 def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
     run_ranks(2, twice_case)
+
+
+def penalty_case() -> None:
+    """A term of the script's own, with its backward inside of GatheredParameters, and outside."""
+    mpu.initialize_model_parallel(1)
+    grads = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = make_engine(ReadsLast("plain"), stage)
+        parameters = list(engine.module.parameters())
+        loss = engine(torch.ones(6, 4))
+        with GatheredParameters(parameters):
+            engine.backward(loss + 0.1 * sum(p.pow(2).sum() for p in parameters))
+        grads.append({name: engine.full_grad(name) for name, _ in engine.module.named_parameters()})
+        if stage == 3:
+            loss = engine(torch.ones(6, 4))
+            with GatheredParameters(parameters):
+                loss = loss + sum(p.pow(2).sum() for p in parameters)
+            with pytest.raises(RuntimeError, match="inside of GatheredParameters: call backward inside of it, too"):
+                engine.backward(loss)
+        engine.destroy()
+    compare(grads[1], grads[0], "penalty", bitwise=False)
+
+
+def test_a_penalty_on_gathered_parameters_counts_and_a_late_backward_is_explained():
+    run_ranks(2, penalty_case)
 
 
 class Backwards(nn.Module):

@@ -112,6 +112,25 @@ def test_that_holds_in_every_dtype_with_accumulation_and_offload(options):
     run_ranks(2, parity_case, ["tied head, unused parameter", "frozen layers"], {"clip_grad": 0.5, **options})
 
 
+def without_units_case() -> None:
+    mpu.initialize_model_parallel(1)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
+    for stage in (1, 2):
+        weights = []
+        for is_on in (False, True):
+            engine = fresh(lambda: nn.Linear(4, 4), stage, is_on)
+            for _ in range(3):
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+            engine.destroy()
+        compare(weights[1], weights[0], f"stage {stage}", bitwise=True)
+
+
+def test_that_holds_for_a_model_without_units():
+    run_ranks(2, without_units_case)
+
+
 def test_that_holds_on_nvme(tmp_path):
     nvme = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path), "sub_group_size": 64}
     run_ranks(2, parity_case, ["our checkpointing"], {"dtype": torch.bfloat16, "zero": nvme})
