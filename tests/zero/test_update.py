@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -36,6 +38,25 @@ def test_small_shards_are_stepped_together_on_a_device(ranks, flags, calls):
         handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
         try:
             fake_step(job)
+        finally:
+            handle.remove()
+    assert len(calls_made) == calls
+
+
+@pytest.mark.parametrize("is_fused, calls", [(True, 1), (False, 2)])
+def test_kernels_that_are_not_fused_get_less_at_a_time(is_fused, calls):
+    """They take memory for all that a call steps; a shard of this model has a fourth of the elements above."""
+    config = GPT2Config(6, 1024, 16, vocab_size=50257, max_position_embeddings=64)
+    with fake_world(4):
+        model = GPT2Model(config, device=ACCELERATOR)
+        make = partial(torch.optim.AdamW, fused=is_fused)
+        engine = Engine(model, mpu.get_groups(), make, *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=2))
+        ids = torch.zeros(1, 8, dtype=torch.int64, device=ACCELERATOR)
+        engine.backward(engine(ids, targets=ids).mean())
+        calls_made: list[object] = []
+        handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
+        try:
+            engine.step()
         finally:
             handle.remove()
     assert len(calls_made) == calls
