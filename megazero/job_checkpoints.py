@@ -14,7 +14,7 @@ from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import list_tags, tags_to_go_back_to
+from megazero.checkpoint.tags import list_tags, listed
 from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.job import Job, seed_dropout
@@ -146,10 +146,9 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
     if (path / "index.json").is_file():
         raise ValueError(f"--load {flags.load} is one checkpoint: name the directory above it, {path.parent}.")
-    if tags := tags_to_go_back_to(path):
-        newest, more = ", ".join(tags[:3]), f" and {len(tags) - 3} more" if len(tags) > 3 else ""
+    if list_tags(path):
         raise ValueError(
-            f"--load {flags.load} holds checkpoints ({newest}{more}) but no file `latest`. Write the name of one into "
+            f"--load {flags.load} has no file `latest`. In it there {listed(path)}. Write the name of one into "
             "it, or take the newest by --load-fallback."
         )
     # The directory that the job saves in may already hold its log.

@@ -88,6 +88,8 @@ def surface_case() -> None:
     rank = torch.distributed.get_rank()
     ranks = (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size, engine.mp_world_size)
     assert ranks == (rank, rank, 2, 2, 1)
+    assert comm.get_all_ranks_from_group(engine.data_parallel_group) == [0, 1]
+    assert engine.zero_offload_optimizer() is None is engine.zero_offload_param()
     assert (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples) == (0, 0, 0, 0)
     assert engine.lr_scheduler.get_lr() == engine.lr_scheduler.get_last_lr() == [0.001]
     assert engine.train() is engine and engine.training and not engine.eval().module.training
@@ -504,9 +506,9 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (deepspeed.utils, "groups", "in megazero.mpu"),
         (deepspeed.utils, "no_such", "has no attribute 'no_such'$"),
         (deepspeed, "no_such", "has no attribute 'no_such'$"),
-        (engine, "train_batch", "neither the engine nor its module .*pipeline parallelism"),
+        (engine, "train_batch", "neither the engine nor its module, Sequential, has .*pipeline parallelism"),
         (engine, "offload_states", "offload_optimizer and offload_param"),
-        (engine, "no_such", "'Sequential' object has no attribute 'no_such'"),
+        (engine, "no_such", "neither the engine nor its module, Sequential, has an attribute 'no_such'.$"),
         (engine.optimizer, "state_dict", r"engine\.save_checkpoint\(directory\)"),
         (engine.optimizer, "no_such", "has no attribute 'no_such'$"),
     ):

@@ -33,7 +33,7 @@ from megazero.checkpoint.format import (
 )
 from megazero.checkpoint.pieces import Pieces
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_to_full
-from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag
+from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag, listed
 from megazero.checkpoint.tensor_file import CheckedFile
 
 
@@ -164,7 +164,9 @@ class Reader:
                 f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
                 f"megazero.checkpoint import --from deepspeed {self.path.parent} OUT`."
             )
-        raise FileNotFoundError(f"No checkpoint at {self.path}: the tag or the file `latest` names it. {NAME_ONE}")
+        raise FileNotFoundError(
+            f"No checkpoint at {self.path}, beside which there {listed(self.path.parent)}. {NAME_ONE}"
+        )
 
     def _parse_index(self, content: bytes) -> dict[str, Any]:
         with self.well_formed("its top level"):

@@ -94,6 +94,15 @@ def tags_to_go_back_to(directory: str | Path, newest: str | None = None) -> list
     return [tag for tag in (*reversed(of_jobs), *reversed(own)) if tag != newest]
 
 
+def listed(directory: str | Path) -> str:
+    """For a message, the checkpoints in `directory`, the newest first: "are global_step9, global_step6, mine and 2 more"."""
+    tags = tags_to_go_back_to(directory)
+    if not tags:
+        return "is none"
+    more = f" and {len(tags) - 3} more" if len(tags) > 3 else ""
+    return f"{'is' if len(tags) == 1 else 'are'} {', '.join(tags[:3])}{more}"
+
+
 def tags_of_jobs(tags: Iterable[str], newest: str | None) -> list[str]:
     """Those of the tags that jobs give, oldest first: by steps, as times of files are those of a copy, or of a clock set back.
 

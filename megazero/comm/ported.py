@@ -16,6 +16,7 @@ from torch.distributed import (
     destroy_process_group,
     get_backend,
     get_global_rank,
+    get_process_group_ranks,
     get_rank,
     get_world_size,
     irecv,
@@ -28,6 +29,8 @@ from torch.distributed import (
 from megazero.comm.join import get_local_rank
 from megazero.comm.world import barrier as _barrier
 from megazero.comm.world import world as get_world_group
+
+get_all_ranks_from_group = get_process_group_ranks
 
 __all__ = [
     "P2POp",
@@ -45,6 +48,7 @@ __all__ = [
     "broadcast_object_list",
     "destroy_process_group",
     "gather",
+    "get_all_ranks_from_group",
     "get_backend",
     "get_global_rank",
     "get_local_rank",

@@ -18,6 +18,7 @@ from megazero.deepspeed.checkpoints import CheckpointingEngine
 from megazero.deepspeed.mpu import check_gradients
 from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
+from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection
 from megazero.logging import counted
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
@@ -72,10 +73,10 @@ class DeepSpeedEngine(CheckpointingEngine):
         """Falls through to the module. For attributes that only DeepSpeed's engine has, the error says what to do instead."""
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            if name not in OF_ENGINE:
-                raise
-        raise AttributeError(f"neither the engine nor its module has an attribute {name!r}: {OF_ENGINE[name]}.")
+        except AttributeError as error:
+            module = f"its module, {type(self.module).__name__}," if "module" in self.__dict__ else "its module"
+            instead = f": {OF_ENGINE[name]}" if name in OF_ENGINE else ""
+            raise AttributeError(f"neither the engine nor {module} has an attribute {name!r}{instead}.") from error
 
     # ---- training
 
@@ -227,6 +228,11 @@ class DeepSpeedEngine(CheckpointingEngine):
         return self.groups.data_parallel_size
 
     @property
+    def data_parallel_group(self) -> comm.ProcessGroup:
+        """The ranks that have the same part of the model."""
+        return self.groups.data
+
+    @property
     def mp_world_size(self) -> int:
         """Number of model-parallel ranks."""
         return self.groups.model_parallel_size
@@ -264,6 +270,14 @@ class DeepSpeedEngine(CheckpointingEngine):
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
         return self.zero.stage
+
+    def zero_offload_optimizer(self) -> OffloadOptimizerSection | None:
+        """The section `offload_optimizer` of the configuration; its `device` may be "none"."""
+        return self.config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> OffloadParamSection | None:
+        """The section `offload_param` of the configuration; its `device` may be "none"."""
+        return self.config.zero_optimization.offload_param
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Whether gradients are sharded."""

@@ -283,6 +283,14 @@ def test_latest_that_names_nothing_is_said(saved, capsys):
     assert "no file `latest`" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="No checkpoint at .*nowhere: there is no such directory"):
         Reader(saved / "nowhere")
+    for number in range(4):
+        shutil.copytree(saved / "mine", saved / f"global_step{number}")
+    with pytest.raises(
+        FileNotFoundError, match=r"none, beside which there are global_step\d.*, .* and \d more\. Name one"
+    ):
+        Reader(saved, "none")
+    with pytest.raises(FileNotFoundError, match="No checkpoint at .*, beside which there is none"):
+        Reader(saved / "mine", "none")
     assert run(capsys, "verify", saved, "--tag", "mine")[0] == 0
 
 
