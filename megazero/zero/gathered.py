@@ -19,8 +19,9 @@ class GatheredParameters:
 
     With `modifier_rank`, the values that the modifier rank holds at the end become the parameters' values everywhere, in the
     master weights too. This includes tensors assigned to `p.data`, if they have the parameter's shape. Without `modifier_rank`
-    the values are for reading: a change raises at the end, on every rank, instead of being lost. Leaving by an exception undoes
-    all changes. Parameters that neither an engine nor `zero.Init` holds are left alone.
+    the values are for reading: a change raises at the end, on every rank, instead of being lost. What was read, such as a state
+    dictionary or `p.detach()`, stays valid afterwards, with the memory that it takes. Leaving by an exception undoes all
+    changes. Parameters that neither an engine nor `zero.Init` holds are left alone.
 
     Args:
         params: a parameter, or any iterable of them.
@@ -114,6 +115,8 @@ class GatheredParameters:
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
         for bucket in self.buckets:
+            # What is read while a forward goes on is autograd's, which reads it again once it is gathered for backward.
+            bucket.weights.is_lent = kind is None and not changed and not _is_in_use(bucket)
             # If anything was written, all ranks undo it, or they would gather different buckets next.
             if bucket in self._to_release or changed or (kind is not None and not _is_in_use(bucket)):
                 bucket.weights.release()

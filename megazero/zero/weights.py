@@ -1,8 +1,9 @@
 """P: the parameters of one bucket, views of one flat storage that is whole on every rank, or sharded and gathered for use.
 
-Parameters stay registered in their modules and become views of the storage. They keep this storage for life, because autograd
-saves views of weights: a parameter that pointed elsewhere between forward and backward would give wrong input gradients. If P is
-sharded, `release` frees the storage's memory and `gather` refills the same storage.
+Parameters stay registered in their modules and become views of the storage. If P is sharded, `release` frees the storage's
+memory and `gather` refills the same storage, because autograd saves views of weights, which must find them in backward. Only
+what a script may have taken out of a GatheredParameters context keeps its memory (`is_lent`): P then takes another storage, and
+graphs from before keep the values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -37,6 +39,7 @@ class Weights:
         is_gathered: P is whole on this rank.
         is_offloaded: the shard was given another home than the device's; on a CPU that home may be the same memory.
         is_held: a GatheredParameters context is open on P.
+        is_lent: a script may have views of P as it is gathered now, such as a state dictionary, whose memory `release` leaves.
         is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
 
@@ -44,14 +47,15 @@ class Weights:
         self.name, self.parameters, self.flat = plan.name, plan.parameters, flat
         self.is_sharded = plan.sharding.parameters
         self._channel, self._owned_range = channel, plan.owned_range(channel.rank)
-        self._views = {segment.name: view_of(flat, segment) for segment in plan.layout.segments}
+        self._segments = plan.layout.segments
+        self._views = {segment.name: view_of(flat, segment) for segment in self._segments}
         self._empty = flat.new_empty(0)
         self._kinds = {name: type(p) for name, p in self.parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
         if self.is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
         self.is_offloaded = self.is_sharded and home is not None
-        self.is_gathered, self.is_held, self.is_kept = True, False, False
+        self.is_gathered, self.is_held, self.is_lent, self.is_kept = True, False, False, False
         self._gather_work: Work | None = None
         self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
@@ -112,10 +116,12 @@ class Weights:
         self.wait_gathered()
         if self.is_gathered:
             self.is_gathered = False
-            self.flat.untyped_storage().resize_(0)
             for parameter in self.parameters.values():
                 parameter.data = self._empty
                 parameter.__class__ = ReleasedParameter
+            if self.is_lent:
+                self._take_other_storage()
+            self.flat.untyped_storage().resize_(0)
             if self._versions != self._current_versions():
                 self.mark_unwritten()
                 raise RuntimeError(
@@ -123,6 +129,16 @@ class Weights:
                     "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
                     "stage below 3."
                 )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take_other_storage(self) -> None:
+        self.is_lent = False
+        numel = self.flat.numel()
+        self._views.clear()
+        self.flat = self._empty  # first, so that memory that nobody else has a view of is there for the other
+        self.flat = self._empty.new_empty(numel)
+        self._views.update((segment.name, view_of(self.flat, segment)) for segment in self._segments)
 
     def outdate(self) -> None:
         """Records that the values of P have changed: the backward of a graph that has read them then fails, as in plain torch."""

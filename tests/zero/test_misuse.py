@@ -17,6 +17,7 @@ from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Block, Toy, make_engine, run, token_batches
 from tests.zero.test_dynamic import fresh, my_batch, one_step
+from tests.zero.test_stages import compare
 
 STAGES = (0, 1, 2, 3)
 
@@ -57,6 +58,42 @@ def rounding_case() -> None:
 
 def test_gathered_parameters_leave_the_fp32_weights_of_what_did_not_change():
     run_ranks(2, rounding_case)
+
+
+def keeps_case() -> None:
+    """Whatever a script takes out of a context to read: a state dictionary, detached parameters, NumPy's arrays."""
+    mpu.initialize_model_parallel(1)
+    grads = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = make_engine(Toy(), stage)
+        named = dict(engine.module.named_parameters())
+        batch = token_batches(1, 1, 1)[0][0, 0]
+        loss = engine(batch)  # its graph has views of weights, too
+        with torch.inference_mode(), zero.GatheredParameters(list(named.values())):
+            arrays = {name: p.detach().numpy() for name, p in named.items()}
+        with zero.GatheredParameters(list(named.values())):
+            taken = [engine.module.state_dict(), {name: p.data for name, p in named.items()}]
+            inside = engine(batch)
+        engine.backward(loss)
+        for each in taken:
+            for name in named:
+                assert torch.equal(each[name].detach(), torch.from_numpy(arrays[name])), (stage, name)
+        engine.backward(inside)
+        grads.append({name: engine.full_grad(name) for name in named})
+        engine.step()
+        for name in named:
+            assert torch.equal(taken[0][name], taken[1][name])
+        if stage == 3:
+            with zero.GatheredParameters(list(named.values())):
+                assert not torch.equal(named["norm.weight"], taken[1]["norm.weight"]), "the parameter itself goes on"
+        engine.destroy()
+    compare(grads[1], grads[0], "read in a context", bitwise=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_taken_out_of_gathered_parameters_stays_valid(world_size):
+    run_ranks(world_size, keeps_case)
 
 
 def held_case() -> None:
