@@ -1,11 +1,21 @@
-"""Finds the child processes of a process; a launcher's children are its ranks."""
+"""Child processes: which a process has (a launcher's are its ranks), and that they end with it."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 PROC = Path("/proc")
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Makes the kernel (Linux) send this process a signal when the one that started it ends, however that happens."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
 def children(pid: int) -> list[int]:

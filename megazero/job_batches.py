@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megazero import comm
+from megazero.children import end_with_parent
 from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.job import Job, refuse_differences
@@ -77,6 +78,8 @@ def batches(
 def _outlive_sigterm(_: int) -> None:
     """Makes a data loader's worker end on SIGTERM only if its own rank sends it.
 
+    It ends with its rank, too, however that ends: it has the rank's sockets, at whose port a restart would wait for seconds.
+
     Batch systems, `timeout` and `pkill -f` send SIGTERM to every process of a job. The rank then finishes its step and saves; a
     worker that had already ended would turn that into an error. This function is for forked workers, as on Linux up to Python
     3.13. Other workers end with the process that started them.
@@ -84,6 +87,7 @@ def _outlive_sigterm(_: int) -> None:
     rank = parent_process()
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
         return
+    end_with_parent(signal.SIGKILL)
     # A forked worker begins with this thread alone; threads that it starts later inherit the signal mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -40,6 +40,8 @@ def refuse_unwritable(flags: CheckpointConfig) -> None:
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "you may not write in it" if there.is_dir() else "it is no folder"
+        if os.statvfs(there).f_flag & os.ST_RDONLY:
+            why = "its file system is read-only"
         raise OSError(
             f"--save {flags.save} cannot be written: {there}: {why}. Name another folder, or change its rights."
         )
@@ -78,7 +80,7 @@ def load(job: Job, is_expected: bool = False) -> None:
     flags = job.config.checkpoint
     if not flags.load:
         return
-    tag = newest_tag(flags.load, flags.load_fallback)
+    tag = newest_tag(flags.load, flags.load_fallback or _has_only_a_first_save(Path(flags.load)))
     if tag is None:
         _start_from_scratch(flags, Path(flags.load))
         if is_expected:
@@ -138,6 +140,11 @@ def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
             extra=ALIKE,
         )
     job.corpora = corpora
+
+
+def _has_only_a_first_save(path: Path) -> bool:
+    """Whether there is one checkpoint and no `latest`: a job has died between the two."""
+    return not (path / "latest").exists() and len(list_tags(path)) == 1
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:

@@ -5,7 +5,6 @@ torchrun itself buries a job's own error message under two screens of traceback;
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -16,16 +15,17 @@ from contextlib import ExitStack, suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+from megazero.children import children, end_with_parent
+
 
 def end_with_launcher() -> None:
-    """Makes the kernel (Linux) send this process SIGTERM when the launcher that started it ends, even if by SIGKILL.
+    """Makes this process get SIGTERM when the launcher that started it ends, even if by SIGKILL.
 
     The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody typed the command is not a launcher: under nohup,
     a job outlives its shell.
     """
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux" and os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
+        end_with_parent(signal.SIGTERM)
 
 
 if __name__ == "__main__":
@@ -46,7 +46,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: E402
 
 from megazero.cgroups import available_cores  # noqa: E402
-from megazero.children import children  # noqa: E402
 
 if not _is_set:
     del os.environ[_LOG_LEVEL]

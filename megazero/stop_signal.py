@@ -14,9 +14,9 @@ from megazero.comm import OtherRankError
 
 
 class StopSignal:
-    """Why this rank wants to end: SIGTERM, SIGINT or a time limit. The loop then finishes its step and saves before it ends.
+    """Why this rank wants to end: a signal (TERM, INT, HUP) or a time limit. The loop then finishes its step, saves and ends.
 
-    Until `take_signals`, both signals have their default action, and end the process. From then on, this is their handler, and
+    Until `take_signals`, the signals have their default action, and end the process. From then on, this is their handler, and
     tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
     """
 
@@ -26,9 +26,10 @@ class StopSignal:
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
 
     def take_signals(self) -> None:
-        """Makes SIGTERM and SIGINT reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self)
+        """Makes the signals reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+                signal.signal(number, self)
 
     def __call__(self, number: int, _: Any) -> None:
         """Records the signal."""

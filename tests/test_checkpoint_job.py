@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +107,10 @@ def test_a_save_that_cannot_be_written_is_refused_before_the_ranks_start(tmp_pat
     with pytest.raises(OSError, match=f"--save .*/x cannot be written: {tmp_path}/file: it is no folder"):
         refuse_unwritable(CheckpointConfig(save=str(tmp_path / "file" / "x")))
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+        with pytest.raises(OSError, match=f"cannot be written: {tmp_path}: its file system is read-only"):
+            refuse_unwritable(CheckpointConfig(save=str(tmp_path / "x")))
     monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *FLAGS, "--train-data", "x", "--save", str(tmp_path / "new")])
     with pytest.raises(OSError, match=f"--save .*/new cannot be written: {tmp_path}: you may not write in it"):
         pretrain_gpt2.check(1)
@@ -150,6 +156,14 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
     assert done.stdout.count("has no file `latest`. Taking the newest checkpoint that is there, global_step12.") == 1
     assert files(tmp_path) == files(whole), "steps 9 to 12 again, bit for bit"
+
+
+def test_a_job_whose_first_save_died_before_latest_was_written_goes_on_from_it(corpus, whole, tmp_path):
+    shutil.copytree(whole / "global_step4", tmp_path / "global_step4")
+    done = job(corpus, tmp_path)
+    assert done.returncode == 0 and "continuing after iteration 4" in done.stdout, done.stdout
+    assert "has no file `latest`. Taking the newest checkpoint that is there, global_step4." in done.stdout
+    assert files(tmp_path) == files(whole)
 
 
 def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_path):

@@ -32,6 +32,7 @@ from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
+from megazero.stop_signal import StopSignal
 from megazero.timers import Timers
 from megazero.training import _evaluating
 from tests.ranks import run_ranks, run_script
@@ -167,6 +168,43 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     last = max(metrics(tmp_path))
     assert f"stopping after iteration {last}: SIGTERM" in output  # which is what the launcher passes on
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
+
+
+def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for ignored in (True, False):
+            stop = StopSignal()
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            stop.take_signals()
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.reason == (None if ignored else "SIGHUP")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
+def test_the_data_loaders_workers_end_with_a_rank_that_is_killed(corpus, tmp_path):
+    command = [sys.executable, str(ROOT / "pretrain_gpt2.py"), *flags(corpus, tmp_path, 100_000, "--num-workers", "2")]
+    rank = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 1)
+    workers = children(rank.pid)
+    rank.kill()
+    rank.wait()
+    assert len(workers) == 2
+    start = time.monotonic()
+    wait_for(lambda: not any(is_running(worker) for worker in workers))
+    assert time.monotonic() - start < 3, "torch's workers look for their rank every 5 s"
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and not a zombie that its new parent leaves."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("iters", [100, 2], ids=["in between", "at the end"])

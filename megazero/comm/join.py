@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ def init_distributed(
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         _grow_segments()
+    _settle_at_exit()
     if dist.is_initialized() or dist_init_required is False:
         _take_device_of_joined()
         return
@@ -86,12 +89,18 @@ def leave_distributed() -> None:
     """Leaves the world, together with all its ranks; does nothing in none.
 
     A script should do so at its end: gloo's threads take the interpreter's lock to drop the tensors of finished collectives, and
-    one that waits for it when the interpreter ends aborts the process.
+    one that waits for it when the interpreter ends aborts the process. Without it, the process waits a moment at its exit.
     """
     if dist.is_initialized():
         barrier()
         time.sleep(UNLOCKED_S)
         dist.destroy_process_group()
+
+
+@cache
+def _settle_at_exit() -> None:
+    """Has the process wait for gloo's threads before the interpreter ends, for scripts that do not call `leave_distributed`."""
+    atexit.register(lambda: time.sleep(UNLOCKED_S) if dist.is_initialized() else None)
 
 
 def told_world(open_mpi_port: int | None = 29500) -> tuple[int, int]:

@@ -46,10 +46,10 @@ def vocab_parallel_cross_entropy(
         run several times (`retain_graph=True`); differentiating its gradient again is a RuntimeError.
 
     Raises:
-        ValueError: the leading shapes of `logits` and `targets` differ, there are fewer columns than `vocab_size`, or a target
-            is outside of the vocabulary. The last is checked on the CPU only, as a check would make a CUDA device wait: whoever
-            reads the data checks it there. A target outside that goes unnoticed gives a wrong, finite loss. There is no
-            `ignore_index`: give such places any id, and multiply their loss by 0.
+        ValueError: `logits` are no floats, their leading shape is not that of `targets`, there are fewer columns than
+            `vocab_size`, or a target is outside of the vocabulary. The last is checked on the CPU only, as a check would make a
+            CUDA device wait: whoever reads the data checks it there. A target outside that goes unnoticed gives a wrong, finite
+            loss. There is no `ignore_index`: give such places any id, and multiply their loss by 0.
     """
     group = group_or_default(group)
     if logits.shape[:-1] != targets.shape:
@@ -57,6 +57,8 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: logits {list(logits.shape)} need targets {list(logits.shape[:-1])}, "
             f"got {list(targets.shape)}. Logits are [..., vocabulary columns of this rank] and targets [...]."
         )
+    if not logits.is_floating_point():
+        raise ValueError(f"vocab_parallel_cross_entropy: logits are {logits.dtype}, and must be of a float dtype.")
     columns = logits.size(-1) * group.size()
     if vocab_size is None:
         vocab_size = columns

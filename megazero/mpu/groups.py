@@ -72,8 +72,10 @@ def check_model_parallel_size(world_size: int, size: int, allowed: Sequence[int]
         allowed: sizes that the model can be cut over, for the advice; all by default.
 
     Raises:
-        ValueError: `size` is not a divisor of `world_size`.
+        ValueError: `size` is no integer, or not a divisor of `world_size`.
     """
+    if type(size) is not int:
+        raise ValueError(f"the model-parallel size must be an integer, got {size!r}.")
     if size < 1 or world_size % size:
         sizes = ", ".join(str(d) for d in allowed or range(1, world_size + 1) if world_size % d == 0)
         raise ValueError(

@@ -214,6 +214,10 @@ class RowParallelLinear(ParallelModule):
         """x as the product takes it: this rank's part [..., i/t]."""
         if self.input_is_parallel:
             return x
+        if x.size(-1) != self.input_size:
+            raise ValueError(
+                f"RowParallelLinear({self.extra_repr()}) takes [..., {self.input_size}], got {list(x.shape)}."
+            )
         return scatter_to_model_parallel_region(_reorder(x, self.stride, self.group.size()), self.group)
 
     def leave(self, y: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -167,7 +167,7 @@ def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.o
     if lower == "muon":  # torch's, if there is one, needs whole parameters
         return Muon, {**MUON_DEFAULTS, **params}
     if lower in REFUSED:
-        raise ValueError(f"{name} cannot be used here: {REFUSED[lower]}. Adam, AdamW, Adagrad and SGD can.")
+        raise ValueError(f"{name} cannot be used here: {REFUSED[lower]}. Adam, AdamW, Adagrad, SGD and Muon can.")
     if lower not in classes:
         offered = [Muon.__name__, *(cls.__name__ for cls in TORCH_ELEMENTWISE)]
         raise ValueError(f"there is no optimizer {name!r}. {did_you_mean(name, offered)}")

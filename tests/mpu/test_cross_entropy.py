@@ -108,6 +108,8 @@ def error_case():
     logits = shared(2, 3, 12).chunk(t, -1)[group.rank()]
     with pytest.raises(ValueError, match=r"need targets \[2, 3\], got \[3, 2\]"):
         mpu.vocab_parallel_cross_entropy(logits, torch.zeros(3, 2, dtype=torch.int64), group)
+    with pytest.raises(ValueError, match="logits are torch.int32, and must be of a float dtype"):
+        mpu.vocab_parallel_cross_entropy(logits.int(), torch.zeros(2, 3, dtype=torch.int64), group)
     with pytest.raises(ValueError, match=f"vocab_size=13 but {t} ranks x {12 // t} columns make 12"):
         mpu.vocab_parallel_cross_entropy(logits, torch.zeros(2, 3, dtype=torch.int64), group, 13)
     for bad in (11, -1):

@@ -109,6 +109,12 @@ def test_a_rank_makes_its_own_groups_only():
     run_ranks(4, own_case)
 
 
+@pytest.mark.parametrize("size", ["2", 2.0, True, None])
+def test_a_size_that_is_no_integer_is_refused(size):
+    with pytest.raises(ValueError, match=f"the model-parallel size must be an integer, got {size!r}"):
+        check_model_parallel_size(2, size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12])
 def test_sizes_that_divide_the_world_are_accepted_and_no_others(world_size):
     for size in range(-1, 2 * world_size + 1):

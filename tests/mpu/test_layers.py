@@ -283,6 +283,8 @@ def uneven_case():
     for build, message in cases:
         with pytest.raises(ValueError, match=message):
             build()
+    with pytest.raises(ValueError, match=r"RowParallelLinear\(8, 6, .*\) takes \[..., 8\], got \[2, 4\]"):
+        mpu.RowParallelLinear(8, 6, group=group)(torch.zeros(2, 4))
 
 
 def test_sizes_that_cannot_be_cut_are_named():
