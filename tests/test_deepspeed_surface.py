@@ -219,7 +219,7 @@ def test_one_of_several_processes_that_knows_no_rank_is_refused_and_one_alone_is
 def test_a_script_that_does_not_leave_waits_for_gloos_threads_at_its_exit():
     script = "import megazero as m\nm.init_distributed()\nm.init_distributed()\nm.comm.join.time.sleep = print"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == [str(comm.join.UNLOCKED_S)]
+    assert done.stdout.splitlines().count(str(comm.join.UNLOCKED_S)) == 1  # torch 2.8 prints a line of its own
 
 
 @pytest.mark.parametrize("host, said", [("no.such.host", "does not know"), ("127.0.0.1", "nothing answers at")])
