@@ -103,7 +103,7 @@ def main(checked: Checked) -> None:
         texts = load_texts(task.valid_data, task.text_key)
     else:
         text = read_text(task.valid_data, "--valid-data")
-        original_words = word_count(text)
+        original_words = word_count(text, is_wikitext=task.task == "wikitext")
         tokens = tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text)
         if len(tokens) < 2:
             found = counted(len(tokens), "token")
@@ -135,7 +135,7 @@ def main(checked: Checked) -> None:
             original_word_count=original_words,
         )
         rows = [
-            ("tokens", f"{result.tokens:,}, {original_words:,} words"),
+            ("tokens", f"{result.tokens:,}, {original_words:,} word{'s' * (original_words != 1)}"),
             ("loss", f"{result.loss:.4f} nats per token"),
             ("perplexity", f"{result.ppl:.3f} per token"),
             ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,8 @@ _WORD_HASHES = _WordHashes()
 
 def normalized_words(text: str) -> list[str]:
     """The words of a text in lower case, without punctuation: what `\\w+` finds, in Chinese and the like letter by letter."""
+    if not text.isascii():  # one form of each letter, as `clean` gives it: é may be spelled as e and an accent
+        text = unicodedata.normalize("NFKC", text)
     text = text.lower()
     if not text.isascii():
         for mark in _TYPOGRAPHY:

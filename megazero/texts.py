@@ -82,6 +82,6 @@ def wikitext_detokenize(text: str) -> str:
     return text
 
 
-def word_count(text: str) -> int:
-    """The number of words in WikiText's original text, split at single spaces. A line end between spaces counts as a word."""
-    return len(text.strip().split(" "))
+def word_count(text: str, is_wikitext: bool = False) -> int:
+    """The number of words in a text; in WikiText's original text those between single spaces, so also its line ends."""
+    return len(text.strip().split(" ") if is_wikitext else text.split())

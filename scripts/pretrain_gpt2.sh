@@ -9,9 +9,10 @@ use_python data "${JOB_PACKAGES[@]}"
 
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi
 NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-192}
-CORPUS=${TRAIN_DATA##*/}  # each corpus and size is a run of its own, in its own directory
 corpora "$TRAIN_DATA"
-SAVE=${SAVE:-checkpoints/gpt2_${CORPUS%%_*}_${NUM_LAYERS}x${HIDDEN_SIZE}}
+NAMES=("${CORPORA[@]##*/}") NAMES=("${NAMES[@]%_document}") NAMES=("${NAMES[@]%_text}")
+# Each corpus or blend, and each size, is a run of its own, in its own directory.
+SAVE=${SAVE:-checkpoints/gpt2_$(IFS=-; echo "${NAMES[*]}")_${NUM_LAYERS}x${HIDDEN_SIZE}}
 
 MODEL_ARGS=(
   --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "${NUM_HEADS:-4}"

@@ -286,4 +286,5 @@ def test_wikitext_is_detokenized(spaced, typed):
 
 
 def test_words_are_counted_between_spaces():
-    assert word_count(" = Title = \n Some words . \n ") == 7
+    assert word_count(" = Title = \n Some words . \n ", is_wikitext=True) == 7
+    assert word_count("alpha\nbeta  gamma\tdelta\n") == 4

@@ -61,6 +61,11 @@ def test_scripts_without_spaces_are_compared_letter_by_letter(tmp_path):
     (tmp_path / "e.txt").write_text(question, encoding="utf-8")
     run_step("decontaminate", "--input", path, "--output", tmp_path / "b.jsonl", "--evaluation", tmp_path / "e.txt")
     assert list(dropped(tmp_path / "b.jsonl")) == ["copy", "latin"]
+    assert (
+        normalized_words("e\u0301te\u0301 \ufb01ne")
+        == normalized_words("\u00e9t\u00e9 fine")
+        == ["\u00e9t\u00e9", "fine"]
+    )
     assert normalized_words("日本ABC_1は, été") == ["日", "本", "abc_1", "は", "été"]
 
 
