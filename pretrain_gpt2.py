@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.arguments import load_config
-from megazero.checkpoint.tags import list_tags
 from megazero.config import Config
 from megazero.data.build import build_tokenizer_from, check_data
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
-from megazero.job_checkpoints import refuse_to_replace, refuse_unwritable
+from megazero.job_checkpoints import refuse_to_replace, refuse_unwritable, sees_something_to_load
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -83,7 +82,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     for folder in config.swap_folders:
         check_folder(folder)
     tokenizer = build_tokenizer_from(config.data)
-    trains = not (config.checkpoint.load and list_tags(config.checkpoint.load))  # else its training may be over
+    trains = not sees_something_to_load(config.checkpoint)  # else its training may be over
     check_data(config.data, tokenizer, trains=trains, evaluates=config.training.eval_iters > 0)
     return config, tokenizer
 

@@ -63,10 +63,9 @@ def normalized_words(text: str) -> list[str]:
     """The words of a text in lower case, without punctuation: what `\\w+` finds, in Chinese and the like letter by letter."""
     if not text.isascii():  # one form of each letter, as `clean` gives it: é may be spelled as e and an accent
         text = unicodedata.normalize("NFKC", text)
-    text = text.lower()
-    if not text.isascii():
         for mark in _TYPOGRAPHY:
             text = text.replace(mark, " ")
+    text = text.lower()
     # In ASCII the same is found in a seventh of the time.
     return text.translate(_SPACED).split() if text.isascii() else _WORD.findall(text)
 

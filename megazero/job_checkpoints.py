@@ -62,9 +62,14 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
         )
 
 
+def sees_something_to_load(flags: CheckpointConfig) -> bool:
+    """Whether this process sees checkpoints in --load."""
+    return bool(flags.load and list_tags(flags.load))
+
+
 def has_something_to_load(flags: CheckpointConfig) -> bool:
     """Whether any rank sees checkpoints in --load. Collective over the world."""
-    return any(comm.all_gathered_objects(comm.together(lambda: bool(flags.load and list_tags(flags.load)))))
+    return any(comm.all_gathered_objects(comm.together(lambda: sees_something_to_load(flags))))
 
 
 def load(job: Job, is_expected: bool = False) -> None:

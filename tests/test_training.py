@@ -36,6 +36,7 @@ from megazero.stop_signal import StopSignal
 from megazero.timers import Timers
 from megazero.training import _evaluating
 from tests.ranks import run_ranks, run_script
+from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -196,15 +197,7 @@ def test_the_data_loaders_workers_end_with_a_rank_that_is_killed(corpus, tmp_pat
     rank.kill()
     rank.wait()
     assert len(workers) == 2
-    start = time.monotonic()
-    wait_for(lambda: not any(is_running(worker) for worker in workers))
-    assert time.monotonic() - start < 3, "torch's workers look for their rank every 5 s"
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there, and not a zombie that its new parent leaves."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert all(ends_within(1.5, worker) for worker in workers), "torch's workers look for their rank every 5 s"
 
 
 @pytest.mark.parametrize("iters", [100, 2], ids=["in between", "at the end"])

@@ -16,7 +16,6 @@ from torch.distributed import (
     destroy_process_group,
     get_backend,
     get_global_rank,
-    get_process_group_ranks,
     get_rank,
     get_world_size,
     irecv,
@@ -25,12 +24,11 @@ from torch.distributed import (
     isend,
     new_group,
 )
+from torch.distributed import get_process_group_ranks as get_all_ranks_from_group
 
 from megazero.comm.join import get_local_rank
 from megazero.comm.world import barrier as _barrier
 from megazero.comm.world import world as get_world_group
-
-get_all_ranks_from_group = get_process_group_ranks
 
 __all__ = [
     "P2POp",

@@ -48,8 +48,7 @@ def changes(setup: Setup) -> Iterator[Change]:
             yield from _change(setup, stage=2, offload_optimizer="cpu")
     if states.zero.offload_optimizer_ratio < 1:
         yield from _change(setup, offload_optimizer_ratio=1.0)
-    # The shards are the master weights, and lie where these do, as long as they are on the device.
-    if states.zero.stage == 3 and states.param_home == "accelerator" != states.optimizer_home and is_cuda:
+    if states.zero.stage == 3 and states.param_home == "accelerator" and is_cuda:
         yield from _change(setup, offload_param="cpu")
     if setup.shape.batch_size > 1:
         yield from _change(setup, **_smaller_batch(setup))

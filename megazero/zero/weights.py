@@ -48,7 +48,7 @@ class Weights:
         self.is_sharded = plan.sharding.parameters
         self._channel, self._owned_range = channel, plan.owned_range(channel.rank)
         self._segments = plan.layout.segments
-        self._views = {segment.name: view_of(flat, segment) for segment in self._segments}
+        self._views = self._views_of(flat)
         self._empty = flat.new_empty(0)
         self._kinds = {name: type(p) for name, p in self.parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
@@ -135,10 +135,13 @@ class Weights:
     def _take_other_storage(self) -> None:
         self.is_lent = False
         numel = self.flat.numel()
-        self._views.clear()
-        self.flat = self._empty  # first, so that memory that nobody else has a view of is there for the other
+        # First, so that memory that nobody else has a view of is there for the other.
+        self.flat, self._views = self._empty, {}
         self.flat = self._empty.new_empty(numel)
-        self._views.update((segment.name, view_of(self.flat, segment)) for segment in self._segments)
+        self._views = self._views_of(self.flat)
+
+    def _views_of(self, flat: Tensor) -> dict[str, Tensor]:
+        return {segment.name: view_of(flat, segment) for segment in self._segments}
 
     def outdate(self) -> None:
         """Records that the values of P have changed: the backward of a graph that has read them then fails, as in plain torch."""

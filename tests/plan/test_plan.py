@@ -280,7 +280,7 @@ def test_what_is_advised_for_the_device_needs_less_of_it():
             held = [getattr(plan_job(each.setup), name) for each in found]
             assert found and max(held) < getattr(plan_job(job), name), (flags, [change.flags for change in found])
     alone = load_config([*SMALL, "--zero-stage", "3"], world_size=4)
-    assert "--offload-param" not in str([change.flags for change in changes(Setup.of(alone, 4, 8, "cuda"))])
+    assert "--offload-param" not in str([change.flags for change in what_takes_less(Setup.of(alone, 4, 8, "cuda"))])
 
 
 def test_what_needs_less_of_the_host_is_accepted_by_the_job():

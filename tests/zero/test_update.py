@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -33,14 +34,19 @@ MODEL = """--num-layers 6 --hidden-size 1024 --num-attention-heads 16 --vocab-si
 )
 def test_small_shards_are_stepped_together_on_a_device(ranks, flags, calls):
     config = load_config(f"{MODEL} {flags}".split(), world_size=ranks)
-    calls_made: list[object] = []
     with fake_job(config, ranks) as (job, _):
-        handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
-        try:
-            fake_step(job)
-        finally:
-            handle.remove()
-    assert len(calls_made) == calls
+        assert calls_during(lambda: fake_step(job)) == calls
+
+
+def calls_during(step: Callable[[], object]) -> int:
+    """How often torch optimizers step."""
+    calls_made: list[object] = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
+    try:
+        step()
+    finally:
+        handle.remove()
+    return len(calls_made)
 
 
 @pytest.mark.parametrize("is_fused, calls", [(True, 1), (False, 2)])
@@ -53,13 +59,7 @@ def test_kernels_that_are_not_fused_get_less_at_a_time(is_fused, calls):
         engine = Engine(model, mpu.get_groups(), make, *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=2))
         ids = torch.zeros(1, 8, dtype=torch.int64, device=ACCELERATOR)
         engine.backward(engine(ids, targets=ids).mean())
-        calls_made: list[object] = []
-        handle = register_optimizer_step_post_hook(lambda *_: calls_made.append(1))
-        try:
-            engine.step()
-        finally:
-            handle.remove()
-    assert len(calls_made) == calls
+        assert calls_during(engine.step) == calls
 
 
 @pytest.mark.parametrize("ratio", [None, 0.5])
