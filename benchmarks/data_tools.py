@@ -161,7 +161,7 @@ def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, rounds=5, workers=2)
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--steps", nargs="+", choices=SIZES_MB, default=list(SIZES_MB))
-    parser.add_argument("--input", type=Path, default=ROOT / "data/sample/corpus.jsonl", help="JSON lines with a text")
+    parser.add_argument("--input", type=Path, default=ROOT / "data/sample/sample.jsonl", help="JSON lines with a text")
     parser.add_argument("--scale", type=float, default=1.0, help="of the size of every input (default: 1)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[25_000, 50_000, 100_000], help="documents for dedup")
     parser.add_argument("--memory", default="1G", help="of all processes of a command (default: 1G)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_tools.done_marker import MARKER
-from megazero.files import append_suffix
+from megazero.files import append_suffix, is_aside
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL
 
@@ -118,7 +118,7 @@ def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
 
 def is_beside(path: Path) -> bool:
     """Whether it is hidden, or no document but something that is made beside them."""
-    return path.name[0] == "." or path.name.endswith(_ENDS_BESIDE) or _is_record(path)
+    return path.name[0] == "." or path.name.endswith(_ENDS_BESIDE) or is_aside(path) or _is_record(path)
 
 
 def _is_record(path: Path) -> bool:

@@ -5,7 +5,7 @@ one document per source file. No network is used and no module but pydoc_data.to
 environment the output is always the same; it changes with versions, so OUTPUT.manifest.json records them and the file's SHA-256.
 The prose of the whole environment is held, whatever --max-mb, so there is no --memory: some 130 MB, and 20 MB a worker.
 
-    python -m data_tools sample_corpus --output data/sample/corpus.jsonl
+    python -m data_tools sample_corpus --output data/sample/sample.jsonl
 """
 
 from __future__ import annotations

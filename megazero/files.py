@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import resource
 import secrets
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ def append_suffix(prefix: str | Path, suffix: str) -> Path:
 def aside_name(path: Path) -> Path:
     """A new name beside `path`, for what is to become it. Not of the process's id, which containers on one folder share."""
     return append_suffix(path, f".tmp{secrets.token_hex(4)}")
+
+
+def is_aside(path: Path) -> bool:
+    """Whether `aside_name` gave the file its name: it is being written, or a killed process has left it."""
+    return re.fullmatch(r"\.tmp[0-9a-f]{8}", path.suffix) is not None
 
 
 def allow_many_files() -> None:

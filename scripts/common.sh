@@ -169,13 +169,15 @@ PYTHON
 
 # prepare_sample_data: sets TRAIN_DATA and TOKENIZER_ARGS to a small corpus of real English text, which is made once on this machine
 prepare_sample_data() {
-  local dir=${DATA_DIR:-data/sample} vocab=${SAMPLE_VOCAB_SIZE:-4096}
-  [ -f "$dir/corpus.jsonl" ] || "$PYTHON" "$REPO/data_tools/make_sample_corpus.py" --output "$dir/corpus.jsonl" --max-mb "${SAMPLE_MB:-9}"
-  [ -f "$dir/spm.model" ] || "$PYTHON" "$REPO/data_tools/train_tokenizer.py" --input "$dir/corpus.jsonl" --vocab-size "$vocab" --model-prefix "$dir/spm"
-  TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$dir/spm.model")
-  [ -f "$dir/sample_text_document.idx" ] || "$PYTHON" "$REPO/data_tools/preprocess_data.py" --input "$dir/corpus.jsonl" --output-prefix "$dir/sample" \
+  # Another size is another corpus, and another run: its name becomes part of SAVE's.
+  local text=${DATA_DIR:-data/sample}/sample${SAMPLE_MB:+_${SAMPLE_MB}MB}
+  local corpus=$text${SAMPLE_VOCAB_SIZE:+_$SAMPLE_VOCAB_SIZE}
+  [ -f "$text.jsonl" ] || "$PYTHON" "$REPO/data_tools/make_sample_corpus.py" --output "$text.jsonl" --max-mb "${SAMPLE_MB:-9}"
+  [ -f "$corpus.model" ] || "$PYTHON" "$REPO/data_tools/train_tokenizer.py" --input "$text.jsonl" --vocab-size "${SAMPLE_VOCAB_SIZE:-4096}" --model-prefix "$corpus"
+  TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$corpus.model")
+  [ -f "${corpus}_text_document.idx" ] || "$PYTHON" "$REPO/data_tools/preprocess_data.py" --input "$text.jsonl" --output-prefix "$corpus" \
     --append-eod "${TOKENIZER_ARGS[@]}"
-  TRAIN_DATA=$dir/sample_text_document
+  TRAIN_DATA=${corpus}_text_document
 }
 
 # corpora NAMES: sets CORPORA to the words of NAMES, or to NAMES as a whole if it is one corpus with a space in its path

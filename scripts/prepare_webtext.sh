@@ -17,7 +17,7 @@ if [ -n "${URLS:-}" ]; then
 fi
 
 if [ -z "${RAW:-}" ]; then
-  RAW=$OUTPUT/sample.jsonl
+  RAW=$OUTPUT/sample${SAMPLE_MB:+_${SAMPLE_MB}MB}.jsonl
   [ -f "$RAW" ] || "$PYTHON" -m data_tools sample_corpus --faults --output "$RAW" --max-mb "${SAMPLE_MB:-9}"
 fi
 

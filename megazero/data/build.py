@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.blend import BlendedDataset, BlendOrder
-from megazero.data.corpora import Corpus, find_corpora
+from megazero.data.corpora import Corpus, find_corpora, has_split_off
 from megazero.data.gpt2_dataset import GPT2Dataset
 from megazero.data.gpt2_index import parse_split, split_ranges
 from megazero.data.indexed_dataset import IndexedDataset
@@ -172,14 +172,18 @@ def _dataset(
 
 def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
     """Of training, validation and test data in turn: the corpora, and the share of their documents that each part has."""
-    separate = (None, config.valid_data, config.test_data)
-    weights = [0.0 if own else w for own, w in zip(separate, parse_split(config.split), strict=True)]
+    train, split = config.train_data or [], parse_split(config.split)
+    separate = [None, config.valid_data, config.test_data]
+    for part in (1, 2):  # what a pipeline has split off serves instead of a share of the rest, if one is wanted
+        if not separate[part] and split[part] and has_split_off(train, _PARTS[part]):
+            separate[part] = train
+    weights = [0.0 if own else w for own, w in zip(separate, split, strict=True)]
     total = sum(weights)
     for part, own in enumerate(separate):
         if own:
             yield find_corpora(own, f"--{_PARTS[part]}-data"), [float(p == part) for p in range(3)]
         else:
-            yield find_corpora(config.train_data or ()), [w / total if total else 0.0 for w in weights]
+            yield find_corpora(train), [w / total if total else 0.0 for w in weights]
 
 
 def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:

@@ -54,6 +54,12 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
     return corpora
 
 
+def has_split_off(entries: Sequence[str], part: str) -> bool:
+    """Whether --train-data names one well-known corpus, and a pipeline has left `part` of it ("valid", "test") beside it."""
+    named = len(entries) == 1 and _is_named(entries[0])
+    return named and bool(_files_by_part(entries[0])["train"] and _files_by_part(entries[0])[part])
+
+
 def _weighted(entries: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
     weights = [_number(entry) for entry in entries]
     if not any(weight is not None for weight in weights):
@@ -77,7 +83,7 @@ def _number(entry: str) -> float | None:
 
 
 def _find(entry: str, flag: str) -> list[Corpus]:
-    if entry in NAMED_CORPORA and not Path(entry).exists() and _indexed_prefix(Path(entry)) is None:
+    if _is_named(entry):
         return _find_named(entry, flag)
     path = Path(entry)
     prefix = _indexed_prefix(path)
@@ -97,13 +103,21 @@ def _find(entry: str, flag: str) -> list[Corpus]:
     )
 
 
+def _is_named(entry: str) -> bool:
+    return entry in NAMED_CORPORA and not Path(entry).exists() and _indexed_prefix(Path(entry)) is None
+
+
+def _files_by_part(name: str) -> dict[str, list[str]]:
+    """The files {train,valid,test}_* of a well-known corpus, as scripts/prepare_webtext.sh leaves them."""
+    pattern, _ = NAMED_CORPORA[name]
+    return {part: sorted(glob.glob(pattern.replace("*", f"{part}_*"))) for part in ("train", "valid", "test")}
+
+
 def _find_named(name: str, flag: str) -> list[Corpus]:
     pattern, text = NAMED_CORPORA[name]
-    found, part = sorted(glob.glob(pattern)), flag.strip("-").partition("-")[0]
-    parts = {one: glob.glob(pattern.replace("*", f"{one}_*")) for one in ("train", "valid", "test")}
-    if parts["train"] and part in parts:
-        # scripts/prepare_webtext.sh has split them off, and what is for one purpose serves no other.
-        found = sorted(parts[part])
+    found, part, parts = sorted(glob.glob(pattern)), flag.strip("-").partition("-")[0], _files_by_part(name)
+    if parts["train"] and part in parts:  # what is for one purpose serves no other
+        found = parts[part]
         if not found:
             raise FileNotFoundError(f"{flag} {name}: {pattern} has train_*.bin, but no {part}_*.bin. Give a path.")
     if found:

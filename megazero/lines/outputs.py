@@ -32,7 +32,7 @@ def full_disk_named(what: str, kept: str = "what is done is kept") -> Iterator[N
 def check_ours(outputs: Sequence[Path], flag: str, *vouchers: Path) -> None:
     """Raises a ValueError where an output exists that no run of these tools has made: it would be overwritten.
 
-    One that another run has made will be, and a line says so.
+    One of other input or settings, or that is not whole, will be, and a line says so.
 
     Args:
         flag: that names the output, for the message.
@@ -45,4 +45,4 @@ def check_ours(outputs: Sequence[Path], flag: str, *vouchers: Path) -> None:
         raise ValueError(
             f"{flag} {found[0]} exists and was not made by this tool. Move it away, or choose another name."
         )
-    logger.info("%s is of another run (other input or settings): it stays until this one has replaced it", found[0])
+    logger.info("%s is not whole, or of other input or settings: it stays until this run has replaced it", found[0])

@@ -171,6 +171,21 @@ def test_webtext_by_name(corpora, tokenizer, monkeypatch):
     assert len(train.indexed) == 100
 
 
+def test_parts_that_a_pipeline_has_split_off_webtext_beat_the_split(corpora, tokenizer, monkeypatch):
+    monkeypatch.chdir(corpora)
+    os.makedirs("data/webtext")
+    for source, part in (("a", "train"), ("b", "valid")):
+        for suffix in (".bin", ".idx", ".json"):
+            shutil.copy(f"{source}_text_document{suffix}", f"data/webtext/{part}_text_document{suffix}")
+    train, valid, test = build(tokenizer, train_data=["webtext"], split="98,1,1")
+    assert set(train.index.doc_idx.tolist()) == set(range(99)) and set(test.index.doc_idx.tolist()) == {99}
+    assert valid.indexed.prefix.name == "valid_text_document" and set(valid.index.doc_idx.tolist()) == set(range(40))
+    train, valid, test = build(tokenizer, train_data=["webtext"], split="1,0,0")
+    assert len(set(train.index.doc_idx.tolist())) == 100 and (valid, test) == (None, None), "none is wanted"
+    own = build(tokenizer, train_data=["webtext"], valid_data=[str(corpora / "a")], split="1,1,0")[1]
+    assert own.indexed.prefix.name == "a_text_document"
+
+
 def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_file):
     other = build_tokenizer("SentencePieceTokenizer", tokenizer_path=spm_file)
     with pytest.raises(

@@ -179,7 +179,7 @@ def test_finished_run_is_found_and_a_changed_one_is_not(tmp_path, tokenizer, gpt
     other = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=gpt2_folder)
     with caplog.at_level(logging.INFO, "megazero"):
         assert tokenize_json([path], tmp_path / "out", other, options=SMALL).tokenizer_sha256 == other.sha256
-    assert "out.bin is of another run (other input or settings): it stays until" in caplog.text
+    assert "out.bin is not whole, or of other input or settings: it stays until" in caplog.text
     assert tokenize_json([path], tmp_path / "out", other, append_eod=False, options=SMALL).tokens == first.tokens - 10
     write_jsonl(path, make_texts(11))
     assert tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL).documents == 11
