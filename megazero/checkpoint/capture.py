@@ -132,7 +132,10 @@ def _states(bucket: Bucket, segment: Segment, keys: list[str], start: int, stop:
         flat, shard = bucket.weights.flat, bucket.weights.shard
         return {CONSTANT: flat[low:high] if shard is None else part(shard, flat.dtype)}
     return {  # zeros where this rank has not trained anything of the bucket yet
-        key: part(held[key], torch.float32) if key in held else torch.zeros(stop - start) for key in (MASTER, *keys)
+        key: part(held[key], torch.float32)
+        if key in held
+        else torch.zeros(stop - start, dtype=torch.float32, device="cpu")
+        for key in (MASTER, *keys)
     }
 
 
@@ -143,7 +146,7 @@ def _part(bucket: Bucket, vector: Vector, dtype: torch.dtype, start: int, stop: 
             return part.to(dtype)  # itself, but for optimizers that keep 16 bits
 
     def read() -> Tensor:
-        out, filled = torch.empty(stop - start, dtype=dtype), 0
+        out, filled = torch.empty(stop - start, dtype=dtype, device="cpu"), 0
         for part in parts():
             out[filled : filled + len(part)].copy_(part)
             filled += len(part)

@@ -90,7 +90,7 @@ class Reader:
 
     def read(self, name: str, state: str) -> Tensor:
         """The full, unpadded tensor, in its saved dtype, on the CPU."""
-        out = torch.empty(self.entry(name).shape, dtype=self._dtype(name, state))
+        out = torch.empty(self.entry(name).shape, dtype=self._dtype(name, state), device="cpu")
         self.read_part(name, state, out.reshape(-1))
         return out
 
@@ -124,7 +124,7 @@ class Reader:
             self._located = (wanted, *self._locate(*wanted))
         _, pieces, plan = self._located
         is_direct = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
-        target = out.detach() if is_direct else torch.empty(out.shape, dtype=dtype)
+        target = out.detach() if is_direct else torch.empty(out.shape, dtype=dtype, device="cpu")
         if plan.numel < out.numel():
             target.zero_()
         pieces.read(state, plan, bytes_of(target), f"{state} of {name}")
@@ -145,7 +145,7 @@ class Reader:
         nbytes = math.prod(shape) * DTYPES[code].itemsize
         if not all(map(is_count, (file, offset, *shape))) or offset + nbytes > self.files[file].nbytes:
             raise ValueError(f"{nbytes} bytes of {shape} at {offset} of file {file} lie beyond it")
-        out = torch.empty(shape, dtype=DTYPES[code])
+        out = torch.empty(shape, dtype=DTYPES[code], device="cpu")
         if out.numel():
             self.files[file].read_into(bytes_of(out), offset, "what was saved beside the model")
         return out

@@ -62,16 +62,16 @@ class PointToPointTransport:
 
     @cached_property
     def _inbox(self) -> Tensor:  # one piece arrives, one is summed; a lane that only gathers needs none, nor scratch
-        return torch.empty(2, self.size, self._piece_bytes, dtype=torch.uint8)
+        return torch.empty(2, self.size, self._piece_bytes, dtype=torch.uint8, device="cpu")
 
     @cached_property
     def _scratch(self) -> Tensor:
-        return torch.empty(scratch_bytes(self._piece_bytes, self.size), dtype=torch.uint8)
+        return torch.empty(scratch_bytes(self._piece_bytes, self.size), dtype=torch.uint8, device="cpu")
 
     def _agree(self, what: str) -> None:
         """Returns when every rank has come here with the same `what`: no data moves before that."""
-        mine = torch.tensor(list(message(what).ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-        theirs = torch.empty(self.size, MESSAGE_BYTES, dtype=torch.uint8)
+        mine = torch.tensor(list(message(what).ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
+        theirs = torch.empty(self.size, MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         sends = [self._send(mine, rank) for rank in self._others]
         self._wait([self._receive(theirs[rank], rank) for rank in self._others])
         self._wait(sends)

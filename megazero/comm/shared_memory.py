@@ -77,7 +77,7 @@ class SharedMemoryTransport:
 
     @cached_property
     def _scratch(self) -> Tensor:  # a lane that only gathers needs none
-        return torch.empty(scratch_bytes(self._slot_bytes, self.size), dtype=torch.uint8)
+        return torch.empty(scratch_bytes(self._slot_bytes, self.size), dtype=torch.uint8, device="cpu")
 
     def _half(self, writer: int, like: Tensor, numel: int, offset: int = 0) -> Tensor:
         """[numel] of `writer`'s area, in the half of this step, `offset` bytes in."""

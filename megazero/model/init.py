@@ -28,7 +28,7 @@ def draw_normal_(weight: Tensor, std: float) -> None:
         nn.init.normal_(weight, std=std)
     else:
         pieces = weight.detach().view(-1).split(PIECE_NUMEL)
-        seeds = torch.empty(len(pieces), dtype=torch.int64).random_().tolist()
+        seeds = torch.empty(len(pieces), dtype=torch.int64, device="cpu").random_().tolist()
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(lambda piece, generator: piece.normal_(0.0, std, generator=generator), pieces, generators))

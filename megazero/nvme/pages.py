@@ -39,7 +39,7 @@ def aligned_empty(nbytes: int, pin: bool = False) -> Tensor:
     if nbytes < 0:
         raise ValueError(f"aligned_empty needs 0 bytes or more, got {nbytes}.")
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(_map(nbytes, pin), dtype=torch.uint8, count=nbytes)
 
 

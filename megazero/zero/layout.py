@@ -68,14 +68,15 @@ class BucketLayout:
         """Lays out `(name, shape, group, is_replicated)` entries for `num_shards` equal shards.
 
         Entries are sorted by (group, is_replicated), so each optimizer group is one contiguous range and a shard holds at most
-        one slice of it. Segments start on multiples of ALIGNMENT. The total is padded once, to whole aligned shards.
+        one slice of it. Segments start on multiples of ALIGNMENT. The total is padded once, to whole aligned shards, one at
+        least: the bucket of a unit whose parameters have no elements goes through each step as the others do.
         """
         segments, offset = [], 0
         for name, shape, group, is_replicated in sorted(entries, key=lambda entry: (entry[2], entry[3])):
             segment = Segment(name, tuple(shape), offset, group, is_replicated)
             segments.append(segment)
             offset = _round_up(segment.stop, ALIGNMENT)
-        return cls(tuple(segments), _round_up(offset, ALIGNMENT * num_shards), num_shards)
+        return cls(tuple(segments), _round_up(max(offset, 1), ALIGNMENT * num_shards), num_shards)
 
     @property
     def shard_numel(self) -> int:

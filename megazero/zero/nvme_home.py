@@ -196,7 +196,7 @@ class SwappedVector:
         self.home.swap.raise_failure()  # even if this part was read ahead, or is overwritten
         place, stop = self._place(start, stop), self.numel if stop is None else stop
         if place.low == place.high:
-            yield torch.empty(0, dtype=self.dtype)
+            yield torch.empty(0, dtype=self.dtype, device="cpu")
             return
         has_others = place.low < start * self.dtype.itemsize or stop * self.dtype.itemsize < min(place.high, self._end)
         buffer = self._bring(place) if reads or has_others else self._blank(place)

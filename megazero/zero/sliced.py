@@ -366,16 +366,18 @@ def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_traine
         for span in spans:
             part = span.clip(low + tile.start, low + tile.stop)
             if part.start < part.stop:
-                memory = (
-                    torch.empty(0) if master.resident is None else master.resident[part.start - low : part.stop - low]
-                )
+                if master.resident is None:
+                    memory = torch.empty(0, device=bucket.optimizer_home.device)
+                else:
+                    memory = master.resident[part.start - low : part.stop - low]
                 yield Slice(bucket, part, nn.Parameter(memory), is_trained)
 
 
 def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
     """A slice's part of the state; empty if the state is not in memory."""
-    resident = bucket.states[key].resident
-    return torch.empty(0, dtype=bucket.states[key].dtype) if resident is None else resident[piece.start : piece.stop]
+    resident, dtype = bucket.states[key].resident, bucket.states[key].dtype
+    empty = torch.empty(0, dtype=dtype, device=bucket.optimizer_home.device)
+    return empty if resident is None else resident[piece.start : piece.stop]
 
 
 def _is_in_memory_of(bucket: Bucket, key: str, piece: Slice, value: Tensor) -> bool:

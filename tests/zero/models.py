@@ -188,6 +188,23 @@ class TiedBlocksToy(Toy):
         third.up.weight = first.up.weight
 
 
+class EmptyUnitToy(Toy):
+    """All that the unit of one block has are parameters without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = EmptyBlock()
+
+
+class EmptyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum(0)
+
+
 class Mlp(nn.Sequential):
     """OneFlow's example: 256-128-10 on vectors that the token ids choose."""
 
@@ -240,6 +257,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),
     "blocks that share weights": TiedBlocksToy,
     "weights used twice, reentrant": lambda: TiedBlocksToy("reentrant"),
+    "a unit without elements": EmptyUnitToy,
     "mlp 256-128-10": Mlp,
 }
 if find_spec("transformers"):

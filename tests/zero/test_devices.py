@@ -12,6 +12,7 @@ from megazero import activation_checkpointing
 from megazero.comm import channel
 from tests import test_parity
 from tests.ranks import run_ranks
+from tests.zero.models import Toy, make_engine
 from tests.zero.test_engine import engine_case
 from tests.zero.test_offload import resume_case
 
@@ -82,3 +83,22 @@ def test_a_checkpoint_goes_on_bit_for_bit(ranks, backend, lane, home, tmp_path):
     there = {"offload_optimizer": home, "offload_param": home}
     # Where the unbroken run has its states, too: Adam on the host does not round as Adam on a device.
     run_there(ranks, backend, lane, resume_case, str(tmp_path), there, there, there)
+
+
+@pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
+def test_a_default_device_changes_nothing(one_rank, home, tmp_path):
+    """Many scripts call `torch.set_default_device("cuda")`; "meta" is one on which nothing of an engine's can be."""
+    model, tokens = Toy(), torch.arange(8).view(2, 4)
+    with torch.device("meta"):
+        there = {"offload_optimizer": home, "offload_param": home, "nvme_path": str(tmp_path)}
+        engine = make_engine(model, 3, zero=there)
+        for _ in range(2):
+            engine.backward(engine(tokens))
+            engine.step()
+        want = engine.state_dict()
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.backward(engine(tokens))
+        engine.step()
+        engine.load_checkpoint(tmp_path / "saved")
+        got = engine.state_dict()
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)

@@ -141,7 +141,7 @@ def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
     """The flattened tensor, in parts that leave memory to others."""
     numel, dtype = reader.tensors[name].numel, reader.tensors[name].states[state]
     for start in range(0, numel, _CHUNK_NUMEL):
-        out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=dtype)
+        out = torch.empty(min(_CHUNK_NUMEL, numel - start), dtype=dtype, device="cpu")
         reader.read_part(name, state, out, start=start)
         yield out
 

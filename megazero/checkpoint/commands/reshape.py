@@ -32,7 +32,7 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
 
     def read(piece: Piece, state: str) -> Tensor:
         entry, rank = entries[piece.name], piece.model_parallel_rank
-        out = torch.empty(piece.stop - piece.start, dtype=entry.states[state])
+        out = torch.empty(piece.stop - piece.start, dtype=entry.states[state], device="cpu")
         reader.read_part(piece.name, state, out, cut=entry.cut, rank=rank, size=size, start=piece.start)
         return out
 

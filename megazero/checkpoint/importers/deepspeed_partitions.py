@@ -154,7 +154,7 @@ class _Vector(NamedTuple):
 def _read(vectors: Sequence[_Vector], begin: int, numel: int, shape: Sequence[int]) -> Tensor:
     """The elements [begin, begin + numel) of each of `vectors`, joined, without padding, in fp32."""
     pieces = [piece for vector in vectors for piece in vector.cut(begin, begin + numel)]
-    joined = torch.cat([piece.float() for piece in pieces]) if pieces else torch.empty(0)
+    joined = torch.cat([piece.float() for piece in pieces]) if pieces else torch.empty(0, device="cpu")
     return joined[: math.prod(shape)].view(tuple(shape))
 
 
