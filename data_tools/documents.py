@@ -83,12 +83,16 @@ def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) 
     return "sha256:" + hashlib.sha256(str(document.get(key)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def dump(document: Document) -> bytes:
-    """The line of a document, with its end. Unpaired surrogates stay escaped, since no UTF-8 text can hold them."""
+def dump(document: Document, allow_nan: bool = True) -> bytes:
+    """The line of a document, with its end. Unpaired surrogates stay escaped, since no UTF-8 text can hold them.
+
+    Args:
+        allow_nan: write NaN and Infinity, which JSON has not but Python reads; if False, they are a ValueError.
+    """
     try:
-        return json.dumps(document, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(document, ensure_ascii=False, allow_nan=allow_nan).encode() + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(document).encode() + b"\n"
+        return json.dumps(document, allow_nan=allow_nan).encode() + b"\n"
 
 
 def compress(data: bytes, path: Path) -> bytes:

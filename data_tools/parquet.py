@@ -19,7 +19,7 @@ def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """Each row as a JSON line, and about how many bytes of the file are read up to it.
 
     Raises:
-        ValueError: pyarrow is missing, the file is damaged, or a column has values that JSON has not (times, bytes).
+        ValueError: pyarrow is missing, the file is damaged, or a column has values that JSON has not (times, bytes, NaN).
     """
     pyarrow = require("pyarrow", f"reading {path}")
     parquet = require("pyarrow.parquet", f"reading {path}", "pyarrow")
@@ -33,8 +33,8 @@ def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
             for batch in file.iter_batches(batch_size=batch_rows):
                 for row in batch.to_pylist():
                     done += 1
-                    yield dump(row), size * done // rows
-    except TypeError as error:
+                    yield dump(row, allow_nan=False), size * done // rows
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: row {done}: {error}. Write such columns as strings, or leave them out.") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: damaged or not a parquet file: {error}") from error

@@ -113,14 +113,15 @@ def build_datasets(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The training, validation and test datasets; every rank calls this.
 
-    Rank 0 builds first and stores everything; after the barrier the others find it, or build the same themselves where the
-    cache is not shared between machines. Rank 0 passes the barrier on errors too: all ranks then end with a message.
+    Rank 0 builds first and stores everything; after a barrier the others find it, or build the same themselves where the cache
+    is not shared between machines, which takes them as long: so all meet once more. Rank 0 passes the first barrier on errors
+    too: all ranks then end with a message.
 
     Args:
         num_samples: needed of each dataset at least; the data is repeated for as many epochs as that takes.
         seed: of all orders; the same on every rank.
         rank: of this process among all.
-        barrier: returns when all ranks have called it.
+        barrier: returns when all ranks have called it; called twice.
 
     Returns:
         Three map-style datasets; None where no samples are asked for, no data is given, or the weight in --split is 0.
@@ -138,13 +139,15 @@ def build_datasets(
         )
         return train, valid, test
 
-    if rank == 0:
-        try:
-            return build()
-        finally:
+    if rank != 0:
+        barrier()
+    try:
+        built = build()
+    finally:
+        if rank == 0:
             barrier()
     barrier()
-    return build()
+    return built
 
 
 def _dataset(

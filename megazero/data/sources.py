@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,7 +78,9 @@ class Sources:
         prefix = folder / f"{path.name.split('.')[0]}-{key_of(content)[:16]}_{self.text_key}_document"
         try:
             tokenize_json([path], prefix, self.tokenizer, key=self.text_key, log_interval=100_000, describe=describe)
-        except PermissionError as error:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
             raise ValueError(
                 f"cannot store the tokens of {path} in {folder}: {error}. Choose a folder that this job can write with "
                 "--data-cache-path."

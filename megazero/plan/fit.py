@@ -51,29 +51,33 @@ class _Need:
 
 def _needs(plan: JobPlan, limits: Limits) -> list[_Need]:
     setup, ranks = plan.setup, plan.setup.ranks_per_node
-    flag = "--nvme-path" if plan.states.disk else "--checkpoint-nvme-path"
-    larger_disk = f"Name a larger disk by {flag}, or use more nodes."
-    on_disk = _Need(
-        "disk per node",
-        plan.per_node(plan.states.disk),
-        plan.per_node(plan.disk),
-        limits.disk,
-        lambda _: larger_disk,
-        "--nvme",
-    )
+    states, activations = plan.per_node(plan.states.disk), plan.per_node(plan.activations.kept_on_disk)
+
+    def disk(certain: int, in_all: int, available: int | None, flag: str) -> _Need:
+        larger = f"Name a larger disk by {flag}, or use more nodes."
+        return _Need("disk per node", certain, in_all, available, lambda _: larger, "--nvme")
+
+    if limits.checkpoint_disk is None:
+        flag = "--nvme-path" if states else "--checkpoint-nvme-path"
+        on_disk = [disk(states, states + activations, limits.disk, flag)]
+    else:
+        on_disk = [
+            disk(states, states, limits.disk, "--nvme-path"),
+            disk(0, activations, limits.checkpoint_disk, "--checkpoint-nvme-path"),
+        ]
     if setup.shape.device_type == "cpu":
         where = f"host memory for {ranks} ranks" if ranks > 1 else "host memory"
         certain, in_all = plan.per_node(plan.device_states + plan.states.host), plan.per_node(plan.device + plan.host)
-        return [_Need(where, certain, in_all, limits.host, partial(_for_device, setup), "--host-memory"), on_disk]
-    states, host = plan.per_node(plan.states.host), plan.per_node(plan.host)
+        return [_Need(where, certain, in_all, limits.host, partial(_for_device, setup), "--host-memory"), *on_disk]
+    host_states, host = plan.per_node(plan.states.host), plan.per_node(plan.host)
     unlock = "Raise the limit (ulimit -l), or give --no-use-pin-memory."
     locked = _Need("locked memory per rank", plan.states.states_at("cpu"), plan.host, limits.memlock, lambda _: unlock)
     less = partial(_for_device, setup)
     return [
         _Need("device memory per rank", plan.device_states, plan.device, limits.device, less, "--gpu-memory"),
-        _Need("host memory per node", states, host, limits.host, lambda _: _for_host(plan), "--host-memory"),
+        _Need("host memory per node", host_states, host, limits.host, lambda _: _for_host(plan), "--host-memory"),
         *([locked] if setup.states.zero.pin_memory else []),
-        on_disk,
+        *on_disk,
     ]
 
 

@@ -24,24 +24,34 @@ class Limits:
     host: int | None = None  # of a node, for all of its ranks
     memlock: int | None = None  # of a process: pages that CUDA may lock into memory for it
     disk: int | None = None  # of a node, where the swap files go
+    checkpoint_disk: int | None = (
+        None  # of a node, where those of activation checkpoints go, if they have a disk of their own
+    )
 
 
-def measure_limits(device: torch.device | None = None, nvme_path: str | None = None, root: Path | str = "/") -> Limits:
-    """What is free now, before a job allocates anything.
+def measure_limits(
+    device: torch.device | None = None,
+    nvme_path: str | None = None,
+    checkpoint_nvme_path: str | None = None,
+    root: Path | str = "/",
+) -> Limits:
+    """What an ordinary user may still take, before a job allocates anything.
 
     Args:
         device: this rank's device; a CPU has only host memory.
         nvme_path: folder of the swap files; if it does not exist yet, its nearest parent counts.
+        checkpoint_nvme_path: a second one, of activation checkpoints; on the same file system it is no disk of its own.
         root: folder that holds /proc and /sys; tests pass their own.
 
     Raises:
-        ValueError: neither the path nor any parent of it exists.
+        ValueError: neither a path nor any parent of it exists.
     """
     free = memlock = None
     if device is not None and device.type == "cuda":
         free, memlock = unreserved_memory_bytes(device), lock_limit(partial(aligned_empty, PAGE, pin=True))
-    disk = None if nvme_path is None else free_disk(nvme_path)
-    return Limits(free, available_host_memory(Path(root)), memlock, disk)
+    folders = [_nearest_folder(path) for path in (nvme_path, checkpoint_nvme_path) if path is not None]
+    disks = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}
+    return Limits(free, available_host_memory(Path(root)), memlock, *disks.values())
 
 
 def lock_limit(pin: Callable[[], object]) -> int | None:
@@ -67,12 +77,8 @@ def lock_limit(pin: Callable[[], object]) -> int | None:
     return None
 
 
-def free_disk(path: str) -> int:
-    """Bytes that an ordinary user may still write where `path` is, or will be.
-
-    Raises:
-        ValueError: neither it nor a parent of it exists.
-    """
+def _nearest_folder(path: str) -> Path:
+    """The folder itself, or else the nearest one above it, on whose file system it will be."""
     folder = Path(path).absolute()
     while not folder.exists():
         if folder == folder.parent:
@@ -80,4 +86,4 @@ def free_disk(path: str) -> int:
                 f"--nvme-path {path}: there is no such folder, nor any above it. Name one on a local disk."
             )
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder

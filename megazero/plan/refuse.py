@@ -31,7 +31,7 @@ def refuse_what_cannot_fit(config: Config, world_size: int, device: torch.device
     """
     plan = plan_job(_setup(config, world_size, device))
     if limits is None:
-        limits = measure_limits(device, next(iter(config.swap_folders), None))
+        limits = measure_limits(device, *config.swap_folders)
     problems = check_fits(plan, limits)
     certain = [problem for problem in problems if problem.is_certain]
     if certain:

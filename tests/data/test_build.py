@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import shutil
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,6 +267,16 @@ def test_unwritable_cache_names_the_flag(corpora, tokenizer):
     build(tokenizer, train_data=[str(corpora / "a")], split="1", data_cache_path=str(corpora / "other"))
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_folder_in_which_no_tokens_can_be_stored_names_the_flag(corpora, tokenizer, monkeypatch, code):
+    def refused(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(preprocess, "locked", refused)
+    with pytest.raises(ValueError, match=f"{os.strerror(code)}. Choose a folder .* --data-cache-path"):
+        build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1")
+
+
 @pytest.mark.parametrize("name", ["a", "a.jsonl"])
 def test_a_read_only_copy_with_a_finished_cache_is_enough(corpora, tokenizer, monkeypatch, caplog, name):
     flags = {"train_data": [str(corpora / name)], "split": "1"}
@@ -328,6 +340,29 @@ def test_ranks_agree_and_rank_0_builds_for_all(corpora, gpt2_folder, shared, kin
     assert samples[0] == samples[1] == samples[2] and len(samples[0]) >= 120
     assert built == ((True, False, False) if shared else (True, True, True))
     assert missing == ((0, 0, 0) if shared else (0, 1, 1)), "said once"
+
+
+def build_late_on_a_rank(vocabulary, data, caches):
+    """Whether the other ranks, each with a cache of its own, had built when this one returned."""
+    rank, tokenize = dist.get_rank(), sources.tokenize_json
+
+    def slowly(*args, **options):
+        time.sleep(0.3 * rank)
+        made = tokenize(*args, **options)
+        Path(f"{caches}-{rank}", "done").touch()
+        return made
+
+    sources.tokenize_json = slowly
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
+    flags = {"train_data": data, "split": "1", "data_cache_path": f"{caches}-{rank}"}
+    build(tokenizer, rank=rank, barrier=dist.barrier, **flags)
+    return all(Path(f"{caches}-{other}", "done").exists() for other in range(dist.get_world_size()))
+
+
+def test_no_rank_goes_on_while_another_still_builds_on_its_own(corpora, gpt2_folder):
+    """Its first collective would wait for that one no longer than a collective may."""
+    data = [str(corpora / "a.jsonl")]
+    assert all(run_ranks(3, build_late_on_a_rank, str(gpt2_folder), data, str(corpora / "cache")))
 
 
 def fail_on_a_rank(vocabulary):

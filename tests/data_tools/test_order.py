@@ -167,10 +167,11 @@ def test_parts_are_checked(tmp_path, corpus, parts):
         run_step("split", "--input", corpus, "--output", tmp_path / "a", "--parts", *parts)
 
 
-def test_a_part_without_a_document_is_an_error(tmp_path, corpus):
-    flags = ("--input", corpus, "--output", tmp_path / "a", "--parts", "train=0.9999", "test=0.0001")
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+def test_a_part_without_a_document_is_an_error(tmp_path, corpus, kind):
+    flags = ("--input", corpus, "--output", tmp_path / "a", "--parts", "train=0.9999", "test=0.0001", "--format", kind)
     for _ in range(2):
-        with pytest.raises(ValueError, match="--parts: test.jsonl.gz of .*a got none of the 600 documents"):
+        with pytest.raises(ValueError, match=f"--parts: test.{kind} of .*a got none of the 600 documents"):
             run_step("split", *flags)
 
 

@@ -257,6 +257,14 @@ def test_rows_are_not_longer_than_lines_may_be(tmp_path):
         assert list(document_blocks(path, 2000, block.start, 0, 50_000))[1:] == blocks[number + 1 :]
 
 
+def test_numbers_in_rows_that_json_has_not_are_told(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "score": [0.5, float("nan")]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: row 2: .* Write such columns as strings"):
+        run([tmp_path / "a.parquet"], tmp_path / "out", function=unchanged, workers=1)
+
+
 def test_the_memory_for_rows_does_not_grow_with_their_length(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

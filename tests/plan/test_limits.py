@@ -17,9 +17,17 @@ from megazero.plan.limits import lock_limit
 
 def test_free_disk_is_that_of_the_nearest_folder_that_exists(tmp_path):
     found = os.statvfs(tmp_path)
-    measured = measure_limits(None, str(tmp_path / "not" / "yet"), tmp_path)
+    measured = measure_limits(None, str(tmp_path / "not" / "yet"), root=tmp_path)
     assert measured.disk == pytest.approx(found.f_bavail * found.f_frsize, rel=0.1)
-    assert measure_limits(None, None, tmp_path).disk is None
+    assert measure_limits(None, root=tmp_path).disk is None
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a second file system")
+def test_activation_checkpoints_have_a_disk_of_their_own_if_it_is_another_one(tmp_path):
+    assert measure_limits(None, str(tmp_path), str(tmp_path / "beside"), tmp_path).checkpoint_disk is None
+    measured, other = measure_limits(None, str(tmp_path), "/dev/shm/x", tmp_path), os.statvfs("/dev/shm")
+    assert measured.checkpoint_disk == pytest.approx(other.f_bavail * other.f_frsize, rel=0.1)
+    assert measured.disk == pytest.approx(measure_limits(None, str(tmp_path), root=tmp_path).disk, rel=0.1)
 
 
 LOCKED = 1 << 20

@@ -567,6 +567,32 @@ def test_the_disk_that_is_measured_is_the_one_that_the_job_swaps_to(monkeypatch)
     assert measured == ["/used"]
 
 
+def test_two_disks_are_each_asked_for_what_goes_there():
+    config = load_config(
+        [
+            *(f for f in FLAGS if f not in ("--gpus", "8")),
+            *OFFLOADED,
+            "--recompute",
+            "full",
+            "--checkpoint-nvme-path",
+            "/b",
+        ],
+        world_size=8,
+    )
+    plan = plan_job(Setup.of(config, 8, 8, "cuda"))
+    states, activations = plan.per_node(plan.states.disk), plan.per_node(plan.activations.kept_on_disk)
+    assert states and activations
+    assert check_fits(plan, Limits(disk=states, checkpoint_disk=activations)) == []
+    for lacks, flag in (
+        ({"disk": states - 1}, "--nvme-path"),
+        ({"checkpoint_disk": activations - 1}, "--checkpoint-nvme-path"),
+    ):
+        (problem,) = check_fits(plan, replace(Limits(disk=states, checkpoint_disk=activations), **lacks))
+        assert f"Name a larger disk by {flag}," in str(problem)
+    assert check_fits(plan, Limits(disk=states + activations)) == []
+    assert len(check_fits(plan, Limits(disk=states + activations - 1))) == 1, "one disk for both"
+
+
 OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "cpu", "--offload-param", "nvme", "--nvme-path", "/local"]
 
 
