@@ -34,10 +34,10 @@ def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
                 for row in batch.to_pylist():
                     done += 1
                     yield dump(row, allow_nan=False), size * done // rows
+    except (pyarrow.ArrowException, OSError) as error:  # some of which are ValueErrors as well
+        raise ValueError(f"{path}: damaged or not a parquet file: {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: row {done}: {error}. Write such columns as strings, or leave them out.") from error
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: damaged or not a parquet file: {error}") from error
 
 
 def write_parquet(source: Path, path: Path) -> None:

@@ -642,7 +642,9 @@ class Engine:
             prepare=prepare,
         )
         self.zero_grad()  # from before the load
-        self._optimizer.is_torn = was_torn and load_module_only  # then its moments are still those of the failure
+        self._since_update = 0
+        # Its moments are still those of the failure, if it has any.
+        self._optimizer.is_torn = was_torn and load_module_only and self.optimizer is not None
         if not load_module_only:
             self.micro_steps, self._boundary = 0, None
             self.schedule.waiting.steps_done = self.global_steps

@@ -131,11 +131,12 @@ def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        _warn_of_no_locks(path.parent)
+        warn_of_no_locks(path.parent)
 
 
 @cache
-def _warn_of_no_locks(folder: Path) -> None:
+def warn_of_no_locks(folder: Path) -> None:
+    """Says once of a folder that nothing keeps a second writer away."""
     logger.warning("%s: this file system has no locks; make sure that no second process writes these outputs", folder)
 
 

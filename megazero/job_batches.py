@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import parent_process
 from typing import Any
 
@@ -29,6 +28,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
 
     Raises:
         ValueError: ranks have other documents under the names of the data, or as `build_datasets`.
+        OtherRankError: another rank could not build them.
     """
     flags, groups = job.config.training, job.groups
     eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
@@ -38,11 +38,18 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         (job.train_samples, eval_samples, eval_samples),
         flags.seed,
         rank=torch.distributed.get_rank(),
-        barrier=partial(comm.meet_world, "build_datasets", timeout_s=MOST_TO_BUILD_S),
+        meet=_meet,
     )
     prints = ", ".join(each[:12] for data in built if data for each in data.corpora)
     refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return built
+
+
+def _meet(what: str) -> None:
+    try:
+        comm.meet_world(what, MOST_TO_BUILD_S)
+    except RuntimeError as error:
+        raise comm.OtherRankError("another rank could not build its data; its own message says why") from error
 
 
 def batches(

@@ -30,6 +30,9 @@ SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("da
 # Flags of `training` that determine the loss of a sample, or its weight.
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
 
+# What `save` says of where the job was.
+_POSITION = {"iteration", "consumed_samples", "train_samples", "first_loss", "config"}
+
 
 def refuse_unwritable(flags: CheckpointConfig) -> None:
     """Raises an OSError if --save cannot be a folder that is written in, as far as can be told without making it."""
@@ -193,13 +196,13 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     _refuse_other_model(job, reader.path, client)
     if finetune:
         return
-    if "iteration" not in client:
+    if not client.keys() >= _POSITION:
         raise ValueError(
             f"{reader.path} was not saved by this job, so it does not say where in the data to continue. Start from its "
             "weights by --finetune, with another --save."
         )
     schedule: Any = job.engine.lr_scheduler
-    if reader.index["lr_scheduler"].keys() != schedule.state_dict().keys():
+    if (reader.index["lr_scheduler"] or {}).keys() != schedule.state_dict().keys():
         raise ValueError(
             f"The checkpoint {reader.path} was trained under another kind of learning-rate schedule: that of the "
             "flags, or one of a --deepspeed_config file. Use the same kind, or take the weights alone by --finetune, "
@@ -223,16 +226,26 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
         raise ValueError(f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}.")
 
 
-def save(job: Job) -> None:
-    """Saves a checkpoint from which the job can continue exactly; not in the background if the save before it failed there."""
-    flags = job.config.checkpoint
-    assert flags.save is not None
-    start, in_background = time.perf_counter(), flags.async_save
+def has_failed_to_save(job: Job) -> bool:
+    """Whether the save in the background, which is waited for, has failed; the log has told why, which may be over by now."""
     try:
         job.engine.wait_for_checkpoint()
-    except (OSError, RuntimeError):  # the log has told it
-        # What is newer must not be lost for a reason that may be over.
+    except (OSError, RuntimeError):
         logger.warning("the save before has failed: training waits for this one", extra=ALIKE)
+        return True
+    return False
+
+
+def save(job: Job, is_last: bool = False) -> None:
+    """Saves a checkpoint from which the job can continue exactly.
+
+    Args:
+        is_last: nothing is computed meanwhile, so it is not made in the background; nor is one after a save that failed there.
+    """
+    flags = job.config.checkpoint
+    assert flags.save is not None
+    start, in_background = time.perf_counter(), flags.async_save and not is_last
+    if has_failed_to_save(job):
         in_background = False
     client = {
         "iteration": job.iteration,

@@ -23,7 +23,14 @@ from megazero.data.build import NO_TRAINING_DATA
 from megazero.data.tokenizer import Tokenizer
 from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets, take_counted, token_weights
-from megazero.job_checkpoints import has_something_to_load, load, refuse_to_replace, save, warn_of_other_corpora
+from megazero.job_checkpoints import (
+    has_failed_to_save,
+    has_something_to_load,
+    load,
+    refuse_to_replace,
+    save,
+    warn_of_other_corpora,
+)
 from megazero.logging import told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.model.modes import in_mode
@@ -153,9 +160,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
             job.stopped = True
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
     profiler.finish(job.iteration)
-    if config.checkpoint.save and saved_at != job.iteration:
-        save(job)
-    job.engine.wait_for_checkpoint()
+    if config.checkpoint.save and (has_failed_to_save(job) or saved_at != job.iteration):
+        save(job, is_last=True)
 
 
 def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -488,6 +489,32 @@ def test_a_modules_extra_state_is_part_of_the_state_dictionary(stage, one_rank):
     assert model[0].count == 3
     engine.load_module_state_dict({"0.bias": state["0.bias"]}, strict=False)
     assert model[0].count == 3 and state["0._extra_state"] == {"count": 3}
+
+
+class Scaled(nn.Linear):
+    """A layer that makes a tensor for its state dictionary, and takes it from there, as quantized layers do."""
+
+    scale = 1.0
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(self.scale)
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *rest: Any) -> None:
+        self.scale = float(state.pop(prefix + "scale", self.scale))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_what_a_module_makes_for_its_state_dictionary_is_handed_back_to_it(one_rank):
+    model = nn.Sequential(Scaled(4, 4))
+    model[0].register_buffer("codes", nn.Parameter(torch.ones(4), requires_grad=False))
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})
+    model[0].scale = 3.0
+    state = engine.module_state_dict()
+    model[0].scale = 4.0
+    model[0].codes.data.zero_()
+    engine.load_module_state_dict(state)
+    assert model[0].scale == 3.0 and model[0].codes.tolist() == [1.0] * 4
 
 
 def test_adagrad_of_the_callers_own_and_models_that_cannot_work(one_rank):

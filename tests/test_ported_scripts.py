@@ -141,6 +141,26 @@ def test_parts_that_nothing_marks_are_refused_because_all_but_one_would_be_lost(
         assert message.startswith("down.weight, up.weight: not the same on the 2 model-parallel ranks")
 
 
+def with_a_buffer(persistent: bool) -> str | None:
+    mpu = their_mpu()
+    model = Mlp("dims")
+    model.register_buffer("first_row", torch.tensor(dist.get_rank()), persistent)
+    try:
+        megazero.initialize(model=model, config=CONFIG, mpu=mpu)
+    except megazero.DeepSpeedConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_buffer_of_a_ranks_own_is_refused_if_it_would_be_saved():
+    for message in run_ranks(2, with_a_buffer, True):
+        assert (
+            message.startswith("first_row: not the same on the 2 model-parallel ranks")
+            and "persistent=False" in message
+        )
+    assert run_ranks(2, with_a_buffer, False) == [None, None]
+
+
 class HeadBias(Mlp):
     """T5's in CPM-2 and PPT: an embedding of the distance with a column for each of this rank's heads, drawn from one seed."""
 

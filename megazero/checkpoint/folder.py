@@ -22,7 +22,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import NO_LOCKS, is_still, sync_folder, write_whole
+from megazero.files import NO_LOCKS, is_still, sync_folder, warn_of_no_locks, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,9 @@ class CheckpointFolder:
             OSError: it cannot be created or written.
         """
         if self._lock is not None and is_still(self.path / ".lock", self._lock):
+            self._acquire(
+                self._lock
+            )  # again: a copy of the directory, which reads and closes the file, has given it up
             return False
         self.release()  # if somebody has deleted the directory
         with self._one_at_a_time:
@@ -73,6 +76,14 @@ class CheckpointFolder:
     def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._acquire(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        return lock
+
+    def _acquire(self, lock: int) -> None:
         deadline: float | None = None
         while True:
             try:  # children do not inherit it, and NFS has it
@@ -85,17 +96,15 @@ class CheckpointFolder:
                 if time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
-                os.close(lock)
                 raise DirectoryInUseError(
                     f"{self.path}: another job ({owner}) is saving checkpoints here, and one would overwrite the other's. "
                     "Stop it, or give this job another --save."
                 ) from None
             except OSError as error:
                 if error.errno not in NO_LOCKS:
-                    os.close(lock)
                     raise OSError(error.errno, f"could not lock {self.path / '.lock'}: {error.strerror}") from error
-                logger.warning("%s: no locks on this file system (%s); no second job may save here", self.path, error)
-            return lock
+                warn_of_no_locks(self.path)
+            return
 
     def release(self) -> None:
         """Lets other jobs save here, when nothing is being deleted any more."""

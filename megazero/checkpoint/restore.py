@@ -28,6 +28,9 @@ logger = get_logger(__name__)
 _RATES = ("lr", "initial_lr")
 _MOMENTA = ("betas", "momentum")
 
+# Classes whose state is the same: Adam's moments and its steps. Where they rest, and how fast, is up to the run.
+_ADAMS = {"Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "HybridAdam"}
+
 
 def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
     """Fills this rank's master weights, optimizer states and buffers. The optimizer is torn from the first of them on.
@@ -71,7 +74,9 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     for name, buffer in buffers:
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
-            reader.read_part(name, CONSTANT, values)
+            reader.read_part(
+                name, reader.entry(name).weight_state, values
+            )  # it may have been a parameter when it was saved
             buffer.copy_(values.view(buffer.shape))
 
 
@@ -81,7 +86,7 @@ def _saved_optimizer(
     """By parameter, the names under which the optimizer's tensors are saved, and its scalar state."""
     with reader.well_formed("optimizer"):
         saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
-    if saved != wanted:
+    if saved != wanted and not {saved, wanted} <= _ADAMS:
         raise ValueError(
             f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
             "or start it anew with --no-load-optim (load_optimizer_states=False)."

@@ -65,18 +65,23 @@ class TrainingState:
         return values
 
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers, each once.
+        """Persistent buffers, and what else modules keep and put into their state dictionaries, each once.
 
         Raises:
-            TypeError: a module has an extra state.
+            TypeError: a module makes what it puts there, or has an extra state: it could not be given back by writing to it.
         """
+        parameters = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters.values()}
+        again = self.state_dict()
         found: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.state_dict().items():
-            if not isinstance(value, Tensor):
-                remedy = "Hand it to save_checkpoint in client_state"
-                raise TypeError(f"{name}: what a module's get_extra_state() returns is not saved. {remedy}.")
-            if not isinstance(value, nn.Parameter):
-                found.setdefault(id(value), (name, value.detach()))
+            if id(value) in parameters:
+                continue
+            if not isinstance(value, Tensor) or value is not again[name]:
+                raise TypeError(
+                    f"{name}: neither a parameter nor a buffer, but what a module's get_extra_state() returns or a hook makes. "
+                    "That is not saved. Hand it to save_checkpoint in client_state."
+                )
+            found.setdefault(id(value), (name, value.detach()))
         return dict(found.values())
 
     def segments(self) -> list[Segment]:

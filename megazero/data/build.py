@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,19 +110,18 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     seed: int,
     rank: int = 0,
-    barrier: Callable[[], object] = lambda: None,
+    meet: Callable[[str], object] = lambda what: None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The training, validation and test datasets; every rank calls this.
 
-    Rank 0 builds first and stores everything; after a barrier the others find it, or build the same themselves where the cache
-    is not shared between machines, which takes them as long: so all meet once more. Rank 0 passes the first barrier on errors
-    too: all ranks then end with a message.
+    Rank 0 builds first and stores everything; then the others find it, or build the same themselves where the cache is not
+    shared between machines, which takes them as long: so all meet once more. A rank that fails tells the others.
 
     Args:
         num_samples: needed of each dataset at least; the data is repeated for as many epochs as that takes.
         seed: of all orders; the same on every rank.
         rank: of this process among all.
-        barrier: returns when all ranks have called it; called twice.
+        meet: returns when all ranks have called it with the same words; a RuntimeError where they differ.
 
     Returns:
         Three map-style datasets; None where no samples are asked for, no data is given, or the weight in --split is 0.
@@ -129,6 +129,7 @@ def build_datasets(
     Raises:
         FileNotFoundError: a corpus is missing.
         ValueError: files are damaged or made with another tokenizer, a split is empty, or the cache cannot be written.
+        RuntimeError: another rank has failed.
     """
     sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
 
@@ -140,13 +141,16 @@ def build_datasets(
         return train, valid, test
 
     if rank != 0:
-        barrier()
+        meet("the first rank has built its data")
     try:
         built = build()
-    finally:
-        if rank == 0:
-            barrier()
-    barrier()
+    except BaseException:
+        with suppress(RuntimeError):  # which tells the others
+            meet("building the data failed")
+        raise
+    if rank == 0:
+        meet("the first rank has built its data")
+    meet("all ranks have built their data")
     return built
 
 

@@ -209,9 +209,11 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
             parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            buffer = buffer.to(device, dtype if buffer.is_floating_point() else None)
+            moved = buffer.to(device, dtype if buffer.is_floating_point() else None)
             # An expanded one cannot be written to: it gets an element's memory for every element, as a move to a GPU gives it.
-            setattr(module, name, buffer.clone() if 0 in buffer.stride() else buffer)
+            moved = moved.clone() if 0 in moved.stride() else moved
+            if moved is not buffer:  # setting it again would make a parameter of one that is an nn.Parameter
+                setattr(module, name, moved)
 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:

@@ -11,7 +11,7 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megazero import comm
 from megazero.checkpoint.format import bytes_of
@@ -150,20 +150,23 @@ def _cut(parameter: nn.Parameter, dim: int, size: int) -> Partition:
 
 
 def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
-    """Compares unmarked parameters with those of the other model-parallel ranks, bit for bit: only one copy of each is saved."""
+    """Compares unmarked parameters, and buffers, with those of the other model-parallel ranks, bit for bit: one copy is saved."""
     cuts = partitions(model)
     mine = {name: _described(p) for name, p in model.named_parameters() if name not in cuts}
+    saved = model.state_dict(keep_vars=True)
+    mine |= {name: _described(buffer) for name, buffer in model.named_buffers() if buffer is saved.get(name)}
     everyones = comm.all_gathered_objects(mine, groups.model)
     differing = {name for theirs in everyones for name, _ in theirs.items() ^ mine.items()}
     if differing:
         raise DeepSpeedConfigError(
             f"{', '.join(sorted(differing))}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not "
             "marked as parts of larger parameters. Set parameter.model_parallel = True and parameter.partition_dim on those that "
-            "are; the others must start with the same values, so give model-parallel ranks one seed."
+            "are; the others must start with the same values, so give model-parallel ranks one seed. Register buffers "
+            "of a rank's own with persistent=False, and set them in the constructor."
         )
 
 
-def _described(parameter: nn.Parameter) -> tuple[Any, ...]:
+def _described(parameter: Tensor) -> tuple[Any, ...]:
     """Shape, dtype and the hash of the values, which is equal for the same bits alone."""
     # Of a parameter that `zero.Init` has sharded, the shard's: model-parallel peers have the same data-parallel rank.
     values = parameter.ds_tensor if isinstance(parameter, ReleasedParameter) else parameter.detach()

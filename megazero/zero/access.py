@@ -258,15 +258,17 @@ def copied(value: Any) -> Any:
 def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], Any] = copied) -> dict[str, Any]:
     """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective.
 
-    What modules' `get_extra_state` returns is in it, as in torch. Parameters are gathered one bucket at a time.
+    What modules' `get_extra_state` returns, or their hooks make, is in it, as in torch. Parameters are gathered one bucket at a
+    time.
 
     Args:
         kept: takes each full value once, in the same order on every rank, and returns what goes into the dictionary for it.
     """
     known = module.state_dict(keep_vars=True)
     copies: dict[int, Any] = {}  # by id, so that a tied parameter stays one tensor
+    parameters = _ids_of_parameters(buckets)
     for value in known.values():
-        if not isinstance(value, nn.Parameter):
+        if id(value) not in parameters:
             copies[id(value)] = kept(value)
     for bucket in buckets:
         was_gathered = bucket.weights.is_gathered
@@ -291,18 +293,27 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
         raise RuntimeError(
             f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
         )
-    extra = {name: state[name] for name in known.keys() & state.keys() if name.rpartition(".")[2] == "_extra_state"}
-    for name in known.keys() & state.keys() - extra.keys():
+    parameters, again = _ids_of_parameters(buckets), module.state_dict(keep_vars=True)
+    given = known.keys() & state.keys()
+    # What a module makes anew, as its extra state, cannot be written to.
+    extra = {
+        name: state[name] for name in given if known[name] is not again[name] or not isinstance(known[name], Tensor)
+    }
+    for name in given - extra.keys():
         if tuple(state[name].shape) != (shape := shape_of(known[name])):
             raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(state[name].shape)}.")
     with torch.no_grad():
-        for name, value in known.items():
-            if not isinstance(value, nn.Parameter) and name in state and name not in extra:
-                value.copy_(state[name])
+        for name in given:
+            if name not in extra and id(known[name]) not in parameters:
+                known[name].copy_(state[name])
         if extra:
-            module.load_state_dict(extra, strict=False)  # hands them to their modules' set_extra_state
+            module.load_state_dict(extra, strict=False)  # hands them to the modules that know what they are
         # A tied parameter gets the value under the last of its names, as in torch.
-        given = {id(value): state[name] for name, value in known.items() if name in state}
-        saved = {own: given.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
+        values = {id(value): state[name] for name, value in known.items() if name in state}
+        saved = {own: values.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
         for bucket in buckets:
             bucket.load(lambda segment: saved[segment.name])
+
+
+def _ids_of_parameters(buckets: list[Bucket]) -> set[int]:
+    return {id(parameter) for bucket in buckets for parameter in bucket.parameters.values()}

@@ -134,6 +134,16 @@ def test_the_lock_is_held_until_the_last_engine_of_the_process_lets_go(tmp_path)
     first.release(), other.release()
 
 
+def test_a_copy_of_the_directory_gives_up_its_lock_only_until_the_next_save(tmp_path):
+    """Whoever in a process reads a file and closes it gives up all locks that the process has on it (fcntl)."""
+    ours = folder.CheckpointFolder(tmp_path / "a")
+    ours.claim()
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert not is_locked(tmp_path / "a")
+    assert not ours.claim() and is_locked(tmp_path / "a")
+    ours.release()
+
+
 def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")
@@ -155,7 +165,7 @@ def test_a_lock_that_fails_is_an_error_unless_the_file_system_has_none(
     claimed = folder.CheckpointFolder(tmp_path)
     with pytest.raises(OSError, match=r"could not lock .*\.lock: it fails") if is_refused else nullcontext():
         claimed.claim()
-    assert ("no locks on this file system" in caplog.text) != is_refused
+    assert ("this file system has no locks" in caplog.text) != is_refused
     claimed.release()
 
 

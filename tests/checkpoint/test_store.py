@@ -26,6 +26,7 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.engine import Engine, weight_decay_groups
+from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from tests.checkpoint.checkpoints import make, tensors
@@ -224,6 +225,25 @@ def test_state_of_another_optimizer_is_refused(world, tmp_path):
         engine.load_checkpoint(str(tmp_path))
 
 
+def test_adams_take_each_others_state(world, tmp_path):
+    """As a run does that leaves the host, or one that goes on from another library's checkpoint."""
+    write_one(tmp_path, steps=2)
+
+    def saved(directory):
+        reader = Reader(directory, "global_step2")
+        return {(name, key): reader.read(name, key) for name, entry in reader.tensors.items() for key in entry.states}
+
+    want = saved(tmp_path)
+    for make_optimizer in (CPUAdam, FusedAdam, HybridAdam, torch.optim.Adam):
+        model = Net()
+        groups = weight_decay_groups(model, 0.1)
+        engine = Engine(model, mpu.get_groups(), lambda g, make=make_optimizer: make(g, lr=0.05), *groups)
+        engine.load_checkpoint(str(tmp_path))
+        engine.save_checkpoint(str(tmp_path / make_optimizer.__name__))
+        got = saved(tmp_path / make_optimizer.__name__)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
 def test_frozen_parameters_and_buffers_are_kept(world, tmp_path):
     groups = mpu.initialize_model_parallel(1)
 
@@ -240,6 +260,52 @@ def test_frozen_parameters_and_buffers_are_kept(world, tmp_path):
     second.load_checkpoint(str(tmp_path))
     for name, value in first.module.state_dict().items():
         assert torch.equal(second.module.state_dict()[name], value), name
+
+
+class Holding(nn.Module):
+    """A linear layer, and `codes` as one of what a module can hold."""
+
+    def __init__(self, kind: str, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        codes = torch.full((3,), value)
+        if kind == "parameter":
+            self.codes = nn.Parameter(codes)
+        else:  # a Parameter in a buffer's place is what vector quantizers of some libraries keep
+            self.register_buffer("codes", nn.Parameter(codes, requires_grad=False) if "Parameter" in kind else codes)
+
+    def forward(self, x):
+        return (self.linear(x) * self.codes).sum()
+
+
+def build_holding(kind: str, value: float) -> Engine:
+    model = Holding(kind, value)
+    return Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
+
+
+@pytest.mark.parametrize("loaded", ["buffer", "buffer that is a Parameter", "parameter"])
+@pytest.mark.parametrize("saved", ["buffer", "buffer that is a Parameter", "parameter"])
+def test_a_buffer_comes_back_of_whatever_class_it_is_and_whether_it_was_trained(world, tmp_path, saved, loaded):
+    mpu.initialize_model_parallel(1)
+    build_holding(saved, 42.0).save_checkpoint(str(tmp_path))
+    other = build_holding(loaded, 7.0)
+    other.load_checkpoint(str(tmp_path))
+    assert other.state_dict()["codes"].tolist() == [42.0] * 3
+
+
+class Observer(nn.Linear):
+    """A layer that makes what it puts into its state dictionary, as quantized layers do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(3.0)
+
+
+def test_what_a_module_makes_for_its_state_dictionary_is_refused_because_a_load_could_not_give_it_back(world, tmp_path):
+    groups, model = mpu.initialize_model_parallel(1), nn.Sequential(Observer(3, 3))
+    engine = Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
+    with pytest.raises(TypeError, match="^0.scale: neither a parameter nor a buffer.* client_state"):
+        engine.save_checkpoint(str(tmp_path))
 
 
 def test_index_is_plain_json_and_safetensors_opens_the_files(world, tmp_path):
@@ -364,6 +430,40 @@ def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(world,
     engine.load_checkpoint(str(tmp_path), "global_step1")
     one_step(engine)
     engine.save_checkpoint(str(tmp_path), tag="whole")
+
+
+def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(world, tmp_path):
+    """There are no moments that could still be those of the failure."""
+    engine = simple_engine()
+    for _ in range(2):
+        one_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    flip(tmp_path / "global_step2" / "rank_00000.safetensors", -100)
+    model = nn.Sequential(*engine.module)
+    engine.destroy()
+    reader = Engine(model, mpu.get_groups(), None, {}, [])
+    with pytest.raises(CheckpointError):
+        reader.load_checkpoint(str(tmp_path))
+    with pytest.raises(RuntimeError, match="cut short by an error"):
+        reader.save_checkpoint(str(tmp_path / "copy"))
+    reader.load_checkpoint(str(tmp_path), "global_step1")
+    reader.save_checkpoint(str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("module_only", [False, True])
+def test_a_load_amid_an_accumulation_starts_it_anew(world, tmp_path, module_only):
+    groups, model = mpu.initialize_model_parallel(1), nn.Linear(1, 1, bias=False)
+    options = {"gradient_accumulation_steps": 4}
+    engine = Engine(model, groups, lambda g: torch.optim.SGD(g, lr=1.0), *weight_decay_groups(model, 0.0), **options)
+    engine.save_checkpoint(str(tmp_path))
+    before = model.weight.item()
+    for micro in range(3 + 4):
+        if micro == 3:
+            engine.load_checkpoint(str(tmp_path), load_module_only=module_only)
+        assert model.weight.item() == before
+        engine.backward(engine(torch.ones(1, 1)).sum())
+        engine.step()
+    assert model.weight.item() == pytest.approx(before - 1)
 
 
 def failing_rank_case(directory: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megazero import comm
 from megazero.data import cache, preprocess, sources
 from megazero.data.blend import BlendedDataset
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from, check_data
@@ -37,8 +38,8 @@ def corpora(tmp_path, tokenizer):
     return tmp_path
 
 
-def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, barrier=lambda: None, **flags):
-    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, barrier)
+def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, meet=lambda what: None, **flags):
+    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, meet)
 
 
 def texts(dataset):
@@ -310,6 +311,10 @@ def test_tokenizer_from_flags(gpt2_folder):
     assert build_tokenizer_from(by_files).sha256 == build_tokenizer_from(by_folder).sha256
 
 
+def meet(what):
+    comm.meet_world(what, 20)
+
+
 def build_on_a_rank(vocabulary, data, caches, shared):
     """What one rank sees, and whether it had to build: with a cache of its own it does, and gets the same samples."""
     rank, messages = dist.get_rank(), []
@@ -325,7 +330,7 @@ def build_on_a_rank(vocabulary, data, caches, shared):
         data_cache_path=caches if shared else f"{caches}-{rank}",
         num_samples=(100, 20, 0),
         rank=rank,
-        barrier=dist.barrier,
+        meet=meet,
     )
     missing = sum("is it not shared" in message for message in messages)
     return texts(train) + texts(valid), any(message.startswith("built gpt2") for message in messages), missing
@@ -355,7 +360,7 @@ def build_late_on_a_rank(vocabulary, data, caches):
     sources.tokenize_json = slowly
     tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
     flags = {"train_data": data, "split": "1", "data_cache_path": f"{caches}-{rank}"}
-    build(tokenizer, rank=rank, barrier=dist.barrier, **flags)
+    build(tokenizer, rank=rank, meet=meet, **flags)
     return all(Path(f"{caches}-{other}", "done").exists() for other in range(dist.get_world_size()))
 
 
@@ -365,15 +370,19 @@ def test_no_rank_goes_on_while_another_still_builds_on_its_own(corpora, gpt2_fol
     assert all(run_ranks(3, build_late_on_a_rank, str(gpt2_folder), data, str(corpora / "cache")))
 
 
-def fail_on_a_rank(vocabulary):
-    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary)
+def fail_on_a_rank(vocabulary, missing):
+    """`missing` names the ranks without the data; what each of all then says."""
+    tokenizer, rank = build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary), dist.get_rank()
+    flags = {"train_data": ["/absent"]} if rank in missing else {}
     try:
-        build(tokenizer, train_data=["/absent"], rank=dist.get_rank(), barrier=dist.barrier)
-    except FileNotFoundError as error:
+        build(tokenizer, rank=rank, meet=meet, **flags)
+    except (FileNotFoundError, RuntimeError) as error:
         return str(error)
     return None
 
 
-def test_an_error_on_rank_0_reaches_every_rank_instead_of_a_hang(gpt2_folder):
-    messages = run_ranks(2, fail_on_a_rank, str(gpt2_folder), timeout_s=30)
-    assert messages[0] == messages[1] and "/absent" in messages[0]
+@pytest.mark.parametrize(("missing", "fails"), [([0], 0), ([1], 1), ([0, 1, 2], 0)])
+def test_an_error_on_any_rank_reaches_every_rank_instead_of_a_hang(gpt2_folder, missing, fails):
+    """Where all lack the data, the first rank is the first to notice."""
+    for rank, message in enumerate(run_ranks(3, fail_on_a_rank, str(gpt2_folder), missing, timeout_s=30)):
+        assert ("/absent" if rank == fails else f"but building the data failed on rank {fails}") in message

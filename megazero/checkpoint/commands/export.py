@@ -69,11 +69,11 @@ def export_huggingface(
 def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
     """The training job's tokenizer; or None, and why it is not to be had."""
     saved = client.get("tokenizer")
-    if saved is None:
+    if not isinstance(saved, dict):  # a script's own entry may be something else
         return None, "the checkpoint names none"
     try:
         tokenizer = build_tokenizer(**saved)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         return None, str(error)
     if tokenizer.sha256 != client.get("tokenizer_sha256"):
         return None, "the files that it was trained with have changed"
