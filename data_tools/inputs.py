@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
 _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".wet", ".warc")
-_ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, "manifest.json", JOURNAL, ".lock", ".bin", ".idx")
+_ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, ".manifest.json", JOURNAL, ".lock", ".bin", ".idx")
 _NAMES_SHOWN = 5
 
 
@@ -118,7 +118,8 @@ def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
 
 def is_beside(path: Path) -> bool:
     """Whether it is hidden, or no document but something that is made beside them."""
-    return path.name[0] == "." or path.name.endswith(_ENDS_BESIDE) or is_aside(path) or _is_record(path)
+    is_ours = path.name == "manifest.json" or path.name.endswith(_ENDS_BESIDE) or is_aside(path)
+    return path.name[0] == "." or is_ours or _is_record(path)
 
 
 def _is_record(path: Path) -> bool:

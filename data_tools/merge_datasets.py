@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkou
 
 from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
 from data_tools.inputs import check_named_once
-from megazero.data.corpora import find_corpora
+from megazero.data.corpora import find_corpora, refuse_unfinished
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import publish_corpus
 from megazero.data.sidecar import Sidecar, check_free, check_tokens, lack_of_record, read_sidecar
@@ -46,12 +46,13 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is no such pair or folder, or a folder holds none.
-        ValueError: a value names a file of another kind, or a pair is named twice.
+        ValueError: a value names a file of another kind, a pair is named twice, or one in a folder is not finished.
     """
     prefixes: list[Path] = []
     for value in map(str, inputs):  # as it was written: a path drops the ./ by which ./7 is no weight
         entry = Path(value)
         if entry.is_dir():
+            refuse_unfinished(entry)
             found = sorted(path.with_name(path.name.removesuffix(".idx")) for path in entry.glob("*.idx"))
             if not found:
                 raise FileNotFoundError(

@@ -149,7 +149,7 @@ def _plan(inputs: Sequence[Path], args: argparse.Namespace) -> Shard:
             raise ValueError(f"--shards must be at least 1, got {args.shards}")
         kind = ending(inputs[0], args.format)
         names = [f"shuffled-{number:05}-of-{args.shards:05}.{kind}" for number in range(args.shards)]
-        shard = Shard(tuple(inputs), tuple(output / name for name in names), output / "shuffled")
+        shard = Shard(tuple(inputs), tuple(output / name for name in names), output / f"shuffled.{kind}")
     check_outputs([shard])
     return shard
 
@@ -161,7 +161,7 @@ def _buckets_folder(shard: Shard) -> Path:
 def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, description: dict[str, Any]) -> Counts:
     layout = plan_layout(shard.inputs, len(shard.outputs), options)
     folder = _buckets_folder(shard)
-    buckets = [folder / f"{number:04}.jsonl" for number in range(layout.buckets)]
+    buckets = [folder / f"{number:04}" for number in range(layout.buckets)]
     scattered = Shard(shard.inputs, tuple(buckets), folder / "scatter")
     settings = {"key": args.json_key, "seed": args.seed, "layout": vars(layout), "hex": _HEX}
     # There are many files to write through to the disk at each commit.

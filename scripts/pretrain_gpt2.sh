@@ -10,8 +10,14 @@ use_python data "${JOB_PACKAGES[@]}"
 if [ -n "${TRAIN_DATA:-}" ]; then tokenizer_args; else prepare_sample_data; fi
 NUM_LAYERS=${NUM_LAYERS:-4} HIDDEN_SIZE=${HIDDEN_SIZE:-192}
 corpora "$TRAIN_DATA"
-NAMES=("${CORPORA[@]##*/}") NAMES=("${NAMES[@]%_document}") NAMES=("${NAMES[@]%_text}")
-# Each corpus or blend, and each size, is a run of its own, in its own directory.
+# Each corpus or blend, and each size, is a run of its own, in its own directory. Corpora of one name lie in folders of other names.
+NAMES=()
+for CORPUS in "${CORPORA[@]}"; do
+  NAME=${CORPUS##*/} NAME=${NAME%_document} NAME=${NAME%_text}
+  FOLDER=${CORPUS%/*} FOLDER=${FOLDER##*/}
+  [[ $CORPUS != */* || $NAME = "$FOLDER"* ]] || NAME=${FOLDER}_$NAME
+  NAMES+=("$NAME")
+done
 SAVE=${SAVE:-checkpoints/gpt2_$(IFS=-; echo "${NAMES[*]}")_${NUM_LAYERS}x${HIDDEN_SIZE}}
 
 MODEL_ARGS=(

@@ -399,21 +399,22 @@ def test_scripts_run_by_links_to_them(corpus, tmp_path):
 
 def test_relative_paths_count_from_the_folder_in_which_a_script_was_started(corpus, tmp_path):
     (tmp_path / "a.json").write_text('{"steps_per_print": 1, "train_micro_batch_size_per_gpu": 2}')
-    (tmp_path / "web_news_text_document.idx").symlink_to(corpus["TRAIN_DATA"] + ".idx")
-    (tmp_path / "web_news_text_document.bin").symlink_to(corpus["TRAIN_DATA"] + ".bin")
+    (tmp_path / "web").mkdir()
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"web/news_items_text_document{suffix}").symlink_to(corpus["TRAIN_DATA"] + suffix)
     (tmp_path / "tokenizers").mkdir()  # no package
     if sys.version_info >= (3, 11):
         (tmp_path / "random.py").write_text("raise SystemExit('not the module of Python')")
     variables = {
         **corpus,
-        "TRAIN_DATA": "web_news_text_document",
+        "TRAIN_DATA": "web/news_items_text_document",
         "DS_CONFIG": "a.json",
         "NPROC": "1",
         "TRAIN_ITERS": "1",
         "PYTHONPATH": "",
     }
     output = run(str(ROOT / "scripts/ds_pretrain_gpt2.sh"), **variables, CWD=str(tmp_path))
-    assert "saved" in output and (tmp_path / "checkpoints/gpt2_web_news_2x32/loss.png").exists()
+    assert "saved" in output and (tmp_path / "checkpoints/gpt2_web_news_items_2x32/loss.png").exists()
 
 
 def test_restarts_of_one_node_alone_are_refused_on_several(corpus):

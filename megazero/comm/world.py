@@ -142,5 +142,7 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
-            raise OtherRankError(f"rank {rank if group is None else dist.get_global_rank(group, rank)} failed: {message}")
+            raise OtherRankError(
+                f"rank {rank if group is None else dist.get_global_rank(group, rank)} failed: {message}"
+            )
     return result

@@ -11,6 +11,7 @@ from pathlib import Path
 from megazero.data.sidecar import read_sidecar
 from megazero.files import append_suffix
 from megazero.lines.compressed import COMPRESSED, uncompressed_name
+from megazero.lines.partial_shard import JOURNAL
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
@@ -44,7 +45,7 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
 
     Raises:
         FileNotFoundError: a name stands for nothing that exists; says what was looked for.
-        ValueError: weights are not positive, or given for some of the corpora only.
+        ValueError: weights are not positive, or given for some of the corpora only; or tokens are not finished.
     """
     corpora = []
     for weight, entry in _weighted(entries, flag):
@@ -58,6 +59,20 @@ def has_split_off(entries: Sequence[str], part: str) -> bool:
     """Whether --train-data names one well-known corpus, and a pipeline has left `part` of it ("valid", "test") beside it."""
     named = len(entries) == 1 and _is_named(entries[0])
     return named and bool(_files_by_part(entries[0])["train"] and _files_by_part(entries[0])[part])
+
+
+def refuse_unfinished(folder: Path, start: str = "") -> None:
+    """Raises a ValueError if tokens whose name has this start are still being made in the folder, or their making was killed.
+
+    Whoever takes all that lie there would train on a part of the text.
+    """
+    for journal in sorted(folder.glob(f"{start}*_document{JOURNAL}")):
+        prefix = journal.with_name(journal.name.removesuffix(JOURNAL))
+        if not append_suffix(prefix, ".idx").exists():
+            raise ValueError(
+                f"{prefix}: the run that makes these tokens has not finished. Start it again, which goes on where it stopped; or "
+                f"delete {prefix}.* to do without."
+            )
 
 
 def _weighted(entries: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
@@ -120,6 +135,7 @@ def _find_named(name: str, flag: str) -> list[Corpus]:
         found = parts[part]
         if not found:
             raise FileNotFoundError(f"{flag} {name}: {pattern} has train_*.bin, but no {part}_*.bin. Give a path.")
+    refuse_unfinished(Path(pattern).parent, f"{part}_" if parts["train"] and part in parts else "")
     if found:
         return [Corpus(Path(path).with_suffix(""), True) for path in found]
     if Path(text).is_file():

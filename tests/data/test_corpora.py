@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools.merge_datasets import find_prefixes
 from megazero.data.corpora import Corpus, find_corpora, is_json
 from megazero.data.sidecar import Sidecar, write_sidecar
 
@@ -113,3 +114,20 @@ def test_missing_and_foreign_files(folder):
 def test_names_of_json():
     names = ("a.json", "a.jsonl", "a.ndjson", "a.json.gz", "a.jsonl.xz", "a.jsonl.zst", "a.txt", "a.gz", "json")
     assert [is_json(Path(name)) for name in names] == [True] * 6 + [False] * 3
+
+
+def test_tokens_that_are_still_being_made_are_not_left_out_of_a_name_or_a_folder(folder):
+    (folder / "data/webtext").mkdir(parents=True)
+    for name in ("train_a", "train_b", "valid"):
+        (folder / f"data/webtext/{name}_text_document.bin").write_bytes(b"")
+        (folder / f"data/webtext/{name}_text_document.idx").write_bytes(b"")
+    (folder / "data/webtext/clean.jsonl.partial.json").write_text("{}")  # of a step before
+    assert len(find_corpora(["webtext"])) == 2
+    for suffix in (".bin", ".idx"):
+        (folder / f"data/webtext/train_b_text_document{suffix}").unlink()
+    (folder / "data/webtext/train_b_text_document.partial.json").write_text("{}")
+    with pytest.raises(ValueError, match="^data/webtext/train_b_text_document: the run that makes .* has not finished"):
+        find_corpora(["webtext"])
+    with pytest.raises(ValueError, match="train_b_text_document: the run that makes .* has not finished"):
+        find_prefixes(["data/webtext"])
+    assert len(find_corpora(["webtext"], "--valid-data")) == 1

@@ -66,7 +66,9 @@ TEXT_STEPS = {
     ),
     "merge": Case([*_IN, "--output", "out.jsonl"], ["out.jsonl"], "out.jsonl"),
     "shuffle": Case([*_IN, "--output", "out.jsonl"], ["out.jsonl"], "out.jsonl"),
-    "split": Case([*_IN, "--output", "out", "--parts", "a=0.5", "b=0.5"], ["out/a.jsonl", "out/b.jsonl"], "out/split"),
+    "split": Case(
+        [*_IN, "--output", "out", "--parts", "a=0.5", "b=0.5"], ["out/a.jsonl", "out/b.jsonl"], "out/split.jsonl"
+    ),
     "tokenize": Case(
         [*_IN, "--output-prefix", "out", "--tokenizer-path", "v"],
         ["out_text_document.bin", "out_text_document.idx"],

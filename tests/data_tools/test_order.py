@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from data_tools import shards
+from data_tools.inputs import list_inputs
 from data_tools.options import RunOptions
 from data_tools.shuffle import plan_layout
 from megazero.lines.compressed import open_bytes
@@ -197,3 +200,27 @@ def test_files_of_an_earlier_run_do_not_stay_among_those_of_a_later_one(tmp_path
 def test_an_empty_id_is_none(tmp_path):
     path = write_documents(tmp_path / "a.jsonl", [{"text": text, "id": ""} for text in "abc"])
     assert run_step("merge", "--input", path, "--output", tmp_path / "b.jsonl")["kept"] == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "flags"), [("shuffle", ("--shards", 3)), ("split", ("--parts", "train=0.5", "valid=0.5"))]
+)
+def test_a_folder_whose_step_was_killed_between_its_files_is_no_input(tmp_path, corpus, monkeypatch, step, flags):
+    made, replace_file = [], os.replace
+
+    def killed_at_the_second(source, target):
+        if Path(target).parent == tmp_path / "out" and "dropped" not in Path(target).name:
+            made.append(target)
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        replace_file(source, target)
+
+    monkeypatch.setattr(shards.os, "replace", killed_at_the_second)
+    arguments = (step, "--input", corpus, "--output", tmp_path / "out", *flags)
+    with pytest.raises(KeyboardInterrupt):
+        run_step(*arguments)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has not finished"):
+        list_inputs([tmp_path / "out"])
+    run_step(*arguments)
+    assert sum(len(read_documents(path)) for path in list_inputs([tmp_path / "out"])) == 600

@@ -421,6 +421,7 @@ def test_other_files_of_a_folder_are_told(tmp_path, caplog):
     ] and not caplog.text
     for name in ("d.jsonl.bz2", "e.JSONL", ".hidden", "a.jsonl.tmp0123abcd", *(f"x{i}.md" for i in range(4))):
         (tmp_path / "in" / name).touch()
+    (tmp_path / "in" / "manifest.json").touch()
     assert len(list_inputs([tmp_path / "in"])) == 3
     assert "in: left out 6 files of other kinds: d.jsonl.bz2, e.JSONL, x0.md, x1.md, x2.md, ..." in caplog.text
 
