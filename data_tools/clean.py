@@ -1,6 +1,6 @@
 """Cleans documents: repairs broken Unicode (ftfy), keeps one language, and drops short documents.
 
-Dropped are, with these reasons in the sidecar: `empty`, `language` (another one, or none with certainty), `short` (under
+Dropped are, with these reasons in the dropped list: `empty`, `language` (another one, or none with certainty), `short` (under
 --min-tokens tokens of the GPT-2 vocabulary). Input are JSON lines {"text", ...}, .parquet, or Common Crawl's .wet files.
 
     python -m data_tools clean --input raw/ --output clean/ --vocab-file encoder.json --merge-file vocab.bpe

@@ -1,9 +1,9 @@
 """Drops documents that share a sequence of words with evaluation sets, so that a model is not tested on what it was trained on.
 
 Brown et al. 2020 (arXiv:2005.14165, appendix C) take sequences of 13 words, in lower case and without punctuation, as here. The
-reason in the sidecar is `contaminated`, its detail the first shared sequence and the evaluation file that has it. In Chinese and
-other scripts without spaces each letter counts as a word, so they may need a larger --ngram. An evaluation file that holds no
-text is an error, and so are texts that are all too short.
+reason in the dropped list is `contaminated`, its detail the first shared sequence and the evaluation file that has it. In
+Chinese and other scripts without spaces each letter counts as a word, so they may need a larger --ngram. An evaluation file
+that holds no text is an error, and so are texts that are all too short.
 
     python -m data_tools decontaminate --input clean/ --output train/ --evaluation lambada.jsonl wikitext.txt
 """

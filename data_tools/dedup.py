@@ -4,8 +4,8 @@ Texts are compared as sets of word 5-grams, without regard to case, punctuation 
 same order are exact copies and are found by a hash. Of the rest, those whose MinHash signatures agree in a whole band are
 compared by these signatures (locality-sensitive hashing); they are near copies if the estimated Jaccard similarity is at least
 --similarity. With the default 14 bands of 8 rows, 65 % of the pairs of similarity 0.72 come to be compared, 92 % at 0.8, 98.8 %
-at 0.85, 99.96 % at 0.9. Copies of copies form one group, of which the first document of the input stays; the sidecar says which
-one that is, and how similar.
+at 0.85, 99.96 % at 0.9. Copies of copies form one group, of which the first document of the input stays; the dropped list says
+which one that is, and how similar.
 
 Signatures (270 bytes a document) stay in --work-folder: a killed run goes on from there, and a run with other bands of the same
 total size, another --similarity or more inputs makes only those that are missing. The folder can be deleted afterwards.

@@ -1,8 +1,9 @@
 """Filters a list of URLs, one per line: leaves out repeats, and URLs that cannot lead to a page of English prose.
 
-Left out are, with these reasons in the sidecar: `short` (8 characters or fewer), `malformed`, `extension` (files of pictures,
-sound, archives, ..., judged with the query cut off), `domain` (registered domains of pictures, video, social networks, shops,
-short links and Wikipedia, which GPT-2's WebText leaves out as well), `repeat` (the same URL as an earlier line).
+Left out are, with these reasons in the dropped list: `short` (8 characters or fewer), `malformed`, `extension` (files of
+pictures, sound, archives, ..., judged with the query cut off), `domain` (registered domains of pictures, video, social
+networks, shops, short links and Wikipedia, which GPT-2's WebText leaves out as well), `repeat` (the same URL as an earlier
+line).
 
     python -m data_tools filter_urls --input urls/*.txt --output urls.filtered.txt
 """

@@ -1,7 +1,7 @@
 """Puts files of documents together, one after another, each document a line of its own; a repeated id is reported and left out.
 
 Lines stay byte for byte as they are. Documents whose entry --id-key is missing or empty are not compared. With --strict a
-repeated id is an error; else the later document is left out, with the reason `duplicate id` in the sidecar.
+repeated id is an error; else the later document is left out, with the reason `duplicate id` in the dropped list.
 
     python -m data_tools merge --input clean/ --output all.jsonl.zst
 """

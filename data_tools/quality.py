@@ -4,7 +4,7 @@
 - gopher_repetition: the same, "Repetition Removal" and table A1.
 - fineweb: Penedo et al. 2024, "The FineWeb Datasets" (arXiv:2406.17557), section 3.6, the three custom filters.
 
-The reason in the sidecar is the rule's name, its detail the value that was found. `--threshold NAME=VALUE` changes a number.
+The reason in the dropped list is the rule's name, its detail the value that was found. `--threshold NAME=VALUE` changes a number.
 
     python -m data_tools quality --input clean/ --output good/ --rules gopher_quality fineweb
 """

@@ -1,6 +1,7 @@
 """Removes the documents that `group_duplicates` has found to be copies: of each group the first name stays.
 
-The reason in the sidecar is `copy`, its detail which document it is a copy of. The step `dedup` finds, groups and removes in one.
+The reason in the dropped list is `copy`, its detail which document it is a copy of. The step `dedup` finds, groups and removes
+in one.
 
     python data_tools/remove_group_duplicates.py groups.jsonl cleaned.jsonl unique.jsonl
 """

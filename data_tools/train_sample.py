@@ -25,7 +25,7 @@ class Sample:
         texts: documents spread over the whole corpus.
         replaced: texts with unpaired surrogates, in the place of which U+FFFD was put.
         num_bytes: of the lines of these texts.
-        left_out: for the sidecar, of each block: the lines that were looked at and gave no text.
+        left_out: for the dropped list, of each block: the lines that were looked at and gave no text.
         counts: of the lines of the whole corpus, and of those left out.
     """
 

@@ -116,7 +116,7 @@ def read_documents(block: Block, key: str, result: BlockResult) -> Iterator[tupl
 
 
 def report(block: Block, before: int, result: BlockResult, errors: list[str], strict: bool) -> bytes:
-    """The lines of the sidecar for what was left out of a block that `before` lines of its file lie before.
+    """The lines of the dropped list for what was left out of a block that `before` lines of its file lie before.
 
     Args:
         errors: bad lines and duplicate ids are added to it and logged, as long as these are few.

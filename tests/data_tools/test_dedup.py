@@ -65,7 +65,7 @@ def test_without_the_comparison_of_signatures_look_alikes_would_go(planted, tmp_
     assert recall >= 0.98 and precision < 0.99
 
 
-def test_sidecar_says_of_which_document_and_how_similar(planted):
+def test_the_dropped_list_says_of_which_document_and_how_similar(planted):
     documents, paths, out, _ = planted
     by_id = {document.id: document for document in documents}
     order = {document.id: number for number, document in enumerate(documents)}

@@ -73,7 +73,7 @@ def run(inputs, output, function=shout, options=OPTIONS, format=None, **changes)
 
 
 def hashes(folder, *, markers=False):
-    """Name -> SHA-256 of the outputs and sidecars in a folder."""
+    """Name -> SHA-256 of the outputs and dropped lists in a folder."""
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.iterdir())
@@ -111,7 +111,7 @@ def test_any_number_of_workers_writes_the_same_bytes_in_every_format(tmp_path, f
     ]
 
 
-def test_sidecar_names_file_line_id_and_reason(tmp_path):
+def test_the_dropped_list_names_file_line_id_and_reason(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(dump({"text": "x" * 50, "url": "u0"}) + b"\n" + dump({"text": "few", "url": "u1"}) + b"no\n")
     run([path], tmp_path / "out.jsonl", workers=1)
