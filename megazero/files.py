@@ -40,6 +40,14 @@ def is_aside(path: Path) -> bool:
     return re.fullmatch(r"\.tmp[0-9a-f]{8}", path.suffix) is not None
 
 
+def nearest_there(path: str | Path) -> Path:
+    """The path itself, if it exists, or the nearest folder above it that does."""
+    there = Path(path).absolute()
+    while not os.path.exists(there):
+        there = there.parent
+    return there
+
+
 def allow_many_files() -> None:
     """Raises this process's limit of open files, usually 1024, as far as it may (a mapped file counts as open)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,6 +17,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import list_tags, listed
 from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
+from megazero.files import nearest_there
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
 from megazero.model.config import GPT2Config
@@ -38,9 +39,7 @@ def refuse_unwritable(flags: CheckpointConfig) -> None:
     """Raises an OSError if --save cannot be a folder that is written in, as far as can be told without making it."""
     if not flags.save:
         return
-    there = Path(flags.save).absolute()
-    while not os.path.exists(there):
-        there = there.parent
+    there = nearest_there(flags.save)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "you may not write in it" if there.is_dir() else "it is no folder"
         if os.statvfs(there).f_flag & os.ST_RDONLY:

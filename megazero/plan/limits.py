@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megazero.cgroups import UNLIMITED, available_host_memory
+from megazero.files import nearest_there
 from megazero.nvme import PAGE, aligned_empty
 from megazero.throughput import unreserved_memory_bytes
 
@@ -24,9 +25,7 @@ class Limits:
     host: int | None = None  # of a node, for all of its ranks
     memlock: int | None = None  # of a process: pages that CUDA may lock into memory for it
     disk: int | None = None  # of a node, where the swap files go
-    checkpoint_disk: int | None = (
-        None  # of a node, where those of activation checkpoints go, if they have a disk of their own
-    )
+    checkpoint_disk: int | None = None  # where those of activation checkpoints go, if they have a disk of their own
 
 
 def measure_limits(
@@ -42,14 +41,11 @@ def measure_limits(
         nvme_path: folder of the swap files; if it does not exist yet, its nearest parent counts.
         checkpoint_nvme_path: a second one, of activation checkpoints; on the same file system it is no disk of its own.
         root: folder that holds /proc and /sys; tests pass their own.
-
-    Raises:
-        ValueError: neither a path nor any parent of it exists.
     """
     free = memlock = None
     if device is not None and device.type == "cuda":
         free, memlock = unreserved_memory_bytes(device), lock_limit(partial(aligned_empty, PAGE, pin=True))
-    folders = [_nearest_folder(path) for path in (nvme_path, checkpoint_nvme_path) if path is not None]
+    folders = [nearest_there(path) for path in (nvme_path, checkpoint_nvme_path) if path is not None]
     disks = {folder.stat().st_dev: shutil.disk_usage(folder).free for folder in folders}
     return Limits(free, available_host_memory(Path(root)), memlock, *disks.values())
 
@@ -75,15 +71,3 @@ def lock_limit(pin: Callable[[], object]) -> int | None:
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return None
-
-
-def _nearest_folder(path: str) -> Path:
-    """The folder itself, or else the nearest one above it, on whose file system it will be."""
-    folder = Path(path).absolute()
-    while not folder.exists():
-        if folder == folder.parent:
-            raise ValueError(
-                f"--nvme-path {path}: there is no such folder, nor any above it. Name one on a local disk."
-            )
-        folder = folder.parent
-    return folder
