@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import comm, mpu
+from megazero import mpu
 from megazero.arguments import load_config
-from megazero.data.build import build_datasets, build_tokenizer_from
+from megazero.data.build import build_tokenizer_from
 from megazero.job import Job, build_job, setup_distributed, with_vocabulary
-from megazero.job_batches import batches
+from megazero.job_batches import batches, datasets
 from megazero.job_checkpoints import has_something_to_load, load, save
 from megazero.logging import table
 from megazero.plan import Setup, plan_job
@@ -60,10 +60,8 @@ def start(flags: list[str], model: list[str] = TINY_MODEL) -> Job:
 
 def train(job: Job, steps: int) -> list[float]:
     """The losses of some steps."""
-    flags, rank = job.config.training, torch.distributed.get_rank()
-    data, _, _ = build_datasets(
-        job.config.data, job.tokenizer, (job.train_samples, 0, 0), flags.seed, rank, comm.barrier
-    )
+    flags = job.config.training
+    data, _, _ = datasets(job)
     accumulation = job.engine.gradient_accumulation_steps()
     iterator = batches(job, data, "training", flags.batch_size, job.consumed_samples, accumulation)
     return [train_step(job, iterator)[0] for _ in range(steps)]
