@@ -7,7 +7,7 @@
     the gradient of a parameter has come      add it to the bucket's G, and reduce that if     _take_gradient
                                               it was the last one
     ... of the unit                           release the unit                                 _release_if_done
-    the gradients of its inputs have come     count unused parameters as done                  _watch_inputs
+    the gradient of an input of it has come   count unused parameters as done                  _watch_inputs
     the whole backward is over                reduce and release what is left                  finish_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
@@ -76,6 +76,7 @@ class Schedule:
         self.residency = Residency(self.unit_sizes, zero.gather_limits)
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         self._handles: list[Any] = []
+        self._leaf_handles: list[Any] = []  # of hooks on leaf inputs, which no graph takes with it
         self._watched: set[str] = set()
         self._forwards = Forwards()
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
@@ -142,6 +143,7 @@ class Schedule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._forget_forwards()
         for bucket in self.buckets:
             bucket.schedule = None
 
@@ -173,8 +175,11 @@ class Schedule:
     def _forget_forwards(self) -> None:
         """Forgets which units have run forward since the last backward."""
         self._first: int | None = None  # that was first: its own backward will be the last
-        self._inputs_left: dict[int, int] = {}  # of each, how many inputs' gradients have not come yet
-        self._has_leaf_inputs: set[int] = set()  # with an input that is a leaf, or with none that gets a gradient
+        self._runs_left: dict[int, int] = {}  # of each, how many runs have inputs of which no gradient has come yet
+        self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
@@ -397,10 +402,10 @@ class Schedule:
         if self._external.intersection(buckets):
             return
         # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
-        # (retain_graph, or two forwards and then two backwards) are not counted. A leaf input is that of a reentrant checkpoint,
-        # whose own backward gives gradients of parameters that another use may have got before.
-        waits_for_inputs = index in self._has_frozen or index in self._has_leaf_inputs
-        if waits_for_inputs and self._inputs_left.get(index) != 0:
+        # (retain_graph, or two forwards and then two backwards) are not counted. A reentrant checkpoint's own backward gives
+        # gradients of parameters that another use may have got before. A run without inputs has nothing to wait for.
+        waits_for_inputs = index in self._has_frozen or index in self._ends_with_graph
+        if waits_for_inputs and self._runs_left.get(index) != 0:
             return
         if not any(self.reductions.missing(bucket) for bucket in buckets):
             for bucket in buckets:
@@ -412,11 +417,14 @@ class Schedule:
             bucket.weights.release()
 
     def _watch_inputs(self, index: int, unit: nn.Module, names_of: dict[Bucket, set[str]]) -> None:
-        """Counts a unit's unused parameters as done once the gradients of its inputs have come.
+        """Counts a unit's unused parameters as done once each of its runs has given the gradient of an input.
 
-        Autograd runs later-recorded nodes first, so the whole unit has run backward before the node that made an input. A leaf
-        input, which no node made, gets its gradient out of turn. Then the end of its graph's backward tells, which for a
-        reentrant checkpoint is that of the recomputed graph. A unit without any input that requires a gradient counts at the end.
+        Autograd runs later-recorded nodes first, so the whole run is over before any node that made an input. Not all inputs
+        tell: one that several units get (a conditioning, an encoder's output) has its gradient only after the first of them.
+
+        A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or if it is that of
+        a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's backward, which for
+        such a checkpoint is that of the recomputed graph. A unit without any input that requires a gradient counts at the end.
 
         They never tell anything about other units in the same bucket, which may run in another order than they have in the
         model.
@@ -425,13 +433,13 @@ class Schedule:
             names_of: the unit's own parameters, as from `_names_by_unit`.
         """
 
-        def on_input_grad(inputs_left: dict[int, int], _: Tensor) -> None:
-            # Skips a graph from before the last backward, and a backward that is not this engine's.
-            if inputs_left is not self._inputs_left or not self.reductions.is_open or not inputs_left[index]:
+        def on_input_grad(runs_left: dict[int, int], run: list[int], _: Tensor) -> None:
+            # Skips a graph from before the last backward, a backward that is not this engine's, and a run's further gradients.
+            if runs_left is not self._runs_left or not self.reductions.is_open or not run:
                 return
-            inputs_left[index] -= 1
-            if inputs_left[index] == 0:
-                if index in self._has_leaf_inputs:
+            runs_left[run.pop()] -= 1
+            if runs_left[index] == 0:
+                if index in self._ends_with_graph:
                     torch.autograd.Variable._execution_engine.queue_callback(done)
                 else:
                     done()
@@ -449,11 +457,15 @@ class Schedule:
             if not torch.is_grad_enabled():
                 return
             inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
-            self._inputs_left[index] = self._inputs_left.get(index, 0) + len(inputs)
-            if not inputs or any(tensor.is_leaf for tensor in inputs):
-                self._has_leaf_inputs.add(index)
-            for tensor in inputs:
-                tensor.register_hook(partial(on_input_grad, self._inputs_left))
+            made = [tensor for tensor in inputs if not tensor.is_leaf]
+            is_detached = _in_backward() and any(t.is_leaf and not isinstance(t, nn.Parameter) for t in inputs)
+            if is_detached or not made:
+                self._ends_with_graph.add(index)
+            self._runs_left[index] = self._runs_left.get(index, 0) + bool(inputs)
+            run = [index]  # empty once it has given a gradient
+            handles = [t.register_hook(partial(on_input_grad, self._runs_left, run)) for t in made or inputs]
+            if not made:
+                self._leaf_handles += handles
 
         self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 

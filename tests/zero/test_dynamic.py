@@ -557,6 +557,75 @@ def test_an_expert_that_one_rank_does_not_use_changes_nothing_of_what_the_ranks_
     run_ranks(2, mixture_case, order, run)
 
 
+class ConditionedMixture(Mixture):
+    """Has frozen weights beside those that one rank does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + condition)
+
+
+class Conditioned(nn.Module):
+    """Mixtures that all get one tensor, which a layer has made or which is a parameter."""
+
+    def __init__(self, run: str, is_made: bool) -> None:
+        super().__init__()
+        self.run, self.is_made = run, is_made
+        self.first, self.bias = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.units = nn.ModuleList(ConditionedMixture() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition = self.first(x) if self.is_made else self.bias
+        x = self.first(x)
+        for unit in self.units:
+            args = x, condition
+            x = unit(*args) if self.run == "plain" else checkpoint(unit, *args, use_reentrant=self.run == "reentrant")
+        return x.square().mean()
+
+
+def conditioned_case(run: str, is_made: bool) -> None:
+    mpu.initialize_model_parallel(1, timeout_s=10.0)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
+    weights = []
+    for stage in (0, 2, 3):
+        torch.manual_seed(0)
+        engine = make_engine(Conditioned(run, is_made), stage)
+        units = [bucket for bucket in engine.buckets if bucket.unit >= 0]
+        most = 0
+
+        def look(_: torch.Tensor, units: list = units) -> None:
+            nonlocal most
+            most = max(most, len({bucket.unit for bucket in units if bucket.weights.is_allocated}))
+
+        for step in range(2):
+            loss = engine(x + step)
+            handles = [p.register_hook(look) for p in engine.module.parameters() if p.requires_grad]
+            engine.backward(loss)
+            for handle in handles:
+                handle.remove()
+            engine.step()
+        assert stage < 3 or most <= 2, "the unit whose backward runs, and the next one"
+        assert len(engine.module.bias._backward_hooks or ()) <= 1, "runs that are over have left none"
+        weights.append(engine.state_dict())
+        kept, module = [weakref.ref(bucket) for bucket in engine.buckets], engine.module
+        engine.destroy()
+        del engine, units, look, handles, loss
+        gc.collect()
+        assert not any(bucket() for bucket in kept), f"{type(module).__name__}'s hooks keep an engine that is gone"
+    for state in weights[1:]:
+        assert all(torch.equal(value, weights[0][name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("run", ["plain", "nonreentrant"])
+@pytest.mark.parametrize("is_made", [True, False])
+def test_units_that_all_get_one_input_are_done_one_by_one(run, is_made):
+    """Also where one rank does not use all of them, or they are partly frozen; nothing of it is left when the engine is gone."""
+    run_ranks(2, conditioned_case, run, is_made)
+
+
 class ReadsLast(nn.Module):
     """Reads a part of the last unit, which is still whole then, without owning it."""
 
