@@ -193,7 +193,7 @@ class Bucket:
             master.copy_(torch.where(weights == master.to(weights.dtype), master, weights.float()))
 
     def adopt_written(self) -> None:
-        """Before a step: adopts what the user has written into parameters in place, so that the step does not overwrite it."""
+        """Before P is overwritten: adopts what the user has written into parameters in place, so that it is not lost."""
         if self.weights.is_written:
             self.adopt_parameters()
 
@@ -319,6 +319,7 @@ class Bucket:
     def master_to_write(self, start: int = 0, stop: int | None = None) -> AbstractContextManager[Tensor]:
         """Master weights at hand for writing, once nothing reads them as the shard of P. Call `publish_master` after the last."""
         self.weights.settle()
+        self.adopt_written()  # as `publish_master` writes all of P
         return self.states[MASTER].at_hand(start, stop, writes=True)
 
     def publish_master(self) -> None:

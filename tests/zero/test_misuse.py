@@ -45,6 +45,31 @@ def test_writes_in_place_are_kept_and_other_memory_is_refused(dtype):
     run_ranks(2, write_case, dtype)
 
 
+def write_beside_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for stage in STAGES[:3]:
+        engine = fresh(stage, dtype=torch.bfloat16)
+        written, other = engine.module.blocks[0].up.bias, engine.module.blocks[0].down.bias
+        for way in ("full", "local", "load"):
+            with torch.no_grad():
+                written.add_(1.0)
+            want = written.detach().clone()
+            if way == "full":
+                utils.safe_set_full_fp32_param(other, torch.zeros(5))
+            elif way == "local":
+                utils.safe_set_local_fp32_param(other, utils.safe_get_local_fp32_param(other))
+            else:
+                values = {"blocks.0.down.bias": torch.zeros(5)}
+                load_state_dict(engine.module, engine.buckets, values, strict=False)
+            assert torch.equal(written, want), (stage, way)
+            assert torch.equal(utils.safe_get_full_fp32_param(written).bfloat16(), want), (stage, way)
+        engine.destroy()
+
+
+def test_writes_in_place_are_kept_where_another_parameter_of_the_unit_is_replaced():
+    run_ranks(2, write_beside_case)
+
+
 def rounding_case() -> None:
     mpu.initialize_model_parallel(1)
     for stage in (0, 1, 3):
