@@ -115,8 +115,9 @@ class GatheredParameters:
         if self.buckets and kind is None and self.modifier_rank is None:
             changed.update(*comm.all_gathered_objects(changed, self.buckets[0].channel.group))
         for bucket in self.buckets:
-            # What is read while a forward goes on is autograd's, which reads it again once it is gathered for backward.
-            bucket.weights.is_lent = kind is None and not changed and not _is_in_use(bucket)
+            # What is read while a forward goes on is autograd's, which reads it again once it is gathered for backward. What an
+            # earlier context has lent stays so.
+            bucket.weights.is_lent |= kind is None and not changed and not _is_in_use(bucket)
             # If anything was written, all ranks undo it, or they would gather different buckets next.
             if bucket in self._to_release or changed or (kind is not None and not _is_in_use(bucket)):
                 bucket.weights.release()

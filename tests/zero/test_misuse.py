@@ -121,6 +121,36 @@ def test_what_is_taken_out_of_gathered_parameters_stays_valid(world_size):
     run_ranks(world_size, keeps_case)
 
 
+def keeps_after_another_case() -> None:
+    """Between two micro-batches, where the root is whole and stays so: another context fails, or is one of a forward."""
+    mpu.initialize_model_parallel(1)
+    for in_forward in (False, True):
+        engine = fresh(3, gradient_accumulation_steps=2)
+        weight = engine.module.norm.weight
+        one_step(engine, my_batch())
+        with zero.GatheredParameters(weight):
+            taken = weight.detach()
+        want = taken.clone()
+
+        def another(*_, weight: nn.Parameter = weight, fails: bool = not in_forward) -> None:
+            with zero.GatheredParameters(weight):
+                if fails:
+                    raise ArithmeticError
+
+        if in_forward:
+            engine.module.blocks[1].register_forward_pre_hook(another)
+        else:
+            with pytest.raises(ArithmeticError):
+                another()
+        one_step(engine, my_batch())
+        assert taken.untyped_storage().nbytes() > 0 and torch.equal(taken, want)
+        engine.destroy()
+
+
+def test_what_is_taken_out_of_gathered_parameters_stays_valid_after_another_context():
+    run_ranks(2, keeps_after_another_case)
+
+
 def held_case() -> None:
     mpu.initialize_model_parallel(1)
     engine = fresh(3)
