@@ -192,7 +192,11 @@ class Engine:
         """The module's forward."""
         if torch.is_grad_enabled():
             self._follow_requires_grad()
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:  # torch runs no hook of modules that Ctrl-C leaves
+            self.schedule.forget_under_way()
+            raise
 
     forward = __call__
 

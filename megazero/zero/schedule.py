@@ -222,6 +222,10 @@ class Schedule:
         """Whether a forward or a backward runs now."""
         return self._forwards.innermost is not None or _in_backward()
 
+    def forget_under_way(self) -> None:
+        """Records that no forward runs any more, whatever has ended it."""
+        self._forwards.clear()
+
     def gather_external(self, parameter: nn.Parameter) -> bool:
         """Makes a released parameter whole for the forward under way, now and whenever it runs again.
 

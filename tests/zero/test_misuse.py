@@ -151,6 +151,31 @@ def test_what_is_taken_out_of_gathered_parameters_stays_valid_after_another_cont
     run_ranks(2, keeps_after_another_case)
 
 
+class Interrupted(Block):
+    is_on = False
+
+    def forward(self, x):
+        if Interrupted.is_on:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_after_ctrl_c_in_a_forward_what_a_script_saves_stays_valid(one_rank):
+    engine = fresh(3, toy={"block": Interrupted})
+    one_step(engine, my_batch())
+    Interrupted.is_on = True
+    with pytest.raises(KeyboardInterrupt):
+        engine(my_batch())
+    Interrupted.is_on = False
+    weight = engine.module.blocks[2].up.weight
+    with pytest.raises(RuntimeError, match="not gathered now"):
+        weight.norm()
+    with zero.GatheredParameters(weight):
+        taken = weight.detach()
+    assert taken.untyped_storage().nbytes() > 0
+    one_step(engine, my_batch())
+
+
 def held_case() -> None:
     mpu.initialize_model_parallel(1)
     engine = fresh(3)
