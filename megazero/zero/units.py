@@ -33,13 +33,17 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     entry of either that is never called because it is a ModuleList or ModuleDict. An entry that contains a module with
     `parts_are_units = True` (a TiledLinear) is divided. That module's parts become units. So do, on the way down to it, the
     children that contain no such module. Parameters owned by the modules on the way stay outside all units.
+
+    A module that the model has under several names is a unit once, and none if it lies inside of another unit.
     """
     owners: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter] = owners.get(parameter, 0) + 1
     shared = {parameter for parameter, count in owners.items() if count > 1}
-    return _units_in(model, shared, is_root=True)
+    found = dict.fromkeys(_units_in(model, shared, is_root=True))  # in order, each once
+    inside = {part for unit in found for part in unit.modules() if part is not unit}
+    return [unit for unit in found if unit not in inside]
 
 
 def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = False) -> list[nn.Module]:

@@ -33,6 +33,17 @@ def test_lists_and_dicts_inside_of_a_list_are_looked_into():
     assert names_of_units(entries(one, one, nn.ModuleList([one]))) == ["layers.0"]
 
 
+def test_a_module_with_several_names_is_a_unit_once_and_none_inside_of_another():
+    model, critic = nn.Module(), nn.Module()
+    with torch.device("meta"):
+        model.body = entries(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2049, 2049)))
+    model.critic, critic.body = critic, model.body
+    model.last = model.body.layers[1][0]
+    assert names_of_units(model) == ["body.layers.0", "body.layers.1"]
+    plans = plan_buckets(model, find_units(model), 2, {}, [], ZeroConfig())
+    assert [plan.name for plan in plans] == ["body.layers.1", "body.layers.0"], "nothing is left to the root"
+
+
 def test_a_list_with_a_forward_of_its_own_is_a_unit():
     class Called(nn.ModuleList):
         def forward(self, x):
