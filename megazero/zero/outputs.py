@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -24,7 +25,8 @@ def without_views(output: Any, buckets: list[Bucket]) -> Any:
     storages = {storage_id(bucket.weights.flat): bucket for bucket in buckets if bucket.sharding.parameters}
 
     def bucket_behind(tensor: Tensor) -> Bucket | None:
-        return storages.get(storage_id(tensor)) if tensor.numel() else None
+        has_storage = tensor.layout is torch.strided and tensor.numel()  # a sparse tensor has none of its own
+        return storages.get(storage_id(tensor)) if has_storage else None
 
     if not any(map(bucket_behind, tensors_in(output))):
         return output

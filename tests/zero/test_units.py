@@ -98,6 +98,32 @@ def test_a_model_of_lists_of_lists_trains_at_stage_3(one_rank):
     assert losses[:3] == losses[3:] and losses[2] < losses[0]
 
 
+class GraphLayer(nn.Module):
+    """Hands a sparse matrix on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        x, edges = pair
+        return torch.sparse.mm(edges, self.linear(x)), edges
+
+
+def test_units_may_return_sparse_tensors(one_rank):
+    losses = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = make_engine(nn.Sequential(GraphLayer(), GraphLayer()), stage)
+        for _ in range(2):
+            loss = engine((torch.ones(4, 4), torch.eye(4).to_sparse()))[0].square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    assert losses[:2] == losses[2:]
+
+
 def shared(layers: nn.Module, most_numel: int, matrices: tuple[str, ...] = ()) -> list[BucketPlan]:
     groups = dict.fromkeys((name for name, _ in layers.named_parameters()), 0)
     plans = plan_buckets(layers, find_units(layers), 1, groups, [], ZeroConfig(1), matrices=matrices)
