@@ -105,6 +105,10 @@ class Bucket:
         if plan.is_trainable:
             self.make_trainable(whole)
 
+    def __reduce__(self) -> tuple:
+        """What pickle makes of it, of a parameter that keeps it without an engine: None, because a copy is not sharded."""
+        return type(None), ()
+
     def make_trainable(self, whole: Tensor | None = None) -> None:
         """Gives the bucket G and O, unless it has them already. Master weights come from `whole` if given, else from P."""
         if self.is_trainable:

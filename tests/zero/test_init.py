@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import pickle
 import weakref
 from contextlib import nullcontext
@@ -568,6 +569,27 @@ def moved_case() -> None:
 
 def test_a_parameter_may_move_to_another_module_before_an_engine_takes_it():
     run_ranks(2, moved_case)
+
+
+def saved_whole_case() -> None:
+    mpu.initialize_model_parallel(1)
+    with zero.Init():
+        model = Toy()
+    file = io.BytesIO()
+    with zero.GatheredParameters(list(model.parameters())):
+        torch.save(model, file)
+        want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    file.seek(0)
+    plain = torch.load(file, weights_only=False)
+    for name, p in plain.named_parameters():
+        assert torch.equal(p, want[name]) and bucket_of(p) is None
+    engine = make_engine(plain, 3)
+    engine.backward(engine(token_batches(1, 1, 1)[0, 0, 0]))
+    engine.step()
+
+
+def test_a_model_without_an_engine_can_be_saved_whole():
+    run_ranks(2, saved_whole_case)
 
 
 def test_bucket_records_die_with_the_model(one_rank):
