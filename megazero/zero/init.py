@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -141,6 +142,7 @@ class Init:
             remove_writer(_write)
         self._handles = []
         if kind is None and self.enabled:
+            gc.collect()  # what constructors have dropped, in cycles, is gone on every rank, so that all broadcast the same
             for seen in self._seen:
                 module = seen()
                 if module is not None:

@@ -588,6 +588,39 @@ def saved_whole_case() -> None:
     engine.step()
 
 
+class InCycle(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.register_forward_hook(self.look)
+
+    def look(self, *_) -> None:
+        pass
+
+
+class DropsTemplate(nn.Module):
+    """Makes a module only for its shape, which the garbage collector finds sooner on the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(*InCycle().weight.shape)
+        if mpu.get_data_parallel_rank() == 1:
+            gc.collect()
+        self.scale = nn.Parameter(torch.full((25,), float(mpu.get_data_parallel_rank())))
+
+
+def dropped_case() -> None:
+    mpu.initialize_model_parallel(1, timeout_s=10.0)
+    gc.disable()
+    with zero.Init():
+        model = DropsTemplate()
+    with zero.GatheredParameters(model.scale):
+        assert not model.scale.any(), "rank 0's values"
+
+
+def test_modules_that_a_constructor_drops_are_no_ranks_business():
+    run_ranks(2, dropped_case)
+
+
 def test_a_model_without_an_engine_can_be_saved_whole():
     run_ranks(2, saved_whole_case)
 
