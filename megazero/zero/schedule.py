@@ -17,6 +17,7 @@ new values that the last update has left on their way. `Reductions` keeps count 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -475,14 +476,20 @@ class Schedule:
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
-    """For each unit, the names of its parameters in each bucket that holds some of them; the bucket may hold other units' too."""
+    """For each unit, the names of its own parameters in each bucket that holds some of its parameters.
+
+    The bucket may hold other units' too. What several units share is none's own.
+    """
+    uses = Counter(parameter for unit in units for parameter in unit.parameters())
     place_of = {p: (bucket, name) for bucket in buckets for name, p in bucket.parameters.items()}
     found: list[dict[Bucket, set[str]]] = []
     for unit in units:
         found.append({})
         for parameter in unit.parameters():
             bucket, name = place_of[parameter]
-            found[-1].setdefault(bucket, set()).add(name)
+            names = found[-1].setdefault(bucket, set())
+            if uses[parameter] == 1:
+                names.add(name)
     return found
 
 

@@ -113,6 +113,31 @@ def test_a_second_loss_before_the_step_is_added_once_on_whichever_ranks_it_reach
     run_ranks(2, second_loss_case)
 
 
+class AllShared(nn.Sequential):
+    """Layers that share all their weights, so that the root has nothing else."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(5, 5) for _ in range(3)]
+        for layer in layers[1:]:
+            layer.weight, layer.bias = layers[0].weight, layers[0].bias
+        super().__init__(*layers)
+
+
+def all_shared_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for stage in (0, 1, 2, 3):
+        engine = make_engine(AllShared(), stage)
+        engine.channel.reset_traffic()
+        engine.backward(engine(torch.ones(2, 5)).mean())
+        traffic = engine.channel.traffic
+        assert sum(traffic[kind].collectives for kind in ("all_reduce", "reduce_scatter")) == 1, stage
+        engine.destroy()
+
+
+def test_weights_that_units_share_are_reduced_once():
+    run_ranks(2, all_shared_case)
+
+
 def test_a_gradient_waits_for_the_others_unless_it_keeps_a_larger_tensor_alive(one_rank):
     engine = make_engine(nn.Linear(64, 64), 0, zero_units=[], decay=0.0)
     (bucket,) = engine.buckets
