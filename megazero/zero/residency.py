@@ -19,7 +19,8 @@ class GatherLimits:
     """DeepSpeed's `stage3_*` limits, in elements of whole parameters. With the defaults the engine decides by itself.
 
     Attributes:
-        prefetch: most elements gathered ahead of the unit that runs. None gathers one unit ahead, of any size; 0 gathers none.
+        prefetch: most elements gathered ahead of the unit that runs. None gathers one unit ahead, of any size, and passes over
+            those without elements; 0 gathers none.
         live: most elements gathered at a time; the unit that runs is gathered regardless. None sets no further limit.
         reuse: a unit stays gathered after its forward if at most this many elements run until its backward. So the last unit
             always stays, because its backward comes next.
@@ -54,7 +55,7 @@ class Residency:
         room = self.limits.prefetch
         for unit in self.after(index, step):
             size = self.sizes[unit]
-            is_too_far = bool(found) if room is None else size > room
+            is_too_far = any(self.sizes[other] for other in found) if room is None else size > room
             if is_too_far or (self.limits.live is not None and live + size > self.limits.live):
                 break
             found.append(unit)

@@ -24,6 +24,11 @@ def test_one_unit_is_gathered_ahead_by_default_of_any_size():
     )
 
 
+def test_units_without_sharded_parameters_are_passed_over():
+    residency = Residency([100, 0, 100, 0, 0], GatherLimits())
+    assert residency.ahead(0, 1, live=0) == [1, 2] and residency.ahead(2, 1, live=0) == [3, 4]
+
+
 @pytest.mark.parametrize(("limit", "ahead"), [(0, []), (9, []), (10, [1]), (29, [1]), (30, [1, 2]), (10**9, [1, 2, 3])])
 def test_units_are_gathered_ahead_up_to_the_prefetch_limit(limit, ahead):
     assert Residency([10, 10, 20, 30], GatherLimits(prefetch=limit)).ahead(0, 1, live=0) == ahead
