@@ -8,6 +8,7 @@
                                               it was the last one
     ... of the unit                           release the unit                                 _release_if_done
     the gradient of an input of it has come   count unused parameters as done                  _watch_inputs
+    ... or of the output of an earlier unit   the same, if no input can tell                   _end_later
     the whole backward is over                reduce and release what is left                  finish_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
@@ -86,7 +87,7 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
-        names_in = _names_by_unit(units, buckets)
+        self._names_in = names_in = _names_by_unit(units, buckets)
         self._overlaps_param_gather = zero.overlap_param_gather
         if self._overlaps_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
@@ -95,7 +96,7 @@ class Schedule:
                 self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
-                self._watch_inputs(index, unit, names_in[index])
+                self._watch_inputs(index, unit)
         self.restart()
         self._forget_forwards()
 
@@ -176,6 +177,7 @@ class Schedule:
     def _forget_forwards(self) -> None:
         """Forgets which units have run forward since the last backward."""
         self._first: int | None = None  # that was first: its own backward will be the last
+        self._runs: list[int] = []  # units of sharded parameters, in the order in which their runs began
         self._runs_left: dict[int, int] = {}  # of each, how many runs have inputs of which no gradient has come yet
         self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
         for handle in self._leaf_handles:
@@ -266,6 +268,8 @@ class Schedule:
             nonlocal was_wanted
             if self._first is None and index is not None and self._forwards.train and not _in_backward():
                 self._first = index
+            if index is not None and torch.is_grad_enabled() and not _in_backward():
+                self._runs.append(index)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = makers((args, kwargs))
             self._gather(buckets, index)
@@ -278,6 +282,7 @@ class Schedule:
                         bucket.weights.release()
             # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
             for node in first_nodes(output, inputs):
+                node.register_prehook(partial(self._end_later, self._runs, len(self._runs)))
                 node.register_prehook(partial(self._gather_for_backward, buckets, index))
             return output
 
@@ -421,21 +426,42 @@ class Schedule:
         if self.reductions.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
             bucket.weights.release()
 
-    def _watch_inputs(self, index: int, unit: nn.Module, names_of: dict[Bucket, set[str]]) -> None:
-        """Counts a unit's unused parameters as done once each of its runs has given the gradient of an input.
+    def _end(self, index: int) -> None:
+        """Counts a unit's unused parameters as done, and releases it.
+
+        They never tell anything about other units in the same bucket, which may run in another order than they have in the
+        model.
+        """
+        if not self.reductions.is_open:  # the backward has failed
+            return
+        for bucket, names in self._names_in[index].items():
+            if bucket not in self._external:
+                self.reductions.skip(bucket, names)
+        self.reductions.reduce_ready()
+        self._release_if_done(index)
+
+    def _end_later(self, runs: list[int], place: int, _: Any) -> None:
+        """Ends the units without an input that a node made, of which all runs began after this place: their backward is over.
+
+        Ranks that use all of such a unit's parameters have reduced it by now, and may wait for the others to do so before they
+        gather anything more.
+        """
+        if runs is self._runs and self.reductions.is_open:  # not a graph from before the last backward
+            later = set(runs[place:]).difference(runs[:place])
+            del runs[place:]
+            for index in sorted(later & self._ends_with_graph, reverse=True):
+                self._end(index)
+
+    def _watch_inputs(self, index: int, unit: nn.Module) -> None:
+        """Ends a unit once each of its runs has given the gradient of an input.
 
         Autograd runs later-recorded nodes first, so the whole run is over before any node that made an input. Not all inputs
         tell: one that several units get (a conditioning, an encoder's output) has its gradient only after the first of them.
 
         A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or if it is that of
         a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's backward, which for
-        such a checkpoint is that of the recomputed graph. A unit without any input that requires a gradient counts at the end.
-
-        They never tell anything about other units in the same bucket, which may run in another order than they have in the
-        model.
-
-        Args:
-            names_of: the unit's own parameters, as from `_names_by_unit`.
+        such a checkpoint is that of the recomputed graph. A unit without any input that requires a gradient ends when the
+        backward of an earlier unit begins (`_end_later`), or at the end.
         """
 
         def on_input_grad(runs_left: dict[int, int], run: list[int], _: Tensor) -> None:
@@ -445,18 +471,9 @@ class Schedule:
             runs_left[run.pop()] -= 1
             if runs_left[index] == 0:
                 if index in self._ends_with_graph:
-                    torch.autograd.Variable._execution_engine.queue_callback(done)
+                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
                 else:
-                    done()
-
-        def done() -> None:
-            if not self.reductions.is_open:  # the backward has failed
-                return
-            for bucket, names in names_of.items():
-                if bucket not in self._external:
-                    self.reductions.skip(bucket, names)
-            self.reductions.reduce_ready()
-            self._release_if_done(index)
+                    self._end(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():

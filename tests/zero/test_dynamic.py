@@ -569,30 +569,31 @@ class ConditionedMixture(Mixture):
 
 
 class Conditioned(nn.Module):
-    """Mixtures that all get one tensor, which a layer has made or which is a parameter."""
+    """Mixtures that all get one tensor, which a layer has made or which is a parameter; or raw data, without a gradient."""
 
-    def __init__(self, run: str, is_made: bool) -> None:
+    def __init__(self, run: str, kind: str) -> None:
         super().__init__()
-        self.run, self.is_made = run, is_made
+        self.run, self.kind = run, kind
         self.first, self.bias = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
         self.units = nn.ModuleList(ConditionedMixture() for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        condition = self.first(x) if self.is_made else self.bias
-        x = self.first(x)
+        condition = {"made": self.first(x), "parameter": self.bias, "raw": x}[self.kind]
+        y = self.first(x)
         for unit in self.units:
-            args = x, condition
-            x = unit(*args) if self.run == "plain" else checkpoint(unit, *args, use_reentrant=self.run == "reentrant")
-        return x.square().mean()
+            args = x if self.kind == "raw" else y, condition
+            out = unit(*args) if self.run == "plain" else checkpoint(unit, *args, use_reentrant=False)
+            y = y + out if self.kind == "raw" else out
+        return y.square().mean()
 
 
-def conditioned_case(run: str, is_made: bool) -> None:
+def conditioned_case(run: str, kind: str) -> None:
     mpu.initialize_model_parallel(1, timeout_s=10.0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
     weights = []
     for stage in (0, 2, 3):
         torch.manual_seed(0)
-        engine = make_engine(Conditioned(run, is_made), stage)
+        engine = make_engine(Conditioned(run, kind), stage)
         units = [bucket for bucket in engine.buckets if bucket.unit >= 0]
         most = 0
 
@@ -620,10 +621,10 @@ def conditioned_case(run: str, is_made: bool) -> None:
 
 
 @pytest.mark.parametrize("run", ["plain", "nonreentrant"])
-@pytest.mark.parametrize("is_made", [True, False])
-def test_units_that_all_get_one_input_are_done_one_by_one(run, is_made):
+@pytest.mark.parametrize("kind", ["made", "parameter", "raw"])
+def test_units_that_all_get_one_input_are_done_one_by_one(run, kind):
     """Also where one rank does not use all of them, or they are partly frozen; nothing of it is left when the engine is gone."""
-    run_ranks(2, conditioned_case, run, is_made)
+    run_ranks(2, conditioned_case, run, kind)
 
 
 class ReadsLast(nn.Module):
