@@ -505,12 +505,19 @@ class Engine:
         raise KeyError(f"no trainable parameter is called {name!r}")
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dictionary with full values on the CPU, whatever is sharded. Collective at stage 3."""
+        """The module's state dictionary with full values on the CPU, whatever is sharded.
+
+        Collective at stage 3, and with `delayed_param_update`.
+        """
         self._refuse_changed_model("module_state_dict()")
-        if self.sharding.parameters:
-            self.channel.meet("module_state_dict")
+        self._meet_to_gather("module_state_dict")
         self._optimizer.finish()
         return access.state_dict(self.module, self.buckets)
+
+    def _meet_to_gather(self, what: str) -> None:
+        """Meets the other ranks if whole parameters may need them: each has a part, or an update whose values it has not sent."""
+        if self.sharding.parameters or self.zero.delays_update:
+            self.channel.meet(what)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same as `module_state_dict`: never placeholders."""
@@ -678,7 +685,7 @@ class Engine:
             bucket.weights.release()
 
     def destroy(self) -> None:
-        """Gives the module whole parameters of its own again, and removes every hook. Collective if parameters are sharded.
+        """Gives the module whole parameters of its own again, and removes every hook. Collective where `module_state_dict` is.
 
         The torch optimizer has these parameters afterwards, and no state.
 
@@ -690,8 +697,7 @@ class Engine:
             self._dissolve()
 
     def _dissolve(self) -> None:
-        if self.sharding.parameters:
-            self.channel.meet("destroy")
+        self._meet_to_gather("destroy")
         try:
             self._optimizer.finish()
         finally:  # even if an update has failed

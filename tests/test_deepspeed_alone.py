@@ -31,10 +31,10 @@ def join(folder: str, name: str, timeout_s: float) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **where)
 
 
-def trained():
+def trained(**config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, **config})
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 6)).mean())
         if engine.global_steps == 0:
@@ -81,6 +81,24 @@ def alone_case(folder: str) -> None:
         finished.touch()
     mpu.destroy_model_parallel()
     join(folder, "end", 60.0)  # the groups of before are broken
+
+
+def delayed_case(stage: int) -> None:
+    engine = trained(
+        zero_optimization={"stage": stage, "offload_optimizer": {"device": "cpu"}, "delayed_param_update": 1}
+    )
+    engine.step()
+    if torch.distributed.get_rank() == 0:
+        engine.channel.timeout_s = engine.channel._meeting._timeout_s = 0.5
+        for name, call in {"module_state_dict": engine.module_state_dict, "destroy": engine.destroy}.items():
+            with pytest.raises(RuntimeError, match=rf"{name} was called on rank 0, but within .* s not on ranks \[1\]"):
+                call()
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_completes_a_delayed_update_is_named_if_one_rank_calls_it_alone(stage):
+    run_ranks(2, delayed_case, stage)
 
 
 def test_what_one_rank_calls_alone_is_named(tmp_path):
