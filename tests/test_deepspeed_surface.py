@@ -368,6 +368,11 @@ def test_phases_are_timed_only_where_their_times_are_logged(one_rank, breakdown)
     engine = initialize(wall_clock_breakdown=breakdown)
     engine(x_of(0))
     assert set(engine.timers.read_and_reset()) == ({"forward"} if breakdown else set())
+    with torch.no_grad():
+        engine(x_of(0))  # an evaluation, of no step
+    evaluator = initialize(wall_clock_breakdown=breakdown, optimizer=None)
+    evaluator(x_of(0))
+    assert not engine.timers.read_and_reset() and not evaluator.timers.read_and_reset()
 
 
 def test_settings_that_exclude_each_other_are_refused_before_the_model_is_touched(one_rank):
