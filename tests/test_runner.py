@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -291,6 +292,15 @@ def test_status_of_many_nodes_is_that_of_the_cause():
     assert time.monotonic() - started < 30, "the pipe was closed, which ends a; its process is killed only later"
     # a lost its partner and reports first; b had the rank that was killed
     assert run_nodes({"a": ["sh", "-c", "exit 1"], "b": ["sh", "-c", "sleep 0.5; exit 137"]}) == 137
+
+
+def test_there_may_be_more_nodes_than_a_process_may_usually_have_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 10, hard))
+    try:
+        assert run_nodes({f"host{number}": ["true"] for number in range(20)}) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---------------------------------------------------------------- the command line

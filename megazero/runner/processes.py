@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from megazero.children import children
+from megazero.files import allow_many_files
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def run_nodes(commands: Mapping[str, Sequence[str]]) -> int:
     A rank that lost its partner fails too, and may be noticed first. So a node that reports within GRACE_S that one of its ranks
     was killed (status 137) is taken to be the cause.
     """
+    allow_many_files()  # the pipe of each host stays open
     agents = {
         host: subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         for host, command in commands.items()
