@@ -105,10 +105,11 @@ def main(checked: Checked) -> None:
         text = read_text(task.valid_data, "--valid-data")
         original_words = word_count(text, is_wikitext=task.task == "wikitext")
         tokens = tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text)
-        if len(tokens) < 2:
-            found = counted(len(tokens), "token")
+        if len(tokens) < 2 or not original_words:
+            found = f"{counted(len(tokens), 'token')} and {counted(original_words, 'word')}"
             raise ValueError(
-                f"--valid-data {task.valid_data} has {found}; the first is not predicted: give a longer text."
+                f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
+                "word: give a longer text."
             )
     model, groups = load_model(config, reader)
     seq_length = task.window(client_state(reader), model.config)

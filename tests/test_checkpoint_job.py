@@ -231,11 +231,13 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     assert len({seed for _, _, seed in drawn}) == len(drawn), "batches would draw the same samples"
 
 
-@pytest.mark.parametrize("text, found", [("", "0 tokens"), ("t", "1 token")])
+@pytest.mark.parametrize(
+    "text, found", [("", "0 tokens and 0 words"), ("t", "1 token and 1 word"), ("\n \n\n", r"\d+ tokens and 0 words")]
+)
 def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whole, tmp_path, monkeypatch, text, found):
     (tmp_path / "short").write_text(text)
     monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "short")])
-    with pytest.raises(ValueError, match=f"--valid-data .*short has {found}; the first is not predicted"):
+    with pytest.raises(ValueError, match=f"--valid-data .*short has {found}; the first token is not predicted"):
         evaluate_gpt2.main(evaluate_gpt2.check(1))
 
 
