@@ -259,6 +259,11 @@ def test_bad_values_name_the_key(document, message):
     refused(message, **document)
 
 
+def test_an_integer_beyond_every_float_is_no_number():
+    refused("gradient_clipping must be a finite number, got 1000", gradient_clipping=10**400)
+    refused("train_batch_size must be an integer, got 1000", train_batch_size=10**400)
+
+
 def test_a_batch_number_that_is_null_counts_as_absent():
     config = load(train_batch_size=None, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=None)
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (3, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -158,7 +158,7 @@ def _scalar(hint: type, value: Any, path: str, choices: Sequence[str]) -> Any:
             if value.lower() == choice.lower():
                 return choice
         raise DeepSpeedConfigError(f"{path} must be one of {', '.join(choices)}, got {show(value)}.")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if hint is int:
         if not is_number or value != int(value):
             raise _wrong(path, "an integer", value)
