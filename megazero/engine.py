@@ -221,7 +221,7 @@ class Engine:
             scale_wrt_gas: divide by the number of accumulation steps; if False, the caller has done so.
 
         Returns:
-            The loss divided by the number of accumulation steps.
+            The loss whose gradient was accumulated: divided by the number of accumulation steps if `scale_wrt_gas`.
 
         Raises:
             AssertionError: the loss is not a scalar, or does not depend on any parameter; or there is no optimizer.
@@ -275,8 +275,7 @@ class Engine:
             return
         lr_kwargs = lr_kwargs or {}
         self._refuse_unready(lr_kwargs)
-        if not self.schedule.reductions.is_done:  # no_sync was left, or the boundary set, after the last backward
-            self.allreduce_gradients()
+        self.allreduce_gradients()  # no_sync may have been left, or the boundary set, after the last backward
         self.channel.compare_first()  # before the first wait for the device, which might never return
         self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
@@ -404,8 +403,9 @@ class Engine:
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what `no_sync` has accumulated; `backward` and `step` do so by themselves. `bucket_size` has no effect."""
-        self.schedule.reductions.is_last_micro_batch = True
-        self.schedule.finish_backward()
+        if not self.schedule.reductions.is_done:  # else a plan of placement would see a second end of the backward
+            self.schedule.reductions.is_last_micro_batch = True
+            self.schedule.finish_backward()
 
     # ---- what has been done
 

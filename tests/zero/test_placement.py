@@ -295,6 +295,21 @@ def test_another_order_of_units_is_run_on_demand_and_traced_anew():
         assert follows == [True, True, False, True, True, False]
 
 
+def explicit_reduction_case() -> list[bool]:
+    mpu.initialize_model_parallel(1)
+    engine, follows = placed_engine(3), []
+    for ids in token_batches(3, 1, 2)[:, 0, torch.distributed.get_rank()]:
+        engine.backward(engine(ids))
+        engine.allreduce_gradients()  # as a loop for DeepSpeed may call it itself
+        follows.append(engine.schedule.residency.follows_plan)
+        engine.step()
+    return follows
+
+
+def test_a_reduction_that_has_nothing_to_do_ends_no_iteration():
+    assert run_ranks(2, explicit_reduction_case) == [[True] * 3] * 2
+
+
 def too_small_case() -> None:
     mpu.initialize_model_parallel(1)
     engine = placed_engine(0.5)
