@@ -130,14 +130,15 @@ def token_weights(job: Job, counts: list[int]) -> Iterator[Tensor]:
     Args:
         counts: counted tokens in this rank's micro-batches; zeros on tensor-parallel ranks other than the first.
     """
-    rank = job.groups.data_parallel_rank
-    table = torch.zeros(job.groups.data_parallel_size, len(counts), dtype=torch.int64, device=job.device)
-    for place, count in zip(table[rank], counts, strict=True):
+    mine = torch.zeros(len(counts), dtype=torch.int64, device=job.device)
+    for place, count in zip(mine, counts, strict=True):
         place.fill_(count)
-    coming = comm.start_all_reduce(table, comm.world())
+    total = mine.sum()
+    mine = comm.all_reduced(mine, job.groups.model)  # the first tensor-parallel rank's
+    coming = comm.start_all_reduce(total, comm.world())
 
     def weights() -> Iterator[Tensor]:
         coming.wait()
-        yield from table[rank] * table.numel() / table.sum().clamp(min=1)
+        yield from mine * (len(counts) * job.groups.data_parallel_size) / total.clamp(min=1)
 
     return weights()
