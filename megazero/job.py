@@ -98,24 +98,8 @@ def setup_distributed(config: Config) -> ParallelGroups:
             value = getattr(component, each.name)
             name = own_flag(each) if "flag" in each.metadata else each.name
             settings[name] = value is not None if each.metadata.get("per_host") else value
-    refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
+    comm.refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
     return mpu.initialize_model_parallel(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
-
-
-def refuse_differences(mine: dict[str, Any], advice: str) -> None:
-    """Returns if all ranks bring the same values by the same names. Collective over the world.
-
-    Raises:
-        ValueError: on every rank. They do not; the message names the first rank that differs from rank 0, how, and the advice.
-    """
-    first = comm.broadcast_object(mine)
-    other = [(name, value) for name, value in mine.items() if value != first[name]]
-    found = [f"{name} is {value!r}, and on rank 0 {first[name]!r}" for name, value in other]
-    told = f"on rank {torch.distributed.get_rank()}, {'; '.join(found)}" if found else None
-    different = [text for text in comm.all_gathered_objects(told) if text]
-    if different:
-        more = f" ({len(different) - 1} more ranks differ from it)" if len(different) > 1 else ""
-        raise ValueError(f"ranks differ and would train different models: {different[0]}{more}. {advice}")
 
 
 def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:

@@ -17,7 +17,7 @@ from megazero import comm
 from megazero.children import end_with_parent
 from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
-from megazero.job import Job, refuse_differences
+from megazero.job import Job
 
 # Seconds that ranks wait for the first one to tokenize and index the data, which takes hours for a large corpus.
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
@@ -41,7 +41,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         meet=_meet,
     )
     prints = ", ".join(each[:12] for data in built if data for each in data.corpora)
-    refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
+    comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return built
 
 

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -569,3 +570,26 @@ def said_case() -> None:
 
 def test_a_warning_that_all_ranks_share_is_printed_by_the_first_alone():
     run_ranks(2, said_case)
+
+
+def differing_case(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    for mine, said in (
+        ({"gradient_clipping": 0.5 + rank}, "gradient_clipping is 1.5, and on rank 0 0.5"),
+        ({"fp16": {"enabled": True}} if rank else {}, "fp16.enabled is True, and on rank 0 False"),
+        (
+            {"zero_optimization": {"stage": 3, **({"max_live_parameters": 10**9} if rank else {})}},
+            "stage3_max_live_par",
+        ),
+        ({} if rank else {"scheduler": {"type": "WarmupLR"}}, "scheduler.type is None, and on rank 0 'WarmupLR'"),
+    ):
+        with pytest.raises(ValueError, match=f"ranks differ and would train different models: on rank 1, .*{said}"):
+            deepspeed.initialize(model=make_model(), config={**CONFIG, **mine})
+    home = {"device": "nvme", "nvme_path": f"{folder}/{rank}"}
+    Path(home["nvme_path"]).mkdir()
+    own = {"steps_per_print": 1 + rank, "zero_optimization": {"stage": 1, "offload_optimizer": home}}
+    train(deepspeed.initialize(model=make_model(), config={**CONFIG, **own})[0])
+
+
+def test_ranks_with_other_settings_are_refused_but_for_their_own_paths_and_logs(tmp_path):
+    run_ranks(2, differing_case, str(tmp_path))

@@ -25,6 +25,7 @@ from megazero.comm.world import (
     is_destroyed,
     local_device,
     new_object_group,
+    refuse_differences,
     together,
     world,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "local_device",
     "meet_world",
     "new_object_group",
+    "refuse_differences",
     "start_all_reduce",
     "timeout_of",
     "together",

@@ -146,3 +146,19 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
                 f"rank {rank if group is None else dist.get_global_rank(group, rank)} failed: {message}"
             )
     return result
+
+
+def refuse_differences(mine: dict[str, Any], advice: str) -> None:
+    """Returns if all ranks bring the same values by the same names. Collective over the world.
+
+    Raises:
+        ValueError: on every rank. They do not; the message names the first rank that differs from rank 0, how, and the advice.
+    """
+    first = broadcast_object(mine)
+    other = [(name, value) for name, value in mine.items() if value != first[name]]
+    found = [f"{name} is {value!r}, and on rank 0 {first[name]!r}" for name, value in other]
+    told = f"on rank {dist.get_rank()}, {'; '.join(found)}" if found else None
+    different = [text for text in all_gathered_objects(told) if text]
+    if different:
+        more = f" ({len(different) - 1} more ranks differ from it)" if len(different) > 1 else ""
+        raise ValueError(f"ranks differ and would train different models: {different[0]}{more}. {advice}")

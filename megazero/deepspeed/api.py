@@ -72,6 +72,7 @@ def initialize(
 
     Raises:
         DeepSpeedConfigError: the arguments or the configuration are wrong; this is a ValueError and an AssertionError.
+        ValueError: ranks have different configurations.
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(f"megazero.initialize needs a model (an nn.Module), got {type(model).__name__}.")
@@ -92,6 +93,7 @@ def initialize(
     told = load_json_config(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
     )
+    comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)

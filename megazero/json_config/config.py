@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
+from megazero.json_config.schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
 from megazero.json_config.sections import (
     ActivationCheckpointingSection,
     AioSection,
@@ -54,6 +54,16 @@ ZERO_FIELDS = {
     f"{ZERO}.offload_optimizer.pipeline_read": "pipeline_read",
     f"{ZERO}.offload_optimizer.pipeline_write": "pipeline_write",
     **{f"aio.{key}": "aio" for key in ("block_size", "queue_depth", "intra_op_parallelism", "overlap_events")},
+}
+
+# The keys to which ranks may give different values: where a host has its drive, and what only a log shows.
+_MAY_DIFFER = {
+    f"{ZERO}.offload_param.nvme_path",
+    f"{ZERO}.offload_optimizer.nvme_path",
+    "activation_checkpointing.profile",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
 }
 
 
@@ -168,10 +178,21 @@ class JsonConfig:
             idle |= {path for path in self.given if path.startswith(f"{ZERO}.offload_param.")}
         return idle & self.given
 
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """By path, the values that ranks must have in common to train together."""
+        effects = {path: f.metadata["effect"] for path, f in every_key(type(self)) if path not in _MAY_DIFFER}
+        return {
+            path: self.at(path) if effect == OBEYED or (effect == IF_GIVEN and path in self.given) else None
+            for path, effect in effects.items()
+        }
+
     def at(self, path: str) -> Any:
-        """The value of the key at `path`; the sections that contain it must be present."""
+        """The value of the key at `path`; None if a section that would contain it is absent."""
         at: Any = self
         for name in path.split("."):
+            if at is None:
+                return None
             at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # see `key`
         return at
 
