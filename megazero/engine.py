@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
@@ -282,7 +283,8 @@ class Engine:
         self._optimizer.finish()
         for bucket in self.buckets:
             bucket.adopt_written()
-        self._grad_norm = self._update()
+        later = 0 < self.zero.delayed_param_update <= self.global_steps
+        self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, later), "engine.step()")
         if self.placement is not None:
             self.placement.follow()
         self._checkpointed.global_steps += 1
@@ -293,17 +295,6 @@ class Engine:
         self._is_applied = True
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-
-    def _update(self) -> float:
-        try:
-            return self._optimizer.update(later=0 < self.zero.delayed_param_update <= self.global_steps)
-        except (torch.OutOfMemoryError, comm.OtherRankError):
-            raise  # their messages already say so
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {torch.distributed.get_rank()}, step {self.global_steps + 1}: engine.step() failed. If the other ranks "
-                f"did not come, they have failed or left the loop; every rank must make the same number of steps. ({error})"
-            ) from error
 
     def zero_grad(self) -> None:
         """Discards the gradients accumulated since the last update; `step` does so by itself."""

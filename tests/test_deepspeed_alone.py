@@ -67,7 +67,7 @@ def alone_case(folder: str) -> None:
                 call()
         start = time.monotonic()
         with pytest.raises(
-            RuntimeError, match=r"rank 0, step 2: engine.step\(\) failed. If the other ranks did not come"
+            RuntimeError, match=r"rank 0, step 2, engine.step\(\) failed. If the other ranks did not come"
         ):
             engine.step()
         for name, call in {

@@ -133,4 +133,4 @@ class Reductions:
             self._wait_for(bucket)
 
     def _wait_for(self, bucket: Bucket) -> None:
-        self._waiting.until(bucket.gradient.wait, bucket, "the sum of the gradients")
+        self._waiting.until(bucket.gradient.wait, f"unit {bucket.name!r}: waiting for the sum of the gradients")

@@ -341,7 +341,7 @@ class Schedule:
         for bucket in (*buckets, *ahead):
             bucket.await_update()
         for bucket in buckets:
-            self.waiting.until(bucket.weights.wait_gathered, bucket, "its parameters")
+            self.waiting.until(bucket.weights.wait_gathered, f"unit {bucket.name!r}: waiting for its parameters")
 
     def _prefetch(self, index: int, in_forward: bool) -> None:
         """Starts to gather the next units, and to fetch the shards of the units after them from their homes.
