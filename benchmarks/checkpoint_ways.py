@@ -47,7 +47,7 @@ class MegazeroWay:
 
     def is_writing(self) -> bool:
         """Whether this rank's background is at work."""
-        thread = self.trainer.engine._saver._thread
+        thread = self.trainer.engine.saver._thread
         return thread is not None and thread.is_alive()
 
     def wait(self) -> None:

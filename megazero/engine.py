@@ -82,6 +82,7 @@ class Engine:
 
     Attributes:
         optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
+        saver: `saver.claim(directory)` makes a directory this job's, before hours are spent on what could not be saved there.
         reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
@@ -109,7 +110,8 @@ class Engine:
         allow_untested_optimizer: bool = False,
         placement_meter: Meter | None = None,
     ) -> None:
-        _check_accumulation_steps(gradient_accumulation_steps)
+        self.placement: Placement | None = None
+        self.set_gradient_accumulation_steps(gradient_accumulation_steps)
         _check_world(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
@@ -143,7 +145,6 @@ class Engine:
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
-                norm_group=comm.world(),
                 counts_replicated=groups.model_parallel_rank == 0,
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
@@ -161,7 +162,6 @@ class Engine:
         for bucket in self.buckets:
             bucket.optimizer = self._optimizer
         self.schedule = Schedule(model, units, self.buckets, self.zero)
-        self.placement: Placement | None = None
         if meter is not None and self.homes.optimizer is not None:
             self.placement = Placement(
                 self.schedule,
@@ -175,9 +175,8 @@ class Engine:
         self._checkpointed = TrainingState(
             model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
-        self._saver = Saver()
+        self.saver = Saver()
         self._watch = ModelWatch(self.buckets)
-        self._accumulation_steps = gradient_accumulation_steps
         self._boundary: bool | None = None  # as given to set_gradient_accumulation_boundary
         self._syncs = True
         self._micro_steps = 0
@@ -356,7 +355,8 @@ class Engine:
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Changes the number of micro-batches per optimizer step; call it between two steps."""
-        _check_accumulation_steps(steps)
+        if steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
         self._accumulation_steps = steps
         if self.placement is not None:
             self.placement.expect(steps)
@@ -505,14 +505,12 @@ class Engine:
         self._optimizer.finish()
         return access.state_dict(self.module, self.buckets)
 
+    state_dict = module_state_dict  # otherwise the module's own would answer, with placeholders
+
     def _meet_to_gather(self, what: str) -> None:
         """Meets the other ranks if whole parameters may need them: each has a part, or an update whose values it has not sent."""
         if self.sharding.parameters or self.zero.delays_update:
             self.channel.meet(what)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The same as `module_state_dict`: never placeholders."""
-        return self.module_state_dict()
 
     # ---- checkpoints
 
@@ -569,18 +567,9 @@ class Engine:
             exclude_frozen=exclude_frozen_parameters,
         )
         tag = tag_of(self.global_steps) if tag is None else tag
-        return self._saver.save(
+        return self.saver.save(
             snapshot, index, save_dir, tag, save_latest=save_latest, keep_last=keep_last, in_background=in_background
         )
-
-    def claim_checkpoints(self, save_dir: str) -> None:
-        """Makes sure, before hours of work, that this job and no other can save in a directory. Collective over the world.
-
-        Raises:
-            DirectoryInUseError: another job saves there.
-            OSError: the directory cannot be created or written, or some rank does not see it.
-        """
-        self._saver.claim(save_dir)
 
     def wait_for_checkpoint(self) -> None:
         """Waits until no save is running in the background.
@@ -588,7 +577,7 @@ class Engine:
         Raises:
             OSError, RuntimeError: the background save failed.
         """
-        self._saver.wait()
+        self.saver.wait()
 
     def load_checkpoint(
         self,
@@ -629,7 +618,7 @@ class Engine:
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
         self._follow_requires_grad()  # so that parameters unfrozen since then get their moments back
-        self._saver.wait()
+        self.saver.wait()
         was_torn = self._optimizer.is_torn
         path, client = loader.load(
             self._checkpointed,
@@ -683,7 +672,7 @@ class Engine:
         Waits for a background save.
         """
         try:
-            self._saver.close()
+            self.saver.close()
         finally:
             self._dissolve()
 
@@ -738,11 +727,6 @@ def _refuse_max_norm(model: nn.Module) -> None:
                 "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
                 "max_norm; to limit norms, scale the rows of all ranks between two steps."
             )
-
-
-def _check_accumulation_steps(steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
 
 
 def _check_world(groups: ParallelGroups) -> None:

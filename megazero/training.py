@@ -321,7 +321,7 @@ def _claim(job: Job) -> None:
     flags = job.config.checkpoint
     assert flags.save is not None
     try:
-        job.engine.claim_checkpoints(flags.save)
+        job.engine.saver.claim(flags.save)
     except DirectoryInUseError:
         raise
     except OSError as error:

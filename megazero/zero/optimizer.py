@@ -77,7 +77,6 @@ class BucketOptimizer(SlicedOptimizer):
     Args:
         factory: makes the torch optimizer from a list of parameter-group dicts.
         group_settings: for each parameter group, its options other than "params" (weight_decay, ...).
-        norm_group: all ranks that hold a part of the model: the tensor-parallel and the data-parallel ones.
         counts_replicated: whether this rank's part of the norm includes parameters that all tensor-parallel ranks hold.
         clip_grad: gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         zero: says whether new weights may come late (`overlap_param_gather`), and updates on the host go on during the next
@@ -96,14 +95,12 @@ class BucketOptimizer(SlicedOptimizer):
         buckets: list[Bucket],
         factory: Callable[[Iterable[Any]], torch.optim.Optimizer],
         group_settings: list[dict[str, Any]],
-        norm_group: comm.ProcessGroup,
         counts_replicated: bool,
         loss_scaler: LossScaler,
         clip_grad: float,
         zero: ZeroConfig,
         allow_untested: bool = False,
     ) -> None:
-        self.norm_group = norm_group
         self.counts_replicated = counts_replicated
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
@@ -313,7 +310,7 @@ class BucketOptimizer(SlicedOptimizer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         if norms:  # all buckets' means are over the same group
             total = torch.stack(_brought(norms, device)).double().square().sum() * gradients[0].to_mean ** 2
-        total = comm.all_reduced(total, self.norm_group)
+        total = comm.all_reduced(total, comm.world())
         return float((total.sqrt() / self.cur_scale).float())
 
     def _first_not_finite(self) -> str:
@@ -325,7 +322,7 @@ class BucketOptimizer(SlicedOptimizer):
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
                 mine = name and f"{name} (rank {torch.distributed.get_rank()})"
-        return next(filter(None, comm.all_gathered_objects(mine, self.norm_group)), "no single parameter")
+        return next(filter(None, comm.all_gathered_objects(mine)), "no single parameter")
 
 
 def _brought(numbers: list[Tensor], device: torch.device) -> list[Tensor]:

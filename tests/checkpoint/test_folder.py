@@ -40,7 +40,7 @@ def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     monkeypatch.setattr(folder, "_remove", slow)
     engine.save_checkpoint(str(tmp_path), client_state={"second": True}, keep_last=1, in_background=in_background)
     if in_background:
-        engine._saver._thread.join()
+        engine.saver._thread.join()
     assert latest_tag(tmp_path) == "global_step2" and list_tags(tmp_path) == ["global_step2"]
     assert leftovers(tmp_path) == [".global_step1.partial", ".global_step2.replaced"]
     go_on.set()
@@ -60,14 +60,14 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         "mine.publish('global_step1', {}, True, 0)"
     )
     engine = write_one(tmp_path)
-    engine._saver.close()  # lets the others save here
+    engine.saver.close()  # lets the others save here
     for end, status in (("dies", 9), ("ends", 0)):
         assert subprocess.run([sys.executable, "-c", code, str(tmp_path), end]).returncode == status
         assert leftovers(tmp_path) == ([".global_step1.replaced"] if end == "dies" else [])
         assert latest_tag(tmp_path) == "global_step1"
-        engine.claim_checkpoints(str(tmp_path))
+        engine.saver.claim(str(tmp_path))
         assert not leftovers(tmp_path)
-        engine._saver.close()
+        engine.saver.close()
 
 
 def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
     assert claimed.stdout.readline()
     engine = make_engine(1)
     with pytest.raises(folder.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
-        engine.claim_checkpoints(str(tmp_path))
+        engine.saver.claim(str(tmp_path))
     claimed.kill()
     claimed.wait()
     engine.save_checkpoint(str(tmp_path))

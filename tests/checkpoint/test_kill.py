@@ -84,7 +84,7 @@ def make_engine(layout: Layout) -> Engine:
 
 def train(engine: Engine, layout: Layout, directory: str, die: Any) -> None:
     """Trains on random data to the end, from where the latest checkpoint is, and saves in between."""
-    engine.claim_checkpoints(directory)
+    engine.saver.claim(directory)
     losses: list[float] = []
     if latest_tag(directory) is not None:
         comm.barrier()

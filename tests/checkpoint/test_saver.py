@@ -106,7 +106,7 @@ def test_failure_in_the_background_frees_the_copy_of_what_was_to_be_saved(world,
     gc.disable()
     try:
         engine.save_checkpoint(str(tmp_path), in_background=True)
-        engine._saver._thread.join()
+        engine.saver._thread.join()
         assert len(copies) > 2 and not any(copy() is not None for copy in copies)
     finally:
         gc.enable()
@@ -141,7 +141,7 @@ def _apart(parent: str) -> None:
     mine = Path(parent) / f"node{rank}"
     mine.mkdir()
     host = re.escape(socket.gethostname())
-    for tries in (engine.claim_checkpoints, engine.save_checkpoint):  # a caller that goes on all the same
+    for tries in (engine.saver.claim, engine.save_checkpoint):  # a caller that goes on all the same
         with pytest.raises(
             OSError,
             match=rf"^rank 1 on {host} does not see in .*/node1 what rank 0 on {host} has just put into .*/node0\. ",
@@ -160,7 +160,7 @@ def _late(directory: str) -> None:
     engine, exists, looks = make_engine(1), os.path.exists, []
     if torch.distributed.get_rank() == 1:
         os.path.exists = lambda path: (looks.append(path), len(looks) > 2 and exists(path))[1]
-    engine.claim_checkpoints(directory)
+    engine.saver.claim(directory)
     os.path.exists = exists
     assert len(looks) == (3 if torch.distributed.get_rank() == 1 else 0)
     comm.barrier()
@@ -230,8 +230,8 @@ def _two_in_the_background(directory: str) -> None:
 
 def test_directories_that_are_saved_in_once_are_given_back(world, tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "MOST_CLAIMED", 2)
-    engine, locks = make_engine(1), lambda: [folder.path.name for folder in engine._saver._folders.values()]
-    engine.claim_checkpoints(str(tmp_path / "last"))
+    engine, locks = make_engine(1), lambda: [folder.path.name for folder in engine.saver._folders.values()]
+    engine.saver.claim(str(tmp_path / "last"))
     users = CheckpointFolder._users  # of each lock, which is closed with the last one
     before = sum(users.values())
     for number in range(4):
