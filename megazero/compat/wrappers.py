@@ -127,24 +127,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         raise RuntimeError("Parameter groups cannot be added later. Freeze parameters by requires_grad instead.")
 
-    def state_dict(self) -> NoReturn:
-        """Refused: a rank holds only a part of the state, which no other number of ranks could load.
+    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, as `load_state_dict` is: a rank holds only a part of the state, which no other number of ranks could load.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(_CHECKPOINTS.format(type(self).__name__, "state_dict", "save"))
+        raise NotImplementedError(
+            f"{type(self).__name__}.state_dict and load_state_dict: each rank holds a part of the optimizer's state. Use "
+            "model.engine.save_checkpoint(directory) and load_checkpoint(directory), for weights, optimizer and loss scale, at "
+            "any number of ranks."
+        )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
-        """Refused, like `state_dict`.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(_CHECKPOINTS.format(type(self).__name__, "load_state_dict", "load"))
-
-
-_CHECKPOINTS = (
-    "{}.{}: each rank holds a part of the optimizer's state. Use model.engine.{}_checkpoint(directory), which holds weights, "
-    "optimizer and loss scale, and loads under any number of ranks."
-)
+    load_state_dict = state_dict
