@@ -34,23 +34,11 @@ def load(
     fallback: bool,
     prepare: Callable[[Reader], None] | None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Reads a checkpoint into the parts, and returns its directory and client state. Collective over the world.
+    """Reads a checkpoint into the parts, and returns its directory and client state. Arguments, errors: `Engine.load_checkpoint`.
 
     Learning rates are the checkpoint's, as they come with the optimizer's state, unless the present scheduler starts anew.
-    All other settings of parameter groups (weight decay, betas, ...) are those of this run.
-
-    Args:
-        strict: every parameter must be in the checkpoint; else what is not there keeps its values.
-        fallback: where it is damaged, or a file of it is missing, take the newest older one that is whole.
-        prepare: called on every rank before anything is read; what it raises ends the load on all of them.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointError: it is damaged.
-        OSError: it cannot be read.
-        ValueError: it is of another model, or of another optimizer.
-
-    Where something has been overwritten by then, the optimizer is torn, on every rank.
+    All other settings of parameter groups (weight decay, betas, ...) are those of this run. Where an error comes after something
+    has been overwritten, the optimizer is torn, on every rank.
     """
     with_optimizer = load_optimizer_states and not load_module_only
 
