@@ -478,23 +478,6 @@ class Engine:
 
     # ---- full values
 
-    def full_grad(self, name: str) -> Tensor:
-        """The mean gradient of one parameter on this tensor-parallel rank, fp32, without loss scale. Collective.
-
-        Raises:
-            KeyError: no trainable parameter has this name.
-            EngineStateError: gradients are not reduced; call it between the last backward of a step and `step`.
-        """
-        for bucket in self.buckets:
-            if bucket.is_trainable and name in bucket.parameters:
-                grad = access.safe_get_full_grad(bucket.parameters[name])
-                if grad is None:
-                    raise EngineStateError(
-                        f"full_grad({name!r}): gradients are there between engine.backward() and step()."
-                    )
-                return grad
-        raise KeyError(f"no trainable parameter is called {name!r}")
-
     def module_state_dict(self) -> dict[str, Tensor]:
         """The module's state dictionary with full values on the CPU, whatever is sharded.
 

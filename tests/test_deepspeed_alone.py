@@ -71,7 +71,7 @@ def alone_case(folder: str) -> None:
         ):
             engine.step()
         for name, call in {
-            "safe_get_full_grad of 0.weight": lambda: engine.full_grad("0.weight"),
+            "safe_get_full_grad of 0.weight": lambda: utils.safe_get_full_grad(weight),
             "safe_get_full_fp32_param of 0.weight": lambda: utils.safe_get_full_fp32_param(weight),
             "reading the optimizer's state 'exp_avg'": lambda: utils.safe_get_full_optimizer_state(weight, "exp_avg"),
         }.items():

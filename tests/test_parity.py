@@ -14,6 +14,7 @@ from megazero.model.state_dict import merge_full, slice_full
 from megazero.zero.config import ZeroConfig
 from tests.model.plain_gpt2 import PlainGPT2, decay_groups, random_tokens, randomize
 from tests.ranks import run_ranks
+from tests.zero.models import full_grad
 
 STEPS, MICRO, BATCH, LENGTH, CLIP, DECAY = 3, 2, 2, 9, 0.7, 0.1
 CONFIG = GPT2Config(
@@ -87,7 +88,7 @@ def engine_case(model_parallel_size: int, optimizer: str, options: dict, stage: 
             got_losses.append(loss.item())
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
-                got_gradients = {name: engine.full_grad(name).cpu() for name in gradients}
+                got_gradients = {name: full_grad(engine, name).cpu() for name in gradients}
             engine.step()
         got_norms.append(engine.get_global_grad_norm())
     close = {"rtol": 1e-4, "atol": 1e-5}
@@ -132,7 +133,7 @@ def stages_case(model_parallel_size: int, options: dict) -> None:
             text = step[0][groups.data_parallel_rank]
             loss = engine(text[:, :-1], targets=text[:, 1:]).mean()
             engine.backward(loss)
-            trace += [loss.detach(), *(engine.full_grad(name) for name, _ in model.named_parameters())]
+            trace += [loss.detach(), *(full_grad(engine, name) for name, _ in model.named_parameters())]
             engine.step()
             trace.append(torch.tensor(engine.get_global_grad_norm()))
         traces.append(trace + list(engine.module_state_dict().values()))

@@ -25,6 +25,7 @@ from megazero.compat.colossalai import (
 from megazero.deepspeed import api
 from tests.plan.fake_world import ACCELERATOR, fake_world
 from tests.ranks import run_ranks
+from tests.zero.models import full_grad
 
 VOCABULARY, LENGTH, STEPS = 31, 9, 3
 
@@ -212,7 +213,7 @@ def mean_gradient_case() -> None:
     for factor, bf16 in [(0.25, False), (0.3, False), (1.0, False), (2.0, True), (3.0, False), (1000.0, False)]:
         model, optimizer = sharded_mlp(gradient_predivide_factor=factor, bf16=bf16)
         optimizer.backward(model(torch.ones(2, 6)).sum() * (rank + 1))
-        grad = optimizer.engine.full_grad("head.bias")
+        grad = full_grad(optimizer.engine, "head.bias")
         torch.testing.assert_close(grad, torch.full((3,), size + 1.0), rtol=1e-3, atol=0)
         optimizer.engine.destroy()
 
@@ -312,9 +313,9 @@ def test_reuse_fp16_shard_halves_gradients_keeps_parameters_and_refuses_accumula
             with pytest.raises(ValueError, match="gradient_accumulation 2"):
                 ShardedOptimizerV2(model, CPUAdam(model.parameters()), gradient_accumulation_steps=2)
         else:
-            once = optimizer.engine.full_grad("head.bias")
+            once = full_grad(optimizer.engine, "head.bias")
             optimizer.backward(model(x).float().mean())
-            assert torch.equal(optimizer.engine.full_grad("head.bias"), 2 * once), "two backwards add up"
+            assert torch.equal(full_grad(optimizer.engine, "head.bias"), 2 * once), "two backwards add up"
         optimizer.engine.destroy()
     assert held[False] == 2 * held[True] > 0
 

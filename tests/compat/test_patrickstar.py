@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megazero.compat import patrickstar
 from megazero.compat.patrickstar import initialize_engine
 from tests.ranks import run_ranks
+from tests.zero.models import full_grad
 
 PARAMS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 # What its examples use, with every switch at a value that can be obeyed.
@@ -143,7 +144,7 @@ def test_a_backward_takes_the_place_of_the_one_before(one_rank):
     grads = []
     for _ in range(2):
         model.backward(model(x, y))
-        grads.append(model.engine.full_grad("layers.0.weight"))
+        grads.append(full_grad(model.engine, "layers.0.weight"))
     assert torch.equal(*grads) and model.engine.get_lr() == [0.01]
 
 

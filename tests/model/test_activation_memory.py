@@ -18,7 +18,7 @@ from megazero.model.state_dict import merge_full, slice_full
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
 from tests.model.test_gpt2 import VOCAB, small_config
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine
+from tests.zero.models import full_grad, make_engine
 
 CONTIGUOUS = {"partition_activations": True, "contiguous_checkpointing": True, "num_checkpoints": 4}
 KEEPS = {
@@ -67,7 +67,7 @@ def gradients_case(model_parallel_size: int, combinations: list[Combination]) ->
             assert activation_checkpointing.default.storage.kept_bytes == 0
             if not engine.is_gradient_accumulation_boundary():
                 engine.step()  # counts the micro-batch
-        got = merge_full({name: engine.full_grad(name) for name in names}, cuts, groups.model)
+        got = merge_full({name: full_grad(engine, name) for name in names}, cuts, groups.model)
         for name, parameter in plain.named_parameters():
             what = f"{name}: {keep}, {mode}, sequence parallel {sequence_parallel}, stage {stage}"
             assert_close(got[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=lambda m, what=what: f"{what}: {m}")

@@ -17,6 +17,7 @@ from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.cpu_adam import CPUAdam
 from megazero.optim.muon import Muon
+from megazero.utils import safe_get_full_grad
 from megazero.zero.config import ZeroConfig
 
 
@@ -293,6 +294,13 @@ def trained_names(engine: Engine) -> list[str]:
     return sorted(s.name for b in engine.buckets for s in b.trained_segments)
 
 
+def full_grad(engine: Engine, name: str) -> Tensor:
+    """The mean gradient of one parameter, which has been reduced and not been used. Collective."""
+    grad = safe_get_full_grad(engine.module.get_parameter(name))
+    assert grad is not None, f"no gradient of {name} is there"
+    return grad
+
+
 def train(engine: Engine, batches: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Trains on `batches` and yields everything there is to compare: losses, norms, all gradients, all weights."""
     rank = mpu.get_data_parallel_rank()
@@ -303,7 +311,7 @@ def train(engine: Engine, batches: Tensor) -> Iterator[tuple[str, Tensor]]:
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
                 for name in trained_names(engine):
-                    yield f"gradient of {name} {index}", engine.full_grad(name)
+                    yield f"gradient of {name} {index}", full_grad(engine, name)
             engine.step()
         yield f"norm {index}", torch.tensor(engine.get_global_grad_norm())
     for name, value in engine.state_dict().items():

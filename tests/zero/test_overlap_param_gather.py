@@ -18,7 +18,7 @@ from megazero.engine import Engine
 from megazero.zero.config import ZeroConfig
 from megazero.zero.parameter import ArrivingParameter
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, Toy, make_engine, token_batches, train
+from tests.zero.models import MODELS, Toy, full_grad, make_engine, token_batches, train
 from tests.zero.test_external import Reading
 from tests.zero.test_stages import compare
 from tests.zero.test_traffic import own_count
@@ -265,7 +265,7 @@ def an_old_graph(engine: Engine) -> Tensor:
         engine.backward(loss)
     engine.zero_grad()
     engine.backward(engine(my_batches(1)[0]))
-    return engine.full_grad("blocks.0.up.weight")
+    return full_grad(engine, "blocks.0.up.weight")
 
 
 READERS: dict[str, Callable[[Engine], Any]] = {

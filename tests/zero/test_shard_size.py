@@ -13,7 +13,7 @@ from megazero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_sta
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import plan_memory
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, Mlp, Toy, make_engine, run, token_batches, trained_names
+from tests.zero.models import MODELS, Mlp, Toy, full_grad, make_engine, run, token_batches, trained_names
 from tests.zero.test_memory import counter_bytes
 from tests.zero.test_stages import ONCE, TWICE, compare
 
@@ -113,7 +113,7 @@ def access_case() -> None:
     torch.manual_seed(0)
     engine = make_engine(Toy(), 3, zero={"shard_size": 2})
     engine.backward(engine(token_batches(1, 1, 4)[0, 0, dist.get_rank()]))
-    full = {name: engine.full_grad(name) for name in trained_names(engine)}
+    full = {name: full_grad(engine, name) for name in trained_names(engine)}
     everyones = [None] * 4
     dist.all_gather_object(everyones, full)
     assert all(torch.equal(other[name], full[name]) for other in everyones for name in full), "the mean over all ranks"
