@@ -447,10 +447,10 @@ class Schedule:
         gather anything more.
         """
         if runs is self._runs and self.reductions.is_open:  # not a graph from before the last backward
-            later = set(runs[place:]).difference(runs[:place])
-            del runs[place:]
-            for index in sorted(later & self._ends_with_graph, reverse=True):
+            later = self._ends_with_graph.intersection(runs[place:])
+            for index in sorted(later.difference(runs[:place]) if later else (), reverse=True):
                 self._end(index)
+            del runs[place:]
 
     def _watch_inputs(self, index: int, unit: nn.Module) -> None:
         """Ends a unit once each of its runs has given the gradient of an input.
