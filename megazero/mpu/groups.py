@@ -101,10 +101,10 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
             "initialize_model_parallel needs torch.distributed. Call megazero.comm.init_distributed() "
             "(or torch.distributed.init_process_group) first."
         )
-    if _groups is not None:
+    if model_parallel_is_initialized():
         raise RuntimeError(
             f"initialize_model_parallel({model_parallel_size}): the groups exist already, with model-parallel size "
-            f"{_groups.model_parallel_size}. Call destroy_model_parallel() first to change it."
+            f"{get_groups().model_parallel_size}. Call destroy_model_parallel() first to change it."
         )
     world_size = dist.get_world_size()
     check_model_parallel_size(world_size, model_parallel_size)
@@ -152,13 +152,13 @@ def model_group_of(mpu: Any) -> ProcessGroup:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` has been called and not been undone."""
-    return _groups is not None
+    """Whether `initialize_model_parallel` has been called and not been undone, nor its groups destroyed with their world."""
+    return _groups is not None and not any(is_destroyed(group) for group in (_groups.model, _groups.data))
 
 
 def is_unitialized() -> bool:
     """Whether there are no groups yet: Megatron-LM's own spelling (v1.1.5 and later)."""
-    return _groups is None
+    return not model_parallel_is_initialized()
 
 
 def destroy_model_parallel() -> None:
@@ -171,9 +171,9 @@ def get_groups() -> ParallelGroups:
     """The groups of this rank.
 
     Raises:
-        RuntimeError: `initialize_model_parallel` has not been called.
+        RuntimeError: `initialize_model_parallel` has not been called in this world.
     """
-    if _groups is None:
+    if _groups is None or not model_parallel_is_initialized():
         raise RuntimeError(
             "the model-parallel groups do not exist. Call megazero.mpu.initialize_model_parallel(model_parallel_size) "
             "once on every rank, after torch.distributed is initialised."

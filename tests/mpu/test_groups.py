@@ -145,6 +145,15 @@ def test_groups_are_frozen(one_rank):
         mpu.get_groups().model_ranks = (1,)
 
 
+def test_groups_end_with_their_world(one_rank):
+    dist.destroy_process_group()
+    assert mpu.is_unitialized() and not mpu.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
+        mpu.get_groups()
+    comm.init_distributed("gloo")
+    assert mpu.initialize_model_parallel(1).data is comm.world()
+
+
 def uneven_case():
     dist.new_group([0])  # the script's own: rank 0 is in one group more than the others
     dist.new_group([0, 1])
