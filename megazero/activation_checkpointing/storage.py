@@ -247,11 +247,14 @@ class Storage:
         self.link = Link.to(self.device, pin=True) if is_offloaded else None
         self._pages = PagePool(sizes_vary=True)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether calls rest outside the memory of the device that computes."""
+        return self.link is not None or self.settings.checkpoint_nvme_path is not None
+
     def copies(self, channel: Channel | None) -> bool:
         """Whether a `Kept` would keep other memory than the tensors themselves."""
-        settings = self.settings
-        is_elsewhere = self.link is not None or settings.checkpoint_nvme_path is not None
-        return channel is not None or settings.contiguous_checkpointing or is_elsewhere
+        return channel is not None or self.settings.contiguous_checkpointing or self.is_elsewhere
 
     def rest(self, nbytes: int) -> _InMemory | _OnDrive:
         """A place for what a call keeps; errors as of `Kept`."""

@@ -210,7 +210,7 @@ def _kept_bytes(run: Callable[[], Tensor], block: TransformerBlock, mask: Tensor
     before = storage.kept_bytes
     with saved_tensors([*block.parameters(), *([] if mask is None else [mask])]) as saved:
         y = run()
-    copies = 0 if storage.link is not None else storage.kept_bytes - before  # on the host otherwise
+    copies = 0 if storage.is_elsewhere else storage.kept_bytes - before
     del y
     return saved.nbytes + copies
 

@@ -86,6 +86,16 @@ def test_a_mask_is_nobodys_activation(one_rank):
     assert not block.training and all(p.grad is None for p in block.parameters())
 
 
+def test_what_rests_on_a_drive_takes_no_memory(one_rank, tmp_path):
+    mpu.model_parallel_cuda_manual_seed(1)
+    model, costs = GPT2Model(auto_config()), []
+    for path in (None, str(tmp_path)):
+        model.transformer.use_checkpointer(ActivationCheckpointer(CheckpointSettings(checkpoint_nvme_path=path)))
+        costs.append({mode: cost.nbytes for mode, cost in measure_block(model.transformer.layers[0], S, B).items()})
+    x = S * B * H * 4  # bytes: of a block's input, and of each of q, k and v
+    assert costs[1] == {"none": costs[0]["none"], "selective": costs[0]["selective"] - 3 * x, "full": 0}
+
+
 def test_the_flags_say_one_thing():
     for flags, mode in (
         ("", "none"),
