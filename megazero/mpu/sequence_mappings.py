@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero import comm
 from megazero.comm import Channel, ProcessGroup, Work
 from megazero.mpu.groups import group_or_default
+from megazero.mpu.mappings import reduce_from_model_parallel_region
 from megazero.mpu.utils import outside_graphs
 
 
@@ -115,7 +115,7 @@ class _CopyParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # of this rank's slice of the sequence
-        flat = comm.all_reduced(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        flat = reduce_from_model_parallel_region(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
