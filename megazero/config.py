@@ -229,11 +229,16 @@ class Config:
         """How activation checkpoints are kept; by default, contiguous storage has room for one micro-batch.
 
         Raises:
-            ValueError: settings contradict each other, or --num-checkpoints is too small for the model's blocks.
+            ValueError: settings contradict each other or the model's, or --num-checkpoints is too small for the model's blocks.
         """
         activations, model = self.activations, self.model
         count, mode = activations.num_checkpoints, model.recompute_mode
         if activations.contiguous_checkpointing:
+            if mode == "auto":
+                raise ValueError(
+                    "--recompute auto decides block by block what is kept, and --contiguous-checkpointing has room for all blocks "
+                    "in every mode, which --recompute-budget-gb does not count. Drop one of them."
+                )
             together = model.recomputed_together
             calls = -(-model.num_layers // together)
             count = calls if count is None else count

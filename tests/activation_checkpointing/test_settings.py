@@ -130,6 +130,12 @@ def test_too_few_checkpoints_are_refused_before_training():
         load_config([*flags, "2", *together])
 
 
+def test_contiguous_storage_is_refused_where_each_block_may_keep_something_else():
+    flags = "--partition-activations --contiguous-checkpointing --recompute auto --recompute-budget-gb 1"
+    with pytest.raises(ValueError, match="--recompute auto decides .* --contiguous-checkpointing has room"):
+        load_config(flags.split())
+
+
 def test_how_to_keep_what_is_never_kept_is_warned_of(caplog):
     load_config(["--partition-activations", "--profile-backward"])
     assert "(partition_activations, profile) has no effect; it needs --checkpoint-activations" in caplog.text
