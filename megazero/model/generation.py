@@ -105,7 +105,7 @@ def generate(
             steps.append(drawn)
             if eod is not None:
                 finished |= drawn == eod
-            if len(steps) == max_new_tokens or bool(finished.all()):
+            if len(steps) == max_new_tokens or (eod is not None and bool(finished.all())):
                 break
             positions = lengths + len(steps) - 1
             logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)

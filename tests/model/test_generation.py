@@ -112,6 +112,16 @@ def test_generation_stops_when_every_row_has_ended(one_rank_model):
     assert len(calls) == first + 1
 
 
+def test_generation_without_an_end_token_does_not_ask_the_device_whether_to_go_on(one_rank_model, monkeypatch):
+    model, _ = one_rank_model
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: bool(asked.append(x)))
+    generate(model, PROMPTS, 4, temperature=0)
+    assert not asked
+    generate(model, PROMPTS, 4, temperature=0, eod=CONFIG.vocab_size)
+    assert len(asked) == 3
+
+
 def test_generation_leaves_mode_and_random_streams_alone(one_rank_model):
     model, _ = one_rank_model
     frozen = model.transformer.layers[0]
