@@ -5,7 +5,7 @@ transfer. The device sets the budget. The part of it that is left for parameters
 bytes (activations and temporaries). Since the sequence of uses is known, the unit to drop is the one whose next use is furthest
 ahead (Belady 1966). With units of one size that is optimal even when the room changes (Peserico, arXiv:1304.6007). With unequal
 sizes the optimum is NP-hard. The plan is then the cheapest, in bytes fetched, of these policies: furthest next use, least recent
-use, and every static split that pins the first k units.
+use, and static splits that pin the first k units, for up to 16 k.
 
 Memory is allotted in this order:
 
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from megazero.zero.gemini_trace import Moment, Trace
 
 NEVER = 1 << 62  # the moment of a use that never comes
+MOST_SPLITS = 16  # static splits that are tried: each takes time quadratic in the units, and further ones gain next to nothing
 
 # ---- which units are on the device while they are needed
 
@@ -124,7 +125,8 @@ def best_stays(trace: Trace, budget: int) -> list[Stay]:
     stays, firsts = simulate(trace, budget, furthest_next_use(trace)), list(_uses(trace))
     if len({trace.nbytes[unit] for unit in firsts} - {0}) <= 1:
         return stays
-    keys = [least_recent_use(trace), *(static_split(trace, firsts[:k]) for k in range(1, len(firsts) + 1))]
+    splits = sorted({len(firsts) * k // MOST_SPLITS for k in range(1, MOST_SPLITS + 1)})
+    keys = [least_recent_use(trace), *(static_split(trace, firsts[:k]) for k in splits)]
     return min([stays, *(simulate(trace, budget, key) for key in keys)], key=lambda s: fetched_bytes(trace, s))
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.zero import gemini_plan
 from megazero.zero.gemini import Deviation, Replay
 from megazero.zero.gemini_plan import (
     Plan,
@@ -170,6 +171,14 @@ def test_with_unequal_sizes_furthest_next_use_alone_can_be_beaten():
     furthest = fetched_bytes(trace, simulate(trace, 11, furthest_next_use(trace)))
     best = fetched_bytes(trace, best_stays(trace, 11))
     assert (furthest, best, optimum(trace, 11)) == (22, 14, 14)
+
+
+def test_planning_takes_no_more_simulations_for_more_units(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemini_plan, "simulate", lambda *args: asked.append(args) or simulate(*args))
+    trace = trace_of([(unit, 0) for unit in (*range(40), *reversed(range(40)))], {0: 2} | dict.fromkeys(range(1, 40), 1))
+    plan_placement(trace, 20)
+    assert len(asked) == 2 + gemini_plan.MOST_SPLITS
 
 
 # ---- what it means for a model
