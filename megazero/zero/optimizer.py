@@ -8,6 +8,7 @@ the torch optimizer, or on the host by a kernel of `optim.adam_kernels`. Each fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -277,7 +278,7 @@ class BucketOptimizer(SlicedOptimizer):
     def _late(self) -> list[Bucket]:
         """The buckets whose update goes on during the next forward, in the order in which that needs them.
 
-        None if the host would compute both from its own memory: they would only compete. Whole parameters have to be allowed to
+        Empty if the host would compute both from its own memory: they would only compete. Whole parameters have to be allowed to
         arrive late, because other ranks wait for a rank that reads one.
         """
         is_away = all(
@@ -315,14 +316,14 @@ class BucketOptimizer(SlicedOptimizer):
 
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""
-        mine = None
-        for bucket in self._trained:
+        mine: tuple[int, str] | None = None  # the place of its bucket, and what to call it
+        for place, bucket in enumerate(self._trained):
             if mine is None:
                 with bucket.gradient.at_hand() as owned:
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
-                mine = name and f"{name} (rank {torch.distributed.get_rank()})"
-        return next(filter(None, comm.all_gathered_objects(mine)), "no single parameter")
+        found = filter(None, comm.all_gathered_objects(mine))
+        return min(found, key=itemgetter(0), default=(0, "no single parameter"))[1]
 
 
 def _brought(numbers: list[Tensor], device: torch.device) -> list[Tensor]:

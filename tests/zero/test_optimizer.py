@@ -286,6 +286,22 @@ def test_step_hooks_fire_once(one_rank):
     assert len(fired) == 1
 
 
+def not_finite_case() -> None:
+    mpu.initialize_model_parallel(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    engine = make_engine(model, 2)
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    for layer, place in ((1, -1), (0, 0)):  # in the last rank's shard of the first bucket, and the first rank's of the last
+        grad = utils.safe_get_full_grad(model[layer].weight)
+        grad.view(-1)[place] = float("inf")
+        utils.safe_set_full_grad(model[layer].weight, grad)
+    assert engine.optimizer._first_not_finite() == "1.weight (rank 1)"
+
+
+def test_an_overflow_is_said_to_be_where_backward_came_first_whichever_rank_has_it():
+    run_ranks(2, not_finite_case)
+
+
 def test_a_class_of_a_known_name_is_not_known(one_rank):
     with pytest.raises(ValueError, match=r"test_optimizer\.Adam is not known to be elementwise"):
         engine_of(toy(), Adam)
