@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.optim.adam_kernels import TILE_NUMEL, AdamSettings, Operands, fused, mixed
+from megazero.optim.adam_kernels import THREAD_NUMEL, AdamSettings, Operands, fused, mixed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -176,7 +176,8 @@ class CPUAdam(torch.optim.Optimizer):
         weights, grads, state = parameter.detach().contiguous(), parameter.grad.contiguous(), self._advanced(parameter)
         step = float(state["step"])
         flat = (tensor.view(-1) for tensor in (weights, grads, state["exp_avg"], state["exp_avg_sq"]))
-        tiles = zip(*(tensor.split(TILE_NUMEL) for tensor in flat), strict=True)
+        numel = THREAD_NUMEL * max(4, torch.get_num_threads())  # enough for every thread
+        tiles = zip(*(tensor.split(numel) for tensor in flat), strict=True)
         for weight, grad, exp_avg, exp_avg_sq in tiles:
             mixed(settings, Operands(weight.float(), grad, exp_avg, exp_avg_sq, out=weight), step)
         if not parameter.is_contiguous():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.optim import adam_kernels
+from megazero.optim import adam_kernels, cpu_adam
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed_kernel, one_pass, split, tiled
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 
@@ -310,6 +310,16 @@ def test_states_of_sixteen_bits_step_as_torchs_fused_adamw(dtype):
     got = train(CPUAdam(random_parameters([(33, 3)], dtype), lr=0.01, fp32_optimizer_states=False))
     want = train(torch_adam(random_parameters([(33, 3)], dtype), lr=0.01, fused=True))
     assert torch.equal(got[0], want[0])
+
+
+def test_sixteen_bit_parameters_come_in_pieces_that_keep_every_thread_busy(monkeypatch):
+    found = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(cpu_adam, "mixed", lambda _, operands, __: found.append(operands.weights.numel()))
+    parameter = nn.Parameter(torch.zeros(6 << 20, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    CPUAdam([parameter]).step()
+    assert found == [4 << 20, 2 << 20]
 
 
 def test_mixed_lists_and_groups_step_as_separate_optimizers():
