@@ -109,10 +109,10 @@ class Transfer:
             if self._error is None:
                 request()
         except BaseException as error:
-            return self.finish(error)
-        return self.finish(None)
+            return self.request_ended(error)
+        return self.request_ended(None)
 
-    def finish(self, error: BaseException | None) -> None:
+    def request_ended(self, error: BaseException | None) -> None:
         """One of the requests has ended, with `error` or well; the last one ends the transfer."""
         with self._lock:
             self._error = self._error or error
@@ -176,7 +176,7 @@ class Requests:
                 try:
                     self._threads.submit(transfer.run, request)
                 except RuntimeError as refusal:  # the interpreter is shutting down: nobody may wait for ever
-                    transfer.finish(refusal)
+                    transfer.request_ended(refusal)
 
         self._under_way.add(transfer)
         transfer.then(lambda _: self._under_way.discard(transfer))

@@ -32,7 +32,7 @@ class BackgroundUpdate:
         done: called in the thread with each bucket that has its new weights.
 
     Attributes:
-        has_failed: `finish` has raised, and is of no use any more.
+        has_failed: `finish` may not be called again: it has raised, or was interrupted where it cannot go on.
     """
 
     def __init__(

@@ -292,7 +292,8 @@ class BucketOptimizer(SlicedOptimizer):
     def steps_apart(self) -> bool:
         """Whether the torch optimizer may be called tile by tile; else it is called once, with everything at hand.
 
-        Several calls of its step() then equal one: it does not count calls, and no hook observes them.
+        Several calls of its step() then equal one: it does not count calls, and no hook of its own observes them (torch's global
+        ones, of all optimizers, see every call).
         """
         torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
         is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
