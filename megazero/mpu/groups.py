@@ -6,7 +6,8 @@ data-parallel groups are strided.
     model [0 1] [2 3] [4 5] [6 7]        data [0 2 4 6] [1 3 5 7]
 
 `ParallelGroups` is the object that library code is given. Megatron's `get_model_parallel_*` functions read the one that
-`initialize_model_parallel` made last: with those that it has made before, the only state of this package besides the RNG tracker.
+`initialize_model_parallel` made last: with those that it has made before, the only state of this package besides the RNG tracker
+and the channels of `sequence_mappings`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,6 @@ class ParallelGroups:
 
     model: ProcessGroup
     data: ProcessGroup
-
-    @property
-    def model_ranks(self) -> tuple[int, ...]:
-        """Global ranks of `model`, in group order."""
-        return tuple(dist.get_process_group_ranks(self.model))
 
     @property
     def model_parallel_size(self) -> int:
@@ -218,7 +214,7 @@ def get_data_parallel_world_size() -> int:
 
 def get_model_parallel_src_rank() -> int:
     """The global rank that is first in this rank's model-parallel group: the source of its broadcasts."""
-    return get_groups().model_ranks[0]
+    return dist.get_global_rank(get_groups().model, 0)
 
 
 def get_data_parallel_src_rank() -> int:
