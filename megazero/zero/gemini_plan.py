@@ -143,7 +143,6 @@ class Plan:
         on_device: for each moment, the units there, including those on their way; others are dropped before anything is fetched.
         optimizer_units: units whose optimizer shards rest on the device, and with them the shards of their trained parameters.
         shard_units: units whose shards of frozen parameters rest there.
-        margin: bytes in excess of what each moment needs and the next one will need.
         fetches: number of fetches per iteration that are transfers: of units that do not rest on the device.
         fetched_bytes: bytes of these transfers.
         peak_bytes: most bytes on the device at any moment, everything included; at most `budget`.
@@ -155,7 +154,6 @@ class Plan:
     optimizer_units: tuple[int, ...]
     shard_units: tuple[int, ...]
     budget: int
-    margin: int
     fetches: int
     fetched_bytes: int
     peak_bytes: int
@@ -219,7 +217,6 @@ def plan_placement(
         optimizers,
         shards,
         budget,
-        min(margins, default=budget),
         sum(stay.unit not in at_rest for stay in stays),
         fetched_bytes(beside, stays),
         max(held, default=max(reserved)),

@@ -12,6 +12,7 @@ from megazero.zero import gemini_plan
 from megazero.zero.gemini import Deviation, Replay
 from megazero.zero.gemini_plan import (
     Plan,
+    _working_sets,
     best_stays,
     fetched_bytes,
     first_that_fit,
@@ -95,7 +96,7 @@ def test_the_budget_is_never_exceeded_and_what_is_used_is_there(case, ratio, opt
         accumulates=accumulates,
     )
     reserved = optimizer * len(plan.optimizer_units) + shard * len(plan.shard_units)
-    assert reserved <= plan.margin * ratio
+    assert reserved <= max(0, budget - max(_working_sets(trace), default=0)) * ratio
     assert not plan.shard_units or len(plan.optimizer_units) == len(trace.nbytes)
     last = len(trace.moments) - 1
     held = []
@@ -209,8 +210,7 @@ def test_the_margin_takes_the_first_units_optimizer_shards_and_then_shards_of_pa
     trace = forward_and_backward(units=4, nbytes=10, non_model=20)
     sizes = {"optimizer_bytes": dict.fromkeys(range(4), 15), "shard_bytes": dict.fromkeys(range(4), 5)}
     plan = plan_placement(trace, 100, **sizes, gpu_margin_mem_ratio=0.8)
-    assert plan.margin == 60  # beyond the unit that runs and the next one
-    assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2), ())  # floor(60 x 0.8 / 15)
+    assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2), ())  # floor(60 x 0.8 / 15): beyond the unit that runs and the next
     assert plan.fetches == 5 and plan.peak_bytes == 95  # three units at a time beside 45 bytes of states
     plan = plan_placement(trace, 145, **sizes, gpu_margin_mem_ratio=0.7)
     assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2, 3), (0, 1))  # 60 + 10 of 0.7 x 105
