@@ -65,7 +65,7 @@ class ActivationCheckpointer:
 
     @property
     def storage(self) -> Storage:
-        """Where inputs are kept, with its counters. It is made when first asked for."""
+        """Where inputs are kept, with its counter. It is made when first asked for."""
         if self._storage is None:
             self._storage = Storage(self.settings)
         return self._storage

@@ -213,7 +213,6 @@ class Kept:
         """Starts to bring the other ranks' parts."""
         if self._channel is None:
             return Finished()
-        self._storage.gathers += 1
         return self._channel.all_gather_(whole, "activation checkpoint")
 
     def release(self) -> None:
@@ -232,14 +231,13 @@ class Storage:
 
     Attributes:
         kept_bytes: that this rank keeps now, in copies, wherever they rest. What is held by reference is not counted.
-        gathers: all-gathers that were started.
         link: between the host's memory and the device; None where nothing rests there.
     """
 
     def __init__(self, settings: CheckpointSettings) -> None:
         self.settings = settings
         self.device = comm.local_device()
-        self.kept_bytes = self.gathers = 0
+        self.kept_bytes = 0
         # Calls that keep equally much share an arena; nothing but the calls themselves holds on to it.
         self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
         self._swap: SwapFile | None = None  # made when it is needed
