@@ -23,7 +23,7 @@ from megazero.mpu.mappings import reduce_from_model_parallel_region
 from megazero.mpu.utils import outside_graphs
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # more than are in use: those of groups that are gone end
 def sequence_channel(group: ProcessGroup) -> Channel:
     """What moves slices of sequences over `group`. Collective in the first call for a group, as a `Channel` is: the engine's.
 

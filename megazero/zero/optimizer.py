@@ -323,6 +323,7 @@ class BucketOptimizer(SlicedOptimizer):
                 with bucket.gradient.at_hand() as owned:
                     parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                     name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
+                mine = (place, f"{name} (rank {torch.distributed.get_rank()})") if name else None
         found = filter(None, comm.all_gathered_objects(mine))
         return min(found, key=itemgetter(0), default=(0, "no single parameter"))[1]
 
