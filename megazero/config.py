@@ -236,8 +236,8 @@ class Config:
         if activations.contiguous_checkpointing:
             if mode == "auto":
                 raise ValueError(
-                    "--recompute auto decides block by block what is kept, and --contiguous-checkpointing has room for all blocks "
-                    "in every mode, which --recompute-budget-gb does not count. Drop one of them."
+                    "--recompute auto decides block by block what is kept, and --contiguous-checkpointing has room for all "
+                    "blocks in every mode, which --recompute-budget-gb does not count. Drop one of them."
                 )
             together = model.recomputed_together
             calls = -(-model.num_layers // together)

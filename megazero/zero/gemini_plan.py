@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from megazero.zero.gemini_trace import Moment, Trace
 
 NEVER = 1 << 62  # the moment of a use that never comes
-MOST_SPLITS = 16  # static splits that are tried: each takes time quadratic in the units, and further ones gain next to nothing
+MOST_SPLITS = 16  # static splits that are tried: each takes time quadratic in the units; more gain next to nothing
 
 # ---- which units are on the device while they are needed
 

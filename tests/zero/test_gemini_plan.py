@@ -177,7 +177,9 @@ def test_with_unequal_sizes_furthest_next_use_alone_can_be_beaten():
 def test_planning_takes_no_more_simulations_for_more_units(monkeypatch):
     asked = []
     monkeypatch.setattr(gemini_plan, "simulate", lambda *args: asked.append(args) or simulate(*args))
-    trace = trace_of([(unit, 0) for unit in (*range(40), *reversed(range(40)))], {0: 2} | dict.fromkeys(range(1, 40), 1))
+    trace = trace_of(
+        [(unit, 0) for unit in (*range(40), *reversed(range(40)))], {0: 2} | dict.fromkeys(range(1, 40), 1)
+    )
     plan_placement(trace, 20)
     assert len(asked) == 2 + gemini_plan.MOST_SPLITS
 
@@ -210,7 +212,8 @@ def test_the_margin_takes_the_first_units_optimizer_shards_and_then_shards_of_pa
     trace = forward_and_backward(units=4, nbytes=10, non_model=20)
     sizes = {"optimizer_bytes": dict.fromkeys(range(4), 15), "shard_bytes": dict.fromkeys(range(4), 5)}
     plan = plan_placement(trace, 100, **sizes, gpu_margin_mem_ratio=0.8)
-    assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2), ())  # floor(60 x 0.8 / 15): beyond the unit that runs and the next
+    # floor(60 x 0.8 / 15): beyond the unit that runs and the next
+    assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2), ())
     assert plan.fetches == 5 and plan.peak_bytes == 95  # three units at a time beside 45 bytes of states
     plan = plan_placement(trace, 145, **sizes, gpu_margin_mem_ratio=0.7)
     assert (plan.optimizer_units, plan.shard_units) == ((0, 1, 2, 3), (0, 1))  # 60 + 10 of 0.7 x 105

@@ -291,7 +291,8 @@ def not_finite_case() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     engine = make_engine(model, 2)
     engine.backward(engine(torch.ones(2, 8)).sum())
-    for layer, place in ((1, -1), (0, 0)):  # in the last rank's shard of the first bucket, and the first rank's of the last
+    # In the last rank's shard of the first bucket, and in the first rank's of the last.
+    for layer, place in ((1, -1), (0, 0)):
         grad = utils.safe_get_full_grad(model[layer].weight)
         grad.view(-1)[place] = float("inf")
         utils.safe_set_full_grad(model[layer].weight, grad)
