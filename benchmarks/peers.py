@@ -34,6 +34,7 @@ class Job:
     accumulation: int
     bf16: bool
     muon: bool = False  # for the matrices of the blocks
+    steps_per_turn: int = 1  # in a row, before another side has its turn
 
     def model(self) -> PlainGPT2:
         """The fp32 model, equal on every rank and side."""
@@ -61,6 +62,9 @@ class Side:
     def grad_norm(self) -> float | None:
         """The global gradient norm of the last step, before clipping; None where the system does not tell. Collective."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits for what the last step has left under way, which would go on during another side's turn."""
 
     def counted_bytes(self) -> int | None:
         """Bytes that this rank has sent so far, where the system counts them itself."""

@@ -4,8 +4,8 @@
     python benchmarks/preprocess.py --input in.jsonl --tokenizer-path v --mb 1 --rounds 2           # does it work?
 
 The input is repeated to --mb megabytes of JSON lines in a temporary folder. A run's time counts from the call to the finished
-files, start of the workers included. "tokenizer alone" is the tokenizer on the same texts, once, in a plain loop: the bound of a
-core. All take turns; medians and quartiles of the rounds.
+files, start of the workers and the hash of the input included. "tokenizer alone" is the tokenizer on the same texts, once, in a
+plain loop: the bound of a core. All take turns; medians and quartiles of the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 # For a checkout that is not installed, and before this folder, which has a data_tools.py.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from harness import in_turns, make_parser, measured_on, quartiles  # noqa: E402
+from harness import in_fork, in_turns, make_parser, measured_on, quartiles, settle  # noqa: E402
 
 from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
 from megazero.data.build import build_tokenizer_from  # noqa: E402
@@ -32,29 +32,28 @@ from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.lines.compressed import open_bytes  # noqa: E402
 from megazero.lines.resumable import WorkOptions  # noqa: E402
 
-Way = Callable[[int], int]
-"""(round) -> bytes of text that it has tokenized."""
+Way = Callable[[int], object]
+"""What it does in a round."""
 
 
-def preprocess(path: Path, tokenizer: Tokenizer, workers: int, turn: int) -> int:
+def preprocess(path: Path, tokenizer: Tokenizer, workers: int, turn: int) -> None:
     """The whole step, with files of its own in the folder of `path`."""
-    prefix, options = path.parent / f"{workers}-{turn}", WorkOptions(workers)
-    return tokenize_json([path], prefix, tokenizer, options=options).statistics["text_bytes"]
+    tokenize_json([path], path.parent / f"{workers}-{turn}", tokenizer, options=WorkOptions(workers))
 
 
-def tokenize_alone(texts: Sequence[str], tokenizer: Tokenizer, turn: int) -> int:
+def tokenize_alone(texts: Sequence[str], tokenizer: Tokenizer, turn: int) -> None:
     """The tokenizer in a plain loop."""
     for text in texts:
         tokenizer.encode_array(text)
-    return sum(len(text.encode()) for text in texts)
 
 
-def measure(ways: dict[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
-    """Megabytes of text per second of every way."""
+def measure(ways: dict[str, tuple[int, Way]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Megabytes of text per second of every way, of which the bytes of text are given."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for turn, name in in_turns(ways, rounds):
+        nbytes, way = ways[name]
         start = time.perf_counter()
-        nbytes = ways[name](turn)
+        in_fork(partial(way, turn))
         speeds[name].append(nbytes / 1e6 / (time.perf_counter() - start))
     return {
         name: {"mb_per_s": round(statistics.median(each), 2), "quartiles_mb_per_s": quartiles(each, 2)}
@@ -79,9 +78,12 @@ def main() -> None:
     texts = [json.loads(line)["text"] for line in once.splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "input.jsonl")
-        path.write_bytes(once * max(1, round(flags.mb * 1e6 / len(once))))
-        ways: dict[str, Way] = {"tokenizer alone": partial(tokenize_alone, texts, tokenizer)}
-        ways |= {f"{workers} workers": partial(preprocess, path, tokenizer, workers) for workers in flags.workers}
+        copies, nbytes = max(1, round(flags.mb * 1e6 / len(once))), sum(len(text.encode()) for text in texts)
+        path.write_bytes(once * copies)
+        settle(path)
+        ways: dict[str, tuple[int, Way]] = {"tokenizer alone": (nbytes, partial(tokenize_alone, texts, tokenizer))}
+        for workers in flags.workers:
+            ways[f"{workers} workers"] = copies * nbytes, partial(preprocess, path, tokenizer, workers)
         result = {
             "benchmark": "preprocess",
             "input": flags.input.name,

@@ -1,4 +1,4 @@
-"""Runs a training system on ranks of its own, one step at a time, so that several systems can be alive and take turns.
+"""Runs a training system on ranks of its own, a step or some at a time, so that several systems can be alive and take turns.
 
 Each rank is a fresh process with one thread. Between steps it sleeps in a pipe's read, so only one system is at work at any time,
 what a process holds is that system's alone, and what passes the loopback device meanwhile was sent by it. Needs Linux's /proc.
@@ -27,8 +27,9 @@ TIMEOUT_S = 900.0  # building may compile (DeepSpeed), and a step of a large mod
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of all ranks: seconds from the first rank's start to the last one's end, and bytes sent per rank.
+    """A step of all ranks: seconds from the first rank's start to the last one's end, and bytes sent per rank.
 
+    Of a turn of several steps they are the means; what its last step has left under way is waited for, and counts.
     `host_seconds` is what the thread that trains has worked, without what it has waited, and without other threads' work.
     `socket_bytes` is what the loopback device carried, TCP/IP headers included; `counted_bytes` what the system says of itself,
     by whatever way it sent them. Loss and gradient norm are means over the ranks. None: the system does not tell.
@@ -50,7 +51,7 @@ class RankSet:
     """
 
     def __init__(self, name: str, entry: Entry, job: Job, world_size: int, keep_freed: bool) -> None:
-        self.name, self.folder = name, tempfile.TemporaryDirectory()
+        self.name, self.steps, self.folder = name, job.steps_per_turn, tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -65,12 +66,14 @@ class RankSet:
         self._answers()
 
     def step(self, index: int) -> StepResult:
-        """Wakes the ranks for one training step."""
+        """Wakes the ranks for one turn."""
         before = loopback_bytes()
         answers = self._ask("step", index)
         sent = (loopback_bytes() - before) / len(answers)
         starts, ends, worked, counted, losses, norms = zip(*answers, strict=True)
-        return StepResult(max(ends) - min(starts), _mean(worked), sent, _mean(counted), _mean(losses), _mean(norms))
+        of_turn = (max(ends) - min(starts), _mean(worked), sent, _mean(counted))
+        of_step = (None if each is None else each / self.steps for each in of_turn)
+        return StepResult(*of_step, _mean(losses), _mean(norms))
 
     def forget_peak(self) -> None:
         """Starts the peak of memory anew, without what the allocator has kept."""
@@ -175,10 +178,13 @@ class _Worker:
 
     def step(self, index: int) -> tuple[float, float, float, int | None, float, float | None]:
         """Start and end on the clock that all processes share, this thread's work in s, bytes sent, loss, gradient norm."""
-        tokens, targets = self.job.data(index, self.rank)
+        steps = self.job.steps_per_turn
+        batches = [self.job.data(steps * index + step, self.rank) for step in range(steps)]
         before = self.side.counted_bytes()
         start, worked = time.perf_counter(), -time.thread_time()
-        loss = self.side.step(tokens, targets)
+        for tokens, targets in batches:
+            loss = self.side.step(tokens, targets)
+        self.side.finish()
         worked, end = worked + time.thread_time(), time.perf_counter()
         after = self.side.counted_bytes()
         sent = None if before is None or after is None else after - before

@@ -68,3 +68,4 @@ def test_benchmark_runs(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
+    assert '"error"' not in done.stdout and '"different"' not in done.stdout, done.stdout

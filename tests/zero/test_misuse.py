@@ -34,8 +34,9 @@ def write_case(dtype: torch.dtype) -> None:
         assert (engine.state_dict()["norm.weight"] == 7.0).all() and (
             utils.safe_get_full_fp32_param(weight) == 7.0
         ).all()
-        for repoint in (lambda w: setattr(w, "data", w.data.clone()), lambda _, e=engine: e.module.double()):
-            repoint(weight)
+        for repoint in (lambda w, _: setattr(w, "data", w.data.clone()), lambda _, model: model.double()):
+            engine = fresh(stage, dtype=dtype, optimizer="sgd", decay=0.0)
+            repoint(engine.module.norm.weight, engine.module)
             with pytest.raises(RuntimeError, match="has been given other memory since the engine was made"):
                 one_step(engine, my_batch())
 
