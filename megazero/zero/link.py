@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero import comm
 from megazero.nvme import aligned_empty
 
 # Gradients on their way keep device memory. If one may be on its way, while another is being reduced, the host waits for the one
@@ -85,21 +84,6 @@ class CudaCopyStream:
         """See `CopyStream.hold_back`."""
         assert isinstance(event, CudaEvent)
         torch.cuda.current_stream(self._stream.device).wait_event(event.recorded)
-
-
-class DirectStream:
-    """For devices without streams: work is done when started. PyTorch's meta device has memory to plan, but nothing to await."""
-
-    def start(self, work: Callable[[], object]) -> Event:
-        """Does the work."""
-        work()
-        return self
-
-    def hold_back(self, event: Event) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
 
 class Crossing:
@@ -260,9 +244,7 @@ class Link:
         """
         if device.type == "cpu":
             return None
-        if comm.has_streams(device):
-            return cls.over(device, (CudaCopyStream(device), CudaCopyStream(device)), pin)
-        return cls.over(device, (DirectStream(), DirectStream()), pin)
+        return cls.over(device, (CudaCopyStream(device), CudaCopyStream(device)), pin)
 
     def close(self) -> None:
         """Returns when nothing is under way, so that memory may be freed."""

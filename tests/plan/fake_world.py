@@ -128,6 +128,24 @@ class Gauge:
         return self._total - self._held.now[ACCELERATOR.type]
 
 
+class DirectStream:
+    """A stream of copies on the pretended accelerator, which has memory to plan, and nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def start(self, work: Callable[[], object]) -> DirectStream:
+        """Does the work at once."""
+        work()
+        return self
+
+    def hold_back(self, event: link.Event) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+
 class SlowTransfer(Transfer):
     """Has begun and ended when somebody waits for it, and not before: so as much memory is in use as may be."""
 
@@ -211,6 +229,8 @@ def fake_world(
     held = held or Held()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "local_device", lambda: ACCELERATOR)
+        if not comm.has_streams(ACCELERATOR):
+            patch.setattr(link, "CudaCopyStream", DirectStream)
         patch.setattr(F, "scaled_dot_product_attention", device_attention)
         patch.setattr(F, "dropout", device_dropout)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)

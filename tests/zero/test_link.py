@@ -17,7 +17,6 @@ from megazero.zero.link import (
     MOST_TO_HOST,
     OUTBOX_BUFFERS,
     CudaCopyStream,
-    DirectStream,
     Link,
     Outbox,
     Way,
@@ -322,7 +321,5 @@ def test_a_cuda_stream_runs_behind_what_was_computed_and_holds_back_what_is_comp
     ]
 
 
-def test_there_is_no_link_to_the_host_itself_and_a_direct_one_to_a_device_without_queues():
+def test_there_is_no_link_to_the_host_itself():
     assert Link.to(CPU) is None
-    link = Link.to(torch.device("meta"))
-    assert link is not None and isinstance(link.to_host._stream, DirectStream)
