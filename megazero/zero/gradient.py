@@ -99,11 +99,6 @@ class Gradient:
         """Whether gradients have come since the last reduction."""
         return bool(self._filled)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction is on its way."""
-        return self._work is not None
-
     def accumulate(self, segment: Segment, grad: Tensor) -> None:
         """Adds one parameter's gradient, cast to G's dtype."""
         self.wait()  # a late gradient must not write into a buffer that is being reduced
