@@ -296,6 +296,9 @@ class Schedule:
     def _gather_for_backward(self, buckets: list[Bucket], index: int | None, _: Any) -> None:
         if index is not None:
             self._begun.add(index)
+            # A unit without inputs ends with its graph, which may be that of a checkpoint's own backward.
+            if self.reductions.is_open and self._runs_left.get(index) == 0:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
         self._gather(buckets, index, in_forward=False)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
@@ -461,7 +464,7 @@ class Schedule:
         A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or if it is that of
         a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's backward, which for
         such a checkpoint is that of the recomputed graph. A unit without any input that requires a gradient ends when the
-        backward of an earlier unit begins (`_end_later`), or at the end.
+        backward of an earlier unit begins (`_end_later`), or with its graph.
         """
 
         def on_input_grad(runs_left: dict[int, int], run: list[int], _: Tensor) -> None:
