@@ -29,7 +29,7 @@ _RATES = ("lr", "initial_lr")
 _MOMENTA = ("betas", "momentum")
 
 # Classes whose state is the same: Adam's moments and its steps. Where they rest, and how fast, is up to the run.
-_ADAMS = {"Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "HybridAdam"}
+_ADAMS = ("Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "HybridAdam")
 
 
 def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
@@ -86,7 +86,7 @@ def _saved_optimizer(
     """By parameter, the names under which the optimizer's tensors are saved, and its scalar state."""
     with reader.well_formed("optimizer"):
         saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
-    if saved != wanted and not {saved, wanted} <= _ADAMS:
+    if saved != wanted and not (saved in _ADAMS and wanted in _ADAMS):
         raise ValueError(
             f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
             "or start it anew with --no-load-optim (load_optimizer_states=False)."

@@ -291,12 +291,12 @@ def not_finite_case() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     engine = make_engine(model, 2)
     engine.backward(engine(torch.ones(2, 8)).sum())
-    # In the last rank's shard of the first bucket, and in the first rank's of the last.
-    for layer, place in ((1, -1), (0, 0)):
-        grad = utils.safe_get_full_grad(model[layer].weight)
-        grad.view(-1)[place] = float("inf")
-        utils.safe_set_full_grad(model[layer].weight, grad)
-    assert engine.optimizer._first_not_finite() == "1.weight (rank 1)"
+    for parameter in (
+        model[1].bias,
+        model[0].weight,
+    ):  # in the second rank's shard of the first bucket, the first's of the last
+        utils.safe_set_full_grad(parameter, torch.full_like(parameter, float("inf")))
+    assert engine.optimizer._first_not_finite() == "1.bias (rank 1)"
 
 
 def test_an_overflow_is_said_to_be_where_backward_came_first_whichever_rank_has_it():
