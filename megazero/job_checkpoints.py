@@ -243,9 +243,8 @@ def save(job: Job, is_last: bool = False) -> None:
     """
     flags = job.config.checkpoint
     assert flags.save is not None
-    start, in_background = time.perf_counter(), flags.async_save and not is_last
-    if has_failed_to_save(job):
-        in_background = False
+    start = time.perf_counter()
+    in_background = not has_failed_to_save(job) and flags.async_save and not is_last
     client = {
         "iteration": job.iteration,
         "consumed_samples": job.consumed_samples,

@@ -58,9 +58,7 @@ class CheckpointFolder:
             OSError: it cannot be created or written.
         """
         if self._lock is not None and is_still(self.path / ".lock", self._lock):
-            self._acquire(
-                self._lock
-            )  # again: a copy of the directory, which reads and closes the file, has given it up
+            self._acquire(self._lock)  # a copy of the directory, which reads and closes the file, has given it up
             return False
         self.release()  # if somebody has deleted the directory
         with self._one_at_a_time:

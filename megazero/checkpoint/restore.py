@@ -74,9 +74,8 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     for name, buffer in buffers:
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
-            reader.read_part(
-                name, reader.entry(name).weight_state, values
-            )  # it may have been a parameter when it was saved
+            # It may have been a parameter when it was saved.
+            reader.read_part(name, reader.entry(name).weight_state, values)
             buffer.copy_(values.view(buffer.shape))
 
 

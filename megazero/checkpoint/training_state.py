@@ -13,6 +13,7 @@ from megazero.checkpoint.ranges import Cut, holders
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition
 from megazero.mpu.random import RngState
+from megazero.zero.access import ids_of_parameters
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Segment
 from megazero.zero.optimizer import BucketOptimizer
@@ -70,8 +71,7 @@ class TrainingState:
         Raises:
             TypeError: a module makes what it puts there, or has an extra state: it could not be given back by writing to it.
         """
-        parameters = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters.values()}
-        again = self.state_dict()
+        parameters, again = ids_of_parameters(self.buckets), self.state_dict()
         found: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.state_dict().items():
             if id(value) in parameters:

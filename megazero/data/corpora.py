@@ -57,8 +57,10 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
 
 def has_split_off(entries: Sequence[str], part: str) -> bool:
     """Whether --train-data names one well-known corpus, and a pipeline has left `part` of it ("valid", "test") beside it."""
-    named = len(entries) == 1 and _is_named(entries[0])
-    return named and bool(_files_by_part(entries[0])["train"] and _files_by_part(entries[0])[part])
+    if len(entries) != 1 or not _is_named(entries[0]):
+        return False
+    parts = _files_by_part(entries[0])
+    return bool(parts["train"] and parts[part])
 
 
 def refuse_unfinished(folder: Path, start: str = "") -> None:
@@ -131,11 +133,12 @@ def _files_by_part(name: str) -> dict[str, list[str]]:
 def _find_named(name: str, flag: str) -> list[Corpus]:
     pattern, text = NAMED_CORPORA[name]
     found, part, parts = sorted(glob.glob(pattern)), flag.strip("-").partition("-")[0], _files_by_part(name)
-    if parts["train"] and part in parts:  # what is for one purpose serves no other
+    is_split = bool(parts["train"]) and part in parts
+    if is_split:  # what is for one purpose serves no other
         found = parts[part]
         if not found:
             raise FileNotFoundError(f"{flag} {name}: {pattern} has train_*.bin, but no {part}_*.bin. Give a path.")
-    refuse_unfinished(Path(pattern).parent, f"{part}_" if parts["train"] and part in parts else "")
+    refuse_unfinished(Path(pattern).parent, f"{part}_" if is_split else "")
     if found:
         return [Corpus(Path(path).with_suffix(""), True) for path in found]
     if Path(text).is_file():

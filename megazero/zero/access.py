@@ -266,7 +266,7 @@ def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], A
     """
     known = module.state_dict(keep_vars=True)
     copies: dict[int, Any] = {}  # by id, so that a tied parameter stays one tensor
-    parameters = _ids_of_parameters(buckets)
+    parameters = ids_of_parameters(buckets)
     for value in known.values():
         if id(value) not in parameters:
             copies[id(value)] = kept(value)
@@ -293,7 +293,7 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
         raise RuntimeError(
             f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
         )
-    parameters, again = _ids_of_parameters(buckets), module.state_dict(keep_vars=True)
+    parameters, again = ids_of_parameters(buckets), module.state_dict(keep_vars=True)
     given = known.keys() & state.keys()
     # What a module makes anew, as its extra state, cannot be written to.
     extra = {
@@ -315,5 +315,6 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
             bucket.load(lambda segment: saved[segment.name])
 
 
-def _ids_of_parameters(buckets: list[Bucket]) -> set[int]:
+def ids_of_parameters(buckets: list[Bucket]) -> set[int]:
+    """The parameters in the buckets, by which what else a state dictionary holds is told from them."""
     return {id(parameter) for bucket in buckets for parameter in bucket.parameters.values()}

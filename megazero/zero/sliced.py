@@ -375,9 +375,10 @@ def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_traine
 
 def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
     """A slice's part of the state; empty if the state is not in memory."""
-    resident, dtype = bucket.states[key].resident, bucket.states[key].dtype
-    empty = torch.empty(0, dtype=dtype, device=bucket.optimizer_home.device)
-    return empty if resident is None else resident[piece.start : piece.stop]
+    vector = bucket.states[key]
+    if vector.resident is None:
+        return torch.empty(0, dtype=vector.dtype, device=bucket.optimizer_home.device)
+    return vector.resident[piece.start : piece.stop]
 
 
 def _is_in_memory_of(bucket: Bucket, key: str, piece: Slice, value: Tensor) -> bool:
