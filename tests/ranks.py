@@ -20,10 +20,12 @@ from typing import Any
 
 # One server process imports once what every rank needs; ranks are forked from it before it has started any thread of its own.
 _context = multiprocessing.get_context("forkserver")
-# Some of it torch imports late: torch._dynamo in the first optimizer (a second), distributed.tensor in assert_close.
+# Some of it torch imports late: torch._dynamo in the first optimizer (a second), distributed.tensor in assert_close. A job that
+# saves imports TensorBoard and matplotlib (two seconds).
 _TORCH = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.testing"]
+_LOGS = ["torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 _MODELS = ["transformers.models.gpt2.modeling_gpt2"]  # two seconds; skipped if it is not installed
-_PRELOAD = [*_TORCH, *_MODELS, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks"]
+_PRELOAD = [*_TORCH, *_LOGS, *_MODELS, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks", "tests.frozen"]
 _context.set_forkserver_preload(_PRELOAD)
 
 
