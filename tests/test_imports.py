@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import megazero
@@ -119,3 +121,9 @@ def test_what_is_looked_up_late_is_what_type_checkers_and_dir_see():
     assert seen | {"__version__"} == set(megazero.__all__) <= set(dir(megazero))
     assert seen == {*megazero._HOMES, *megazero._MODULES}
     assert all(getattr(megazero, name) is not None for name in seen)
+
+
+def test_a_job_that_is_checked_before_it_starts_does_not_import_the_compiler():
+    code = "import sys, pretrain_gpt2; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stdout + done.stderr

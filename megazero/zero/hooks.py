@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -19,9 +19,9 @@ class Hook:
     """A module's hook that torch.compile leaves alone, and that a copy of the module loses, because a copy is not sharded."""
 
     def __init__(self, hook: Callable) -> None:
+        _hide_calls()
         self._call = hook
 
-    @torch.compiler.disable  # here: a graph of this function for each hook would be one too many
     def __call__(self, *args: Any) -> Any:
         """What the hook returns."""
         return self._call(*args)
@@ -33,6 +33,15 @@ class Hook:
 
 def _do_nothing(*_: Any) -> None:
     pass
+
+
+@cache
+def _hide_calls() -> None:
+    """Has torch.compile leave the calls of hooks alone; a graph of them for each hook would be one too many.
+
+    Not by a decorator: that imports torch._dynamo, which takes as long as torch, into processes that make no engine.
+    """
+    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
 
 
 def weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:
