@@ -8,7 +8,7 @@ import statistics
 import sys
 from typing import Any
 
-from harness import MACHINE, legend, make_parser, measured_on, quartiles
+from harness import MACHINE, compared, legend, make_parser, measured_on, quartiles
 from rank_sets import StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
@@ -58,17 +58,13 @@ def training_parser(about: str | None) -> argparse.ArgumentParser:
 
 def summary(own: list[StepResult], reference: list[StepResult], memory: dict[str, float], skip: int) -> dict[str, Any]:
     """One side's figures, relative to the reference in the same rounds, of which the first `skip` do not count."""
-    mine, theirs = own[skip:], reference[skip:]
+    mine = own[skip:]
     seconds = [r.seconds for r in mine]
-    base = statistics.median(r.seconds for r in theirs)
-    ratios = [r.seconds / other.seconds for r, other in zip(mine, theirs, strict=True)]
     counted = [r.counted_bytes for r in mine if r.counted_bytes is not None]
     return {
         "median_s": round(statistics.median(seconds), 4),
         "quartiles_s": quartiles(seconds),
-        "ratio": round(statistics.median(seconds) / base, 4),
-        "ratio_by_rounds": round(statistics.median(ratios), 4),
-        "quartiles_by_rounds": quartiles(ratios),
+        **compared(seconds, [r.seconds for r in reference[skip:]]),
         "host_ms": round(statistics.median(1e3 * r.host_seconds for r in mine), 2),
         **{f"{key}_mib": value for key, value in memory.items()},
         "socket_mb": round(min(r.socket_bytes for r in mine) / 1e6, 3),

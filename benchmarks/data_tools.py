@@ -10,8 +10,8 @@
 
 Ways take turns in rounds, each round in another order. They read files and write others, as the step does; where they must make
 the same bytes, that is checked. A core's seconds are processor time, of all threads, with system calls. MB are 10^6 bytes of
-input: JSON lines, URLs, or tokens (merge_datasets). Times as fast: the other way's seconds by megazero's, of each round. Tables
-go to standard error, one JSON line a question to standard output. Linux only.
+input: JSON lines, URLs, or tokens (merge_datasets). Ratio: the way's seconds by megazero's, so how many times as fast that is.
+Tables go to standard error, one JSON line a question to standard output. Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts  # noqa: E402
-from harness import in_fork, in_turns, make_parser, measured_on, quartiles, settle, table  # noqa: E402
+from harness import compared, in_fork, in_turns, make_parser, measured_on, quartiles, settle, table  # noqa: E402
 
 from megazero.data.gpt2_bpe import find_gpt2_files  # noqa: E402
 from tests.data_tools.memory import peak_bytes  # noqa: E402
@@ -56,18 +56,15 @@ def take_turns(found: Mapping[str, Way], small: Case, case: Case, folder: Path, 
 
 
 def compare(seconds: Mapping[str, list[float]], case: Case) -> dict[str, dict[str, Any]]:
-    """By way its speed, and how many times as fast as it ours is."""
+    """By way its speed, and how many times as long as ours it takes."""
     result = {}
     for name, own in seconds.items():
         median, (low, high) = statistics.median(own), quartiles(own)
-        # Within each round: what slows the machine down for a while slows both of them down.
-        times = [other / mine for other, mine in zip(own, seconds[OURS], strict=True)]
         result[name] = {
             "documents_per_s": round(case.documents / median, 1),
             "mb_per_s": round(case.bytes / 1e6 / median, 2),
             "quartiles_mb_per_s": [round(case.bytes / 1e6 / high, 2), round(case.bytes / 1e6 / low, 2)],
-            "times_as_fast": round(statistics.median(times), 2),
-            "quartiles_times": quartiles(times, digits=2),
+            **compared(own, seconds[OURS], digits=2),
         }
     return result
 

@@ -115,6 +115,16 @@ def quartiles_ms(seconds: Sequence[float], digits: int = 1) -> list[float]:
     return [round(1e3 * s, digits) for s in (low, statistics.median(seconds), high)]
 
 
+def compared(mine: Sequence[float], other: Sequence[float], digits: int = 4) -> dict[str, Any]:
+    """How many times the other's seconds mine are: by the medians, and within each round, which slows both of them down alike."""
+    by_rounds = [a / b for a, b in zip(mine, other, strict=True)]
+    return {
+        "ratio": round(statistics.median(mine) / statistics.median(other), digits),
+        "ratio_by_rounds": round(statistics.median(by_rounds), digits),
+        "quartiles_by_rounds": quartiles(by_rounds, digits),
+    }
+
+
 def table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str] | None = None) -> str:
     """Rows of figures with aligned columns, for a person. `columns` names the keys that are shown, by default all."""
     columns = columns or {key: key for row in rows.values() for key in row}

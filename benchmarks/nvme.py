@@ -29,7 +29,7 @@ import time
 from typing import Any
 
 import torch
-from harness import in_turns, make_parser, measured_on, quartiles, table
+from harness import compared, in_turns, make_parser, measured_on, quartiles, table
 from torch import Tensor, nn
 
 from megazero import comm, mpu
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Figures of every way, the ratios that have targets within each round, and what they were taken on."""
+    """Figures of every way, the ratios that have targets, and what they were taken on."""
     numel, swapped = ways["memory"].numel, ways["pipelined"]
     moved = (READ + WRITTEN) * numel
     ratios = {}
@@ -194,12 +194,7 @@ def result(args: argparse.Namespace, ways: dict[str, Way | RawIO], seconds: dict
         if "io" in name.split(" by ") and swapped.home.swap.why_buffered is not None:
             continue  # which goes through the page cache then, and is neither synced nor dropped from it
         mine, other = (seconds[part] for part in name.split(" by "))
-        by_round = [a / b for a, b in zip(mine, other, strict=True)]
-        ratios[name] = {
-            "of_medians": round(statistics.median(mine) / statistics.median(other), 4),
-            "quartiles_by_rounds": quartiles(by_round),
-            "target": target,
-        }
+        ratios[name] = {**compared(mine, other), "target": target}
     return {
         "benchmark": "nvme",
         "ways": {

@@ -5,7 +5,7 @@
     python benchmarks/single_process.py --layers 2 --hidden 32 --heads 2 --seq-length 16 --vocab 128 --steps 2     # does it work?
 
 Both train the same weights on the same batches in one process, a step of one after a step of the other, and must agree in the
-loss. Prints one JSON line: medians, quartiles, and the ratio of medians (engine / plain).
+loss. Prints one JSON line: medians, quartiles, and ratios (engine / plain).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import gpt2_config, in_turns, machine_of, make_parser, measured_on, model_line, quartiles
+from harness import compared, gpt2_config, in_turns, machine_of, make_parser, measured_on, model_line, quartiles
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -101,7 +101,6 @@ def measure(args: argparse.Namespace) -> dict:
     if not args.bf16:  # in bf16 the sides differ on purpose: the engine keeps fp32 master weights
         torch.testing.assert_close(torch.tensor(losses["engine"]), torch.tensor(losses["plain"]), rtol=1e-4, atol=1e-4)
     median = {name: statistics.median(values) for name, values in times.items()}
-    pairs = [engine / plain for engine, plain in zip(times["engine"], times["plain"], strict=True)]
     peak, source = peak_tflops(device, dtype)
     tokens = args.batch * args.seq_length
     return {
@@ -114,8 +113,7 @@ def measure(args: argparse.Namespace) -> dict:
         "steps": args.steps,
         "median_s": {name: round(value, 4) for name, value in median.items()},
         "quartiles_s": {name: quartiles(values) for name, values in times.items()},
-        "median_of_pair_ratios": round(statistics.median(pairs), 4),
-        "ratio": round(median["engine"] / median["plain"], 4),
+        **compared(times["engine"], times["plain"]),
         "tokens_per_s": round(tokens / median["engine"], 1),
         "mfu": round(config.flops_per_token(args.seq_length) * tokens / median["engine"] / 1e12 / peak, 4),
         "peak_tflops": f"{peak:.3f} ({source})",
