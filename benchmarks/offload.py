@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -193,18 +192,23 @@ def deepspeed_side(
 def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Trains one side on this rank; returns its figures."""
     *system, stage, o, p = name.split("-")
-    return measured(args, partial(deepspeed_side if system else megazero_side, args, int(stage), o, p))
+    device = join()
+    step, nbytes = (deepspeed_side if system else megazero_side)(args, int(stage), o, p, device)
+    found = measured(args, step, device)
+    return {**found, "states_mb": {key: round(value / 1e6, 1) for key, value in nbytes().items()}}
 
 
-def measured(
-    args: argparse.Namespace, make: Callable[[torch.device], tuple[Step, Callable[[], dict]]]
-) -> dict[str, Any]:
-    """Trains with the step that `make` returns for this rank's device; returns the timed seconds, bytes and losses."""
+def join() -> torch.device:
+    """Joins the other ranks; returns this rank's device."""
     keep_freed_memory()
     comm.init_distributed()
     mpu.initialize_model_parallel(1)
-    device, rank = comm.local_device(), torch.distributed.get_rank()
-    step, nbytes = make(device)
+    return comm.local_device()
+
+
+def measured(args: argparse.Namespace, step: Step, device: torch.device) -> dict[str, Any]:
+    """Trains with the step; returns the timed seconds, bytes at most and losses."""
+    rank = torch.distributed.get_rank()
     seconds, losses, generator = [], [], torch.Generator().manual_seed(1 + rank)
     for index in range(args.warmup + args.steps):
         text = torch.randint(0, args.vocab, (args.batch, args.seq_length + 1), generator=generator).to(device)
@@ -215,7 +219,6 @@ def measured(
         seconds += [time.perf_counter() - start] if index >= args.warmup else []
     return {
         "seconds": seconds,
-        "states_mb": {key: round(value / 1e6, 1) for key, value in nbytes().items()},
         "peak_device_mb": round(torch.cuda.max_memory_allocated() / 1e6, 1) if device.type == "cuda" else None,
         "peak_resident_mb": round(status_bytes("VmHWM") / 1e6, 1),
         "losses": losses,

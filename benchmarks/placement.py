@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 import torch
-from offload import Step, about, chosen, make_engine, measured, play, run_in_turns, side_parser
+from offload import about, chosen, join, make_engine, measured, play, run_in_turns, side_parser
 from torch import Tensor
 
 from megazero.engine import Engine
@@ -69,21 +69,17 @@ def side_names(args: argparse.Namespace) -> list[str]:
 
 def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Trains one side on this rank; returns its figures."""
-    is_cuda, engines = torch.cuda.is_available(), []
-
-    def make(device: torch.device) -> tuple[Step, Any]:
-        meter = None if is_cuda else StandIn(args.budget)
-        if is_cuda:
-            total = torch.cuda.mem_get_info(device)[1]  # may be a little less than what the device says of itself
-            torch.cuda.set_per_process_memory_fraction(min(1.0, args.budget / total), device)
-        engine = make_engine(args, config_of(name, args), device, meter)
-        if meter is not None:
-            meter.engine = engine
-        engines.append(engine)
-        return step, dict
+    device = join()
+    is_cuda = device.type == "cuda"
+    meter = None if is_cuda else StandIn(args.budget)
+    if is_cuda:
+        total = torch.cuda.mem_get_info(device)[1]  # may be a little less than what the device says of itself
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.budget / total), device)
+    engine = make_engine(args, config_of(name, args), device, meter)
+    if meter is not None:
+        meter.engine = engine
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        engine = engines[0]
         if is_cuda and engine.global_steps == args.warmup:
             torch.cuda.reset_peak_memory_stats()
         loss = engine(tokens, targets)
@@ -91,9 +87,7 @@ def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
         engine.step()
         return loss.detach()
 
-    found = measured(args, make)
-    found.pop("states_mb")
-    engine = engines[0]
+    found = measured(args, step, device)
     if is_cuda:
         found["peak_reserved_mb"] = round(torch.cuda.max_memory_reserved() / 1e6, 1)
     found["planned_mb"] = round(planned_bytes(engine, name, args) / 1e6, 1)
