@@ -42,10 +42,11 @@ def ways() -> dict[str, NativeLane | ThreadLane]:
 
 
 def of_rank(args: argparse.Namespace) -> dict:
-    """What one rank measures: {MB: {action: {way: seconds of every round}}}."""
+    """What one rank measures: {"MB": {action: {way: [lower quartile, median, upper quartile] in ms}}}."""
     lanes, dtype, world_size = ways(), getattr(torch, args.dtype), dist.get_world_size()
-    times: dict = {mb: {action: {way: [] for way in lanes} for action in ACTIONS} for mb in args.mb}
+    found = {}
     for mb in args.mb:
+        times: dict[str, dict[str, list[float]]] = {action: {way: [] for way in lanes} for action in ACTIONS}
         numel = mb * 10**6 // dtype.itemsize // world_size * world_size
         buffer = torch.zeros(numel, dtype=dtype)
         for turn, way in in_turns(lanes, args.warmup + args.rounds):
@@ -56,19 +57,9 @@ def of_rank(args: argparse.Namespace) -> dict:
                 seconds = torch.tensor(time.perf_counter() - start)
                 slowest = comm.all_reduced(seconds, comm.world(), dist.ReduceOp.MAX).item()
                 if turn >= args.warmup:
-                    times[mb][action][way].append(slowest)
-    return times
-
-
-def measure(world_size: int, args: argparse.Namespace) -> dict:
-    """{"MB": {action: {way: [lower quartile, median, upper quartile] in ms}}} on `world_size` ranks."""
-    return {
-        f"{mb} MB": {
-            action: {way: quartiles_ms(seconds, 2) for way, seconds in of_action.items()}
-            for action, of_action in of_size.items()
-        }
-        for mb, of_size in run_ranks(of_rank, world_size, args).items()
-    }
+                    times[action][way].append(slowest)
+        found[f"{mb} MB"] = {action: {way: quartiles_ms(s, 2) for way, s in of.items()} for action, of in times.items()}
+    return found
 
 
 def main() -> None:
@@ -80,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     question = "milliseconds of a collective in place: gloo's own, point to point, shared memory"
     about = {"dtype": args.dtype, "rounds": args.rounds, **measured_on()}
-    found = {f"{n} ranks": measure(n, args) for n in args.ranks}
+    found = {f"{n} ranks": run_ranks(of_rank, n, args) for n in args.ranks}
     print(json.dumps({"question": question, **about, "quartiles_ms": found}))
 
 
