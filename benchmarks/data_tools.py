@@ -152,12 +152,13 @@ def main() -> None:
     """The command line."""
     args = parse_args()
     texts = read_texts(args.input)
-    about = {"rounds": args.rounds, "workers": args.workers, "memory": args.memory}
+    about = {"workers": args.workers, "memory": args.memory}
     for question in args.questions:
         with tempfile.TemporaryDirectory() as folder:
             found = QUESTIONS[question](args, texts, Path(folder))
         print(table(question, found), file=sys.stderr, flush=True)
-        result = {"benchmark": "data_tools", "question": question, **about, question: found}
+        rounds = args.rounds if question == "steps" else 1
+        result = {"benchmark": "data_tools", "question": question, "rounds": rounds, **about, question: found}
         print(json.dumps({**result, **measured_on(*PACKAGES)}), flush=True)
 
 
