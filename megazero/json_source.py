@@ -75,7 +75,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         ) from error
     except RecursionError:
         raise DeepSpeedConfigError(f"{name} nests objects or lists deeper than Python can read.") from None
-    except DeepSpeedConfigError as error:
+    except ValueError as error:  # of the functions below, or an integer of more digits than Python reads
         raise DeepSpeedConfigError(f"{name}: {error}") from None
     if not isinstance(document, dict):
         raise DeepSpeedConfigError(f"{name} must hold a JSON object, got {type(document).__name__}.")

@@ -108,6 +108,7 @@ def test_comments_and_trailing_commas_pass_and_strings_stay():
         ("{'a': 1}", r"x, line 1, column 2: .* trailing commas dropped\.$"),
         ('{"a": /* never closed', "x, line 1"),
         pytest.param('{"a": ' * 10**5 + "1" + "}" * 10**5, "x nests objects or lists deeper than Python", id="nested"),
+        pytest.param('{"a": ' + "1" * 5000 + "}", "x: Exceeds the limit", id="digits"),
     ],
 )
 def test_what_is_not_json_is_located(text, message):
