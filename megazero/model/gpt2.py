@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu
-from megazero.comm import ProcessGroup, has_streams
+from megazero.comm import ProcessGroup
 from megazero.model.block import Transformer, compiled
 from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
@@ -131,8 +131,7 @@ class GPT2Model(nn.Module):
 
     def _logits(self, x: Tensor, in_slices: bool) -> Tensor:
         """The tied head, a column-parallel product with the vocabulary's rows as outputs: [s, b, h] -> [s, b, v_padded/t]."""
-        weight, overlap = self.word_embeddings.weight, has_streams(x.device)
-        return column_linear(x, weight, None, self.group, overlap=overlap, sequence_parallel=in_slices)
+        return column_linear(x, self.word_embeddings.weight, None, self.group, sequence_parallel=in_slices)
 
     def _loss(self, x: Tensor, targets: Tensor, in_slices: bool) -> Tensor:
         """The loss of each token [s, b] in fp32, from the last hidden states [s, b, h] and the next tokens [s, b]."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.init import xavier_normal_
 
-from megazero.comm import ProcessGroup, has_streams
+from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.mappings import (
@@ -105,10 +105,9 @@ class ColumnParallelLinear(ParallelModule):
         """
         if self.is_tile:
             return F.linear(x, self.weight), self.bias
-        overlap = has_streams(x.device) if self.overlap_backward is None else self.overlap_backward
         bias = None if self.skip_bias_add else self.bias
         # `enter` and the product, overlapped.
-        y = self.leave(column_linear(x, self.weight, bias, self.group, overlap, self.sequence_parallel))
+        y = self.leave(column_linear(x, self.weight, bias, self.group, self.overlap_backward, self.sequence_parallel))
         return (y, self.bias) if self.skip_bias_add else y
 
     def enter(self, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def column_linear(
     weight: Tensor,
     bias: Tensor | None,
     group: ProcessGroup,
-    overlap: bool,
+    overlap: bool | None = None,
     sequence_parallel: bool = False,
 ) -> Tensor:
     """`F.linear(x, weight, bias)` with the gradient of `x` summed over `group`.
@@ -85,8 +85,8 @@ def column_linear(
         x: [..., i], the same on every rank of `group`; with `sequence_parallel` this rank's slice [s/t, ..., i].
         weight: [o/t, i].
         bias: [o/t] or None.
-        overlap: hide the all-reduce of x's gradient behind the computation of the weight's. The numbers are the same.
-            torch.compile cannot trace an asynchronous collective: there the layer compiles without it.
+        overlap: hide the all-reduce of x's gradient behind the computation of the weight's; None does so on CUDA. The numbers
+            are the same. torch.compile cannot trace an asynchronous collective: there the layer compiles without it.
         sequence_parallel: gather x along its first dimension, and reduce-scatter its gradient; always hidden in this way.
 
     Returns:
@@ -97,6 +97,6 @@ def column_linear(
     x, weight = as_autocast(x), as_autocast(weight)
     if sequence_parallel:
         return outside_graphs(_ColumnLinear.apply, x, weight, bias, group, True)
-    if overlap and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (comm.has_streams(x.device) if overlap is None else overlap):
         return _ColumnLinear.apply(x, weight, bias, group, False)
     return F.linear(copy_to_model_parallel_region(x, group), weight, bias)
