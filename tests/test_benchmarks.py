@@ -45,6 +45,11 @@ def test_quartiles_of_few_rounds_lie_among_them_and_a_single_round_is_refused(ha
     assert "--rounds: 1: quartiles need at least 2" in capsys.readouterr().err
 
 
+def test_two_sides_are_compared_by_medians_and_within_rounds(harness):
+    figures = {"ratio": 3.0, "ratio_by_rounds": 2.5, "quartiles_by_rounds": [1.75, 3.25]}
+    assert harness.compared([1.0, 8.0], [1.0, 2.0]) == figures
+
+
 def test_a_peer_that_is_not_installed_is_told_once(harness, capsys):
     assert not harness.is_installed("no_such_peer", "pip install it")
     assert not harness.is_installed("no_such_peer", "pip install it")
