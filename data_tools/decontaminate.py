@@ -1,6 +1,6 @@
 """Drops documents that share a sequence of words with evaluation sets, so that a model is not tested on what it was trained on.
 
-Brown et al. 2020 (arXiv:2005.14165, appendix C) take sequences of 13 words, in lower case and without punctuation, as here. The
+Brown et al. 2020 (arXiv:2005.14165, appendix C) take sequences of 13 words, without regard to case and punctuation, as here. The
 reason in the dropped list is `contaminated`, its detail the first shared sequence and the evaluation file that has it. In
 Chinese and other scripts without spaces each letter counts as a word, so they may need a larger --ngram. An evaluation file
 that holds no text is an error, and so are texts that are all too short.
@@ -11,8 +11,6 @@ that holds no text is an error, and so are texts that are all too short.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.dedup_minhash import SCRIPTS_WITHOUT_SPACES
+from data_tools.dedup_minhash import U64, VERSION, ngrams
 from data_tools.documents import Document, document_blocks
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Dropped
@@ -33,78 +31,28 @@ from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, read_documents
 from megazero.texts import read_text
 
-# Each letter of scripts without spaces is a word: else a word would be all that stands between two punctuation marks.
-_LETTERS = "".join(f"{chr(first)}-{chr(last)}" for first, last in SCRIPTS_WITHOUT_SPACES)
-_WORD = re.compile(rf"(?=\w)[{_LETTERS}]|[^\W{_LETTERS}]+")
-_SPACED = "".join(chr(point) if _WORD.match(chr(point)) else " " for point in range(128))
-_TYPOGRAPHY = "\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u2022\u00a0"  # all that most texts have beyond ASCII
-_KNOWN_WORDS = 1 << 20
 _BYTES_PER_NGRAM = 64  # of the table and while it is made
 
-U64 = npt.NDArray[np.uint64]
 
-
-class _WordHashes(dict[str, int]):
-    """Word -> 64 bits, the same in every process; emptied when it grows large."""
-
-    def __missing__(self, word: str) -> int:
-        if len(self) >= _KNOWN_WORDS:
-            self.clear()
-        self[word] = value = int.from_bytes(
-            hashlib.blake2b(word.encode("utf-8", "replace"), digest_size=8).digest(), "little"
-        )
-        return value
-
-
-_WORD_HASHES = _WordHashes()
-
-
-def normalized_words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation: what `\\w+` finds, in Chinese and the like letter by letter."""
-    if not text.isascii():  # one form of each letter, as `clean` gives it: é may be spelled as e and an accent
-        text = unicodedata.normalize("NFKC", text)
-        for mark in _TYPOGRAPHY:
-            text = text.replace(mark, " ")
-    text = text.lower()
-    # In ASCII the same is found in a seventh of the time.
-    return text.translate(_SPACED).split() if text.isascii() else _WORD.findall(text)
-
-
-class NgramHasher:
-    """64-bit hashes of the sequences of `size` words of a text. Picklable."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        # One odd factor per place, so that the same words in another order have another hash.
-        factors = [hashlib.blake2b(bytes([place]), digest_size=8).digest() for place in range(size)]
-        self._factors = [np.uint64(int.from_bytes(digest, "little") | 1) for digest in factors]
-
-    def __call__(self, text: str) -> tuple[list[str], U64]:
-        """The normalised words, and the hash of the sequence that begins at each word but the last `size` - 1."""
-        words = normalized_words(text)
-        count = len(words) - self.size + 1
-        if count < 1:
-            return words, np.empty(0, np.uint64)
-        hashes = np.fromiter(map(_WORD_HASHES.__getitem__, words), np.uint64, len(words))
-        ngrams = np.zeros(count, np.uint64)
-        for place, factor in enumerate(self._factors):
-            ngrams += hashes[place : place + count] * factor
-        return words, ngrams ^ (ngrams >> np.uint64(29))
+def normalized(text: str) -> str:
+    """The text with one form of each letter, as `clean` gives it: é may be spelled as e and an accent."""
+    return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 
 class Decontaminator:
     """A document function: raises Dropped for a document with `least` sequences of words or more of the evaluation sets.
 
     Args:
+        size: words in a sequence.
         table: sorted hashes of the evaluation sets' sequences.
         source: [len(table)] which of the evaluation files has it.
         names: of the evaluation files.
     """
 
     def __init__(
-        self, key: str, hasher: NgramHasher, table: U64, source: npt.NDArray[np.uint32], names: list[str], least: int
+        self, key: str, size: int, table: U64, source: npt.NDArray[np.uint32], names: list[str], least: int
     ) -> None:
-        self.key, self.hasher, self.table, self.source = key, hasher, table, source
+        self.key, self.size, self.table, self.source = key, size, table, source
         self.names, self.least = names, least
         # One look tells of nearly every hash that it is not in the table.
         self._mask = np.uint64((1 << (16 * len(table)).bit_length()) - 1)
@@ -118,7 +66,8 @@ class Decontaminator:
 
     def __call__(self, document: Document) -> Document:
         """The document as it is."""
-        words, hashes = self.hasher(document[self.key])
+        text = normalized(document[self.key])
+        hashes, starts = ngrams(text, self.size)
         candidates = np.flatnonzero(self._occurs[hashes & self._mask])
         if len(candidates) == 0:
             return document
@@ -127,12 +76,13 @@ class Decontaminator:
         if len(np.unique(places[shared])) < self.least:
             return document
         first, place = candidates[shared][0], places[shared][0]
-        sequence = " ".join(words[first : first + self.hasher.size])
+        start, stop = np.append(starts, len(text))[[first, first + self.size]]
+        sequence = " ".join(text[start:stop].split())
         raise Dropped("contaminated", detail=f"{self.names[self.source[place]]}: {sequence}")
 
 
 def evaluation_table(
-    paths: Sequence[Path], key: str, hasher: NgramHasher, options: RunOptions
+    paths: Sequence[Path], key: str, size: int, options: RunOptions
 ) -> tuple[U64, npt.NDArray[np.uint32], int]:
     """Sorted hashes of all sequences in the evaluation files, the file of each, and how many texts are too short to have one.
 
@@ -147,7 +97,7 @@ def evaluation_table(
         for number, path in enumerate(paths):
             texts = 0
             for text in _texts(path, key, options):
-                found = np.unique(hasher(text)[1])
+                found = np.unique(ngrams(normalized(text), size)[0])
                 texts += bool(text.strip())
                 too_short += len(found) == 0
                 hashes.append(found)
@@ -162,9 +112,7 @@ def evaluation_table(
                 raise ValueError(f"--evaluation {path}: it holds no text. Leave it out, or get the file again.")
             progress.update(texts, path.stat().st_size, path.stat().st_size)
     if not total:
-        raise ValueError(
-            f"--evaluation: none of the texts has --ngram {hasher.size} words. Lower --ngram to look for any."
-        )
+        raise ValueError(f"--evaluation: none of the texts has --ngram {size} words. Lower --ngram to look for any.")
     table, first = np.unique(np.concatenate(hashes), return_index=True)
     return table, np.concatenate(sources)[first], too_short
 
@@ -203,16 +151,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     texts = [Path(path) for path in args.evaluation if Path(path).suffix == ".txt" and Path(path).is_file()]
     others = [path for path in args.evaluation if Path(path) not in texts]
     evaluation = [*texts, *list_inputs(others, flag="--evaluation")]
-    hasher, contents = NgramHasher(args.ngram), describe_files(evaluation, options.workers)
-    table, source, too_short = evaluation_table(evaluation, args.evaluation_key or args.json_key, hasher, options)
+    contents = describe_files(evaluation, options.workers)
+    table, source, too_short = evaluation_table(evaluation, args.evaluation_key or args.json_key, args.ngram, options)
     check_unchanged(evaluation, contents, options.workers)
     names = [path.name for path in evaluation]
-    function = Decontaminator(args.json_key, hasher, table, source, names, args.min_matches)
+    function = Decontaminator(args.json_key, args.ngram, table, source, names, args.min_matches)
     settings = {
         "evaluation": contents,
         "evaluation_key": args.evaluation_key,
         "ngram": args.ngram,
         "min_matches": args.min_matches,
+        "version": VERSION,
     }
     options = replace(options, held_bytes=function.nbytes)
     result = run_documents("decontaminate", function, settings, args, options, evaluation)

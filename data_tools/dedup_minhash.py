@@ -19,6 +19,7 @@ import numpy.typing as npt
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
 
 SHINGLE_WORDS = 5
 _ALGORITHM = "megazero-minhash-1"
@@ -31,7 +32,8 @@ _ALONE = 1 << 20  # a letter of a script without spaces: a word by itself
 _FIRST = np.uint64(1 << 21)  # the first letter of a word
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, hence invertible mod 2^64
 _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-SCRIPTS_WITHOUT_SPACES = (
+# First and last character of each range, every letter of which is taken for a word.
+_SCRIPTS_WITHOUT_SPACES = (
     (0x0E00, 0x0EFF),  # Thai, Lao
     (0x0F00, 0x109F),  # Tibetan, Myanmar
     (0x1780, 0x17FF),  # Khmer
@@ -41,7 +43,6 @@ SCRIPTS_WITHOUT_SPACES = (
     (0xF900, 0xFAFF),
     (0x20000, 0x3FFFD),
 )
-"""First and last character of each range, every letter of which is taken for a word."""
 
 
 def signatures(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
@@ -62,9 +63,10 @@ def signatures(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
     return content, minima
 
 
-def shingles(text: str) -> U64:
-    """Hashes of all word 5-grams of a text, in their order."""
-    return np.concatenate(list(_long_shingles(text)))
+def ngrams(text: str, size: int) -> tuple[U64, Places]:
+    """Hashes of the sequences of `size` words of a text, in their order, and the character at which each of its words begins."""
+    hashes, starts = map(np.concatenate, zip(*_long_shingles(text, size), strict=True))
+    return hashes[: max(0, len(starts) - size + 1)], starts
 
 
 def band_keys(minima: U16, bands: int) -> U64:
@@ -89,7 +91,7 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _signatures_of_batch(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
-    hashes, counts, _ = _shingles(texts)
+    hashes, counts, _ = _shingles(texts, SHINGLE_WORDS)
     pieces = np.split(hashes, np.cumsum(counts)[:-1])
     if not counts.all():
         pieces = [piece if len(piece) else _characters(text) for piece, text in zip(pieces, texts, strict=True)]
@@ -101,27 +103,28 @@ def _signatures_of_batch(texts: Sequence[str], permutations: int) -> tuple[U64, 
 
 def _signature_of_long(text: str, permutations: int) -> tuple[U64, U16]:
     digest, minima = hashlib.blake2b(digest_size=16), np.full((1, permutations), 0xFFFFFFFF, dtype=np.uint32)
-    for hashes in _long_shingles(text):
+    for hashes, _ in _long_shingles(text, SHINGLE_WORDS):
         digest.update(hashes.data)
         np.minimum(minima, _minima(hashes, np.zeros(1, dtype=np.int64), permutations), out=minima)
     return np.frombuffer(digest.digest(), dtype="<u8"), minima[0].astype(np.uint16)
 
 
-def _long_shingles(text: str) -> Iterator[U64]:
-    """The hashes of a text of any length, piece by piece; never none at all."""
+def _long_shingles(text: str, size: int) -> Iterator[tuple[U64, Places]]:
+    """Of a text of any length, piece by piece: hashes, never none at all, and where in the text the words begin."""
     start, is_empty = 0, True
     while start < len(text):
-        hashes, _, words = _shingles([text[start : start + _PIECE]])
-        # The last word may go on in the next piece: the 5-grams with it are left to that one, which starts four words earlier.
-        is_last, has_more = start + _PIECE >= len(text), len(words) > SHINGLE_WORDS
-        if not is_last and has_more:
-            hashes = hashes[:-1]
+        hashes, _, words = _shingles([text[start : start + _PIECE]], size)
+        next_start = start + _PIECE  # a word longer than a piece is cut
+        if next_start < len(text) and len(words) > size:
+            # The last word may go on in the next piece: what ends with it is left to that one, which starts where this does.
+            next_start = start + int(words[-size])
+            hashes, words = hashes[:-1], words[:-size]
         if len(hashes):
             is_empty = False
-            yield hashes
-        start += int(words[-SHINGLE_WORDS]) if has_more and not is_last else _PIECE  # a word longer than a piece is cut
+            yield hashes, start + words
+        start = next_start
     if is_empty:
-        yield _characters(text)
+        yield _characters(text), np.empty(0, np.int64)
 
 
 def _characters(text: str) -> U64:
@@ -129,8 +132,8 @@ def _characters(text: str) -> U64:
     return np.frombuffer(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), dtype="<u8")
 
 
-def _shingles(texts: Sequence[str]) -> tuple[U64, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Hashes of the 5-grams of all texts, how many each text has, and where in the joined texts each word starts."""
+def _shingles(texts: Sequence[str], size: int) -> tuple[U64, Places, Places]:
+    """Hashes of the sequences of `size` words of all texts, how many each text has, and where in the joined texts words start."""
     joined = "\n".join(texts).encode("utf-32-le", "surrogatepass")
     letters = _letters().take(np.frombuffer(joined, dtype="<u4"), mode="clip")
     places = np.flatnonzero(letters)
@@ -149,9 +152,9 @@ def _shingles(texts: Sequence[str]) -> tuple[U64, npt.NDArray[np.int64], npt.NDA
     last_word = np.searchsorted(word_starts, np.cumsum([len(text) + 1 for text in texts]))  # behind it
     first_word = np.concatenate([[0], last_word[:-1]])
     words = last_word - first_word
-    counts = np.where(words < SHINGLE_WORDS, np.minimum(words, 1), words - SHINGLE_WORDS + 1)
+    counts = np.where(words < size, np.minimum(words, 1), words - size + 1)
     begin = np.arange(counts.sum()) + np.repeat(first_word - (np.cumsum(counts) - counts), counts)
-    end = np.minimum(begin + SHINGLE_WORDS, np.repeat(last_word, counts))
+    end = np.minimum(begin + size, np.repeat(last_word, counts))
     bounds = np.append(first, len(places))
     begin, end = bounds[begin], bounds[end]
     return _mix((sums[end] - sums[begin]) * inverses[begin]), counts, word_starts
@@ -205,7 +208,7 @@ def _letters() -> U32:
             table[point] = ord(folded) if len(folded) == 1 else point
     for start, stop in ((0xFE00, 0xFE0F), (0x20E3, 0x20E3)):  # they say how the character before them looks
         table[start : stop + 1] = 0
-    for start, stop in SCRIPTS_WITHOUT_SPACES:
+    for start, stop in _SCRIPTS_WITHOUT_SPACES:
         part = table[start : stop + 1]
         if start >= 0x20000:
             part[:] = np.arange(start, stop + 1)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from data_tools.decontaminate import NgramHasher, evaluation_table, normalized_words
+from data_tools.decontaminate import evaluation_table
+from data_tools.dedup_minhash import ngrams
 from data_tools.options import RunOptions
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
@@ -61,12 +62,15 @@ def test_scripts_without_spaces_are_compared_letter_by_letter(tmp_path):
     (tmp_path / "e.txt").write_text(question, encoding="utf-8")
     run_step("decontaminate", "--input", path, "--output", tmp_path / "b.jsonl", "--evaluation", tmp_path / "e.txt")
     assert list(dropped(tmp_path / "b.jsonl")) == ["copy", "latin"]
-    assert (
-        normalized_words("e\u0301te\u0301 \ufb01ne")
-        == normalized_words("\u00e9t\u00e9 fine")
-        == ["\u00e9t\u00e9", "fine"]
-    )
-    assert normalized_words("日本ABC_1は, été") == ["日", "本", "abc_1", "は", "été"]
+
+
+def test_one_form_of_each_letter_is_compared(tmp_path):
+    words = [f"w{i}" for i in range(12)]
+    texts = {"accents": " ".join([*words, "E\u0301TE\u0301"]), "ligature": " ".join([*words, "\ufb01ne"])}
+    path = write_documents(tmp_path / "a.jsonl", [{"id": name, "text": text} for name, text in texts.items()])
+    (tmp_path / "e.txt").write_text(" ".join([*words, "\u00e9t\u00e9", *words, "fine"]), encoding="utf-8")
+    run_step("decontaminate", "--input", path, "--output", tmp_path / "b.jsonl", "--evaluation", tmp_path / "e.txt")
+    assert list(dropped(tmp_path / "b.jsonl")) == ["accents", "ligature"]
 
 
 def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path):
@@ -90,13 +94,23 @@ def test_more_evaluation_files_than_16_bits_can_number(tmp_path):
     (tmp_path / "many.txt").write_text("a b")
     (tmp_path / "last.txt").write_text("c d")
     paths = [tmp_path / "many.txt"] * (1 << 16) + [tmp_path / "last.txt"]
-    table, source, _ = evaluation_table(paths, "text", NgramHasher(2), RunOptions())
-    assert source[table == NgramHasher(2)("c d")[1]] == 1 << 16
+    table, source, _ = evaluation_table(paths, "text", 2, RunOptions())
+    assert source[table == ngrams("c d", 2)[0]] == 1 << 16
 
 
 def test_hashes_differ_by_word_and_order_and_are_those_of_every_process():
-    hasher = NgramHasher(3)
-    words, hashes = hasher("A b, c! a B c d")
-    assert words == ["a", "b", "c", "a", "b", "c", "d"] and len(hashes) == 5
+    hashes, starts = ngrams("A b, c! a B c d", 3)
+    assert starts.tolist() == [0, 2, 5, 8, 10, 12, 14] and len(hashes) == 5
     assert hashes[0] == hashes[3] and len(set(hashes.tolist())) == 4
-    assert NgramHasher(3)("a b c")[1].tolist() == [hashes[0]] and len(hasher("a b")[1]) == 0
+    assert ngrams("a b c", 3)[0].tolist() == [hashes[0]]
+    assert all(len(ngrams(text, 3)[0]) == 0 for text in ("a b", "", "...", " " * 3))
+
+
+def test_sequences_of_a_long_text_are_those_of_its_parts():
+    text = " ".join(f"w{i % 1009}" for i in range(200_000))
+    assert len(text) > 1 << 19  # it is hashed in pieces
+    hashes, starts = ngrams(text, 13)
+    assert len(starts) == 200_000 and len(hashes) == len(starts) - 12
+    at = [0, 1000, 104_000, 199_980]
+    assert all(text[starts[i] :].startswith(f"w{i % 1009}") for i in at)
+    assert all(ngrams(text[starts[i] : starts[i] + 100], 13)[0][0] == hashes[i] for i in at)

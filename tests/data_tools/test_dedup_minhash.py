@@ -20,6 +20,10 @@ def word_5_grams(text: str) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + 5]) for i in range(max(len(words) - 4, min(len(words), 1)))]
 
 
+def shingles(text: str) -> np.ndarray:
+    return np.concatenate([hashes for hashes, _ in minhash._long_shingles(text, minhash.SHINGLE_WORDS)])
+
+
 def jaccard(a: str, b: str) -> float:
     first, second = set(word_5_grams(a)), set(word_5_grams(b))
     return len(first & second) / len(first | second)
@@ -39,8 +43,7 @@ def test_hashes_are_those_of_the_5_grams_of_words():
     ]
     hash_of: dict = {}
     for text in texts:
-        hashes = minhash.shingles(text).tolist()
-        grams = word_5_grams(text)
+        hashes, grams = shingles(text).tolist(), word_5_grams(text)
         assert len(hashes) == len(grams)
         for value, gram in zip(hashes, grams, strict=True):
             assert hash_of.setdefault(gram, value) == value
@@ -70,10 +73,10 @@ def test_content_is_the_words_in_their_order(a, b, are_equal):
 
 def test_letters_of_scripts_without_spaces_are_words():
     text = "\u6211\u4eec\u4eca\u5929\u53bb\u516c\u56ed\u73a9"  # eight Han letters
-    assert len(minhash.shingles(text)) == 4
-    assert len(minhash.shingles(f"{text}abc{text}")) == 13, "a Latin word between them is one word"
-    assert len(minhash.shingles("\uc11c\uc6b8\uc5d0\uc11c \ub9cc\ub098\uc694")) == 1, "Korean has spaces"
-    assert len(minhash.shingles("a\u0301b c d e f g")) == 2, "an accent of its own belongs to its letter"
+    assert len(shingles(text)) == 4
+    assert len(shingles(f"{text}abc{text}")) == 13, "a Latin word between them is one word"
+    assert len(shingles("\uc11c\uc6b8\uc5d0\uc11c \ub9cc\ub098\uc694")) == 1, "Korean has spaces"
+    assert len(shingles("a\u0301b c d e f g")) == 2, "an accent of its own belongs to its letter"
 
 
 @pytest.mark.parametrize("size", [30, 400])
@@ -107,9 +110,9 @@ def test_long_text_is_hashed_in_pieces_as_if_it_were_one():
     words = [f"w{rng.randrange(10**6)}" for _ in range(200_000)]
     text = " ".join(words)
     assert len(text) > 2 * minhash._PIECE
-    hashes = minhash.shingles(text)
+    hashes = shingles(text)
     assert len(hashes) == len(words) - 4
-    small = [np.concatenate([minhash.shingles(" ".join(words[i : i + 1004])) for i in range(0, len(words) - 4, 1000)])]
+    small = [np.concatenate([shingles(" ".join(words[i : i + 1004])) for i in range(0, len(words) - 4, 1000)])]
     assert (hashes == np.concatenate(small)).all()
     content, minima = minhash.signatures([text, text.upper(), text + " more"], PERMUTATIONS)
     assert (content[0] == content[1]).all() and not (content[0] == content[2]).all()
