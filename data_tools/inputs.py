@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
 _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".wet", ".warc")
-_ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, ".manifest.json", JOURNAL, ".lock", ".bin", ".idx")
+_ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, JOURNAL, ".lock", ".bin", ".idx")
 _NAMES_SHOWN = 5
 
 

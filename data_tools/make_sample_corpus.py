@@ -2,7 +2,7 @@
 
 Docstrings, comments, long documentation strings, Python's help topics and text files become loose JSON lines {"text", "url"},
 one document per source file. No network is used and no module but pydoc_data.topics is imported: sources are parsed. For one
-environment the output is always the same; it changes with versions, so OUTPUT.manifest.json records them and the file's SHA-256.
+environment the output is always the same; it changes with versions, so OUTPUT.done.json records them and the file's SHA-256.
 The prose of the whole environment is held, whatever --max-mb, so there is no --memory: some 130 MB, and 20 MB a worker.
 
     python -m data_tools sample_corpus --output data/sample/sample.jsonl
@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -28,12 +27,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.documents import dump
+from data_tools.done_marker import read_marker, written_marked
 from data_tools.options import number
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
 from megazero.cgroups import available_cores
-from megazero.files import append_suffix, locked, write_json, write_whole
-from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.contents import key_of
 from megazero.lines.progress import Progress
 from megazero.lines.workers import ordered_map
 
@@ -65,9 +64,10 @@ def find_sources() -> tuple[list[Source], dict[str, str]]:
     return sources, versions
 
 
-def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str], dict[str, int]]:
-    """The documents of this environment in a fixed order, the versions behind them, and what was counted."""
-    sources, versions = find_sources()
+def build_documents(
+    sources: Sequence[Source], versions: dict[str, str], workers: int
+) -> tuple[list[dict[str, str]], dict[str, int]]:
+    """The documents of what `find_sources` has found, in a fixed order, and what was counted."""
     counts = {"files": len(sources), "duplicate_passages": 0, "short_documents": 0}
     seen: set[bytes] = set()
     documents: list[dict[str, str]] = []
@@ -96,7 +96,7 @@ def build_documents(workers: int) -> tuple[list[dict[str, str]], dict[str, str],
             add(source.url, passages)
             size = source.path.stat().st_size
             progress.update(1, size, size)
-    return documents, versions, counts
+    return documents, counts
 
 
 def select(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, str]]:
@@ -120,53 +120,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes the corpus and its manifest, and returns what they hold. Where the same packages have made it, nothing is done."""
+    """Writes the corpus, and returns what it holds. Where the same packages have made it, nothing is done."""
     if args.workers < 1 or args.max_mb <= 0:
         raise ValueError(f"--workers {args.workers} and --max-mb {args.max_mb} must be positive")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with locked(append_suffix(args.output, ".lock")), full_disk_named(str(args.output)):
-        if (done := _finished(args)) is not None:
-            return {"output": str(args.output), **done, "skipped": True}
-        check_ours([args.output], "--output", manifest_path(args.output))
-        return {"output": str(args.output), **_make(args), "skipped": False}
-
-
-def _make(args: argparse.Namespace) -> dict[str, Any]:
-    """Writes the corpus; its manifest, and what was counted."""
-    documents, versions, counts = build_documents(args.workers)
-    chosen = select(documents, int(args.max_mb * 1e6))
-    if not chosen:
-        raise ValueError(f"--max-mb {args.max_mb} is less than any of the {len(documents)} documents. Give more.")
-    corpus, planted = plant_faults(chosen) if args.faults else (b"".join(map(dump, chosen)), {})
-    manifest = {
-        "bytes": len(corpus),
-        "sha256": hashlib.sha256(corpus).hexdigest(),
-        "documents": len(chosen),
-        "versions": versions,
-        "max_mb": args.max_mb,
-        "planted": planted,
-    }
-    write_json(manifest_path(args.output), manifest)
-    write_whole(args.output, corpus)
-    return {**manifest, "documents_available": len(documents), **counts}
-
-
-def manifest_path(output: Path) -> Path:
-    """Where the manifest of a corpus lies."""
-    return append_suffix(output, ".manifest.json")
-
-
-def _finished(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The manifest, if it describes the file that is there and these packages."""
-    try:
-        manifest = json.loads(manifest_path(args.output).read_bytes())
-        content = args.output.read_bytes()
-    except (FileNotFoundError, ValueError):
-        return None
-    wanted = {"sha256": hashlib.sha256(content).hexdigest(), "versions": find_sources()[1], "max_mb": args.max_mb}
-    if not isinstance(manifest, dict) or args.faults != bool(manifest.get("planted")):
-        return None
-    return manifest if {name: manifest.get(name) for name in wanted} == wanted else None
+    sources, versions = find_sources()
+    settings: dict[str, Any] = {"versions": versions, "max_mb": args.max_mb, "faults": args.faults}
+    key = key_of({"step": "sample_corpus", **settings})
+    content = read_marker(args.output, key, [args.output])
+    skipped = content is not None
+    if content is None:
+        content = settings
+        with written_marked(args.output, key, content) as file:
+            documents, counts = build_documents(sources, versions, args.workers)
+            chosen = select(documents, int(args.max_mb * 1e6))
+            if not chosen:
+                raise ValueError(
+                    f"--max-mb {args.max_mb} is less than any of the {len(documents)} documents. Give more."
+                )
+            corpus, planted = plant_faults(chosen) if args.faults else (b"".join(map(dump, chosen)), {})
+            file.write(corpus)
+            content |= {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest(), "documents": len(chosen)}
+            content |= {"planted": planted, "documents_available": len(documents), **counts}
+    return {"output": str(args.output), **content, "skipped": skipped}
 
 
 if __name__ == "__main__":

@@ -75,20 +75,21 @@ if __name__ == "__main__":
 def test_two_runs_are_byte_identical(two_runs):
     folder, (one, other) = two_runs
     assert (folder / "a.jsonl").read_bytes() == (folder / "b.jsonl").read_bytes() and one["sha256"] == other["sha256"]
-    assert (folder / "a.jsonl.manifest.json").read_bytes() == (folder / "b.jsonl.manifest.json").read_bytes()
+    records = [json.loads((folder / f"{name}.jsonl.done.json").read_bytes()) for name in "ab"]
+    assert records[0].pop("outputs") != records[1].pop("outputs") and records[0] == records[1]
     assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".json", ".jsonl", ".jsonl", ".py"], (
         "nothing is left over"
     )
 
 
-def test_manifest_describes_the_file(two_runs):
+def test_the_record_describes_the_file(two_runs):
     folder, (result, _) = two_runs
     content = (folder / "a.jsonl").read_bytes()
-    manifest = json.loads((folder / "a.jsonl.manifest.json").read_text())
-    assert manifest["sha256"] == hashlib.sha256(content).hexdigest() and manifest["bytes"] == len(content)
+    record = json.loads((folder / "a.jsonl.done.json").read_text())
+    assert record["sha256"] == hashlib.sha256(content).hexdigest() and record["bytes"] == len(content)
     assert (
-        set(manifest["versions"]) == {"python", "numpy"}
-        and manifest["documents"] == content.count(b"\n") == result["documents"]
+        set(record["versions"]) == {"python", "numpy"}
+        and record["documents"] == content.count(b"\n") == result["documents"]
     )
 
 
@@ -147,10 +148,10 @@ def test_what_is_there_is_not_made_again(tmp_path, monkeypatch):
     documents = [{"text": "x" * 300, "url": "u"}]
     monkeypatch.setattr(corpus, "find_sources", lambda: ([], {"python": "3.14"}))
 
-    def build(_):
+    def build(*_):
         with pytest.raises(BlockingIOError), locked(append_suffix(args.output, ".lock"), wait=False):
             pass  # no second run can make it at the same time
-        return documents, corpus.find_sources()[1], {}
+        return documents, {}
 
     monkeypatch.setattr(corpus, "build_documents", build)
     first = corpus.run(args)

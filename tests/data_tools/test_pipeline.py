@@ -179,7 +179,7 @@ def test_script_without_a_dump_goes_through_the_sample_corpus_with_its_faults(tm
     environment = {**os.environ, **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
-    planted = json.loads((tmp_path / "web" / "sample_3MB.jsonl.manifest.json").read_bytes())["planted"]
+    planted = json.loads((tmp_path / "web" / "sample_3MB.jsonl.done.json").read_bytes())["planted"]
     steps = json.loads((tmp_path / "web" / "manifest.json").read_bytes())["steps"]
     check_planted(planted, steps[0]["statistics"], steps[1]["statistics"])
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=290)
