@@ -12,16 +12,14 @@ import argparse
 from functools import partial
 from typing import Any
 
-from data_tools.documents import compress
 from data_tools.inputs import list_inputs
-from data_tools.line_functions import DocumentLines, Kept, apply_to_block, unchanged
+from data_tools.line_functions import DocumentLines, Kept, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import corpus_key, repeated_lines
 from data_tools.shard_plan import plan_shards
-from data_tools.shards import run_blocks, run_lines
+from data_tools.shards import run_lines
 from megazero.lines.jsonl import name_of, read_object
-from megazero.lines.results import DUPLICATE_ID, BlockResult, Counts
-from megazero.lines.resumable import Item
+from megazero.lines.results import DUPLICATE_ID
 
 
 def id_digest(key: str, id_key: str, line: bytes) -> bytes | None:
@@ -38,17 +36,6 @@ class SeenLines(DocumentLines):
     def __call__(self, line: bytes) -> Kept:
         """The line."""
         return Kept(line + b"\n")
-
-
-def copy_block(lines: SeenLines, item: Item) -> BlockResult:
-    """As `apply_to_block(lines, item)`; but a block is copied in one piece where the search has listed none of its lines."""
-    outputs, block, drops = item
-    data = block.read()
-    if drops or data[:1] != b"{" or data[-1:] != b"\n":
-        return apply_to_block(lines, item)
-    count = data.count(b"\n")
-    counts = Counts(count, documents=count, kept=count, text_bytes_in=len(data), text_bytes_out=len(data))
-    return BlockResult([compress(data, outputs[0])], counts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,5 +61,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return run_lines("merge", shards, DocumentLines(unchanged, args.json_key), settings, options)
     digest = partial(id_digest, args.json_key, args.id_key)
     search = partial(repeated_lines, "merge", shards, digest, DUPLICATE_ID, options)
-    work = partial(copy_block, SeenLines(unchanged, args.json_key))
-    return run_blocks("merge", shards, work, settings, options, search)
+    return run_lines("merge", shards, SeenLines(unchanged, args.json_key), settings, options, search)
