@@ -19,11 +19,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import document_id
-from data_tools.inputs import list_inputs, output_format
+from data_tools.documents import document_blocks, document_id
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.parquet import parquet_lines
 from data_tools.shard_plan import check_outputs, ending, names_file
 from data_tools.shards import run_lines
 from megazero.lines.jsonl import read_object
@@ -58,13 +57,6 @@ def parse_parts(values: list[str]) -> dict[str, Fraction]:
     return parts
 
 
-def is_empty(path: Path) -> bool:
-    """Whether a file that `split` has written holds no document."""
-    if output_format(path) == "parquet":
-        return next(parquet_lines(path), None) is None
-    return path.stat().st_size == 0
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     add_input_output(parser, "a folder, in which each part becomes a file of its name")
@@ -95,7 +87,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = {"key": args.json_key, "seed": args.seed, "parts": {name: str(share) for name, share in parts.items()}}
     function = partial(to_part, args.json_key, args.seed, bounds)
     result = run_lines("split", [shard], function, settings, run_options(args))
-    if result["kept"] and (empty := [path.name for path in shard.outputs if is_empty(path)]):
+    empty = [path.name for path in shard.outputs if next(document_blocks(path, 1), None) is None]
+    if result["kept"] and empty:
         raise ValueError(
             f"--parts: {', '.join(empty)} of {folder} got none of the {result['kept']} documents: its share is too small for so "
             "few. Raise it (in openwebtext.yaml: --set train=0.8 valid=0.1 test=0.1)."
