@@ -28,7 +28,7 @@ from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_n
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARD_BYTES = 5_000_000_000
+_MAX_SHARD_BYTES = 5_000_000_000  # of tensors in one file; a single larger tensor has a file of its own
 _TOKENIZER_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # OpenAI's names -> transformers'
 _GPT2_VOCABULARY, _GPT2_END_OF_TEXT = 50257, 50256
 
@@ -88,7 +88,6 @@ def write_huggingface(
     tokenizer_files: Sequence[Path] = (),
     *,
     end_of_text: int | None = None,
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Returns when `directory` holds the model, whole; before that it does not exist. One tensor is in memory at a time.
 
@@ -97,7 +96,6 @@ def write_huggingface(
         dtype: of the written weights.
         tokenizer_files: copied, under the names that transformers looks for.
         end_of_text: the token that ends a document, where `generate` stops; GPT-2's own if the vocabulary has GPT-2's size.
-        max_shard_bytes: of tensors in one file; a single larger tensor has a file of its own.
 
     Raises:
         FileExistsError: there is something in `directory`.
@@ -121,7 +119,7 @@ def write_huggingface(
         write_json(aside / "generation_config.json", {"_from_model_config": True, **ends}, indent=2)
         for source in tokenizer_files:
             _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
-        _write_weights(aside, tensors, config, dtype, max_shard_bytes)  # last: what can be wrong above takes no time
+        _write_weights(aside, tensors, config, dtype)  # last: what can be wrong above takes no time
 
 
 @contextmanager
@@ -140,9 +138,7 @@ def _directory_aside(directory: Path) -> Iterator[Path]:
     sync_folder(directory.parent)
 
 
-def _write_weights(
-    folder: Path, tensors: Callable[[str], Tensor], config: GPT2Config, dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+def _write_weights(folder: Path, tensors: Callable[[str], Tensor], config: GPT2Config, dtype: torch.dtype) -> None:
     """The head is left out: it is tied to the embedding, as config.json says."""
     shapes = config.full_shapes()
 
@@ -158,7 +154,7 @@ def _write_weights(
         )
         for ours, theirs, transposed in matching_names(config)
     }
-    files = sharded("model", ".safetensors", to_write, max_shard_bytes)
+    files = sharded("model", ".safetensors", to_write, _MAX_SHARD_BYTES)
     for file, shard in files.items():
         write_tensors(folder / file, shard)
     if len(files) > 1:

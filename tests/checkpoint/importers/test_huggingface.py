@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from megazero.checkpoint.commands import export
 from megazero.checkpoint.commands.export import write_huggingface
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.model.config import GPT2Config
@@ -55,16 +56,15 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
-def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, max_shard_bytes):
+def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, monkeypatch, max_shard_bytes):
     transformers = pytest.importorskip("transformers")
     ours = GPT2Model(CONFIG, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter[: len(full[name])] = full[name]
     directory = tmp_path / "model"
-    write_huggingface(
-        directory, full.__getitem__, CONFIG, torch.float32, end_of_text=0, max_shard_bytes=max_shard_bytes
-    )
+    monkeypatch.setattr(export, "_MAX_SHARD_BYTES", max_shard_bytes)
+    write_huggingface(directory, full.__getitem__, CONFIG, torch.float32, end_of_text=0)
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     assert (len(shards) > 3) == (max_shard_bytes == 9_000) and (
         shards == ["model.safetensors"] or shards[0].startswith("model-00001-of-")
