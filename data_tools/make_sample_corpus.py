@@ -17,14 +17,11 @@ import importlib.util
 import os
 import platform
 import re
-import sys
 import sysconfig
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.documents import dump
 from data_tools.done_marker import read_marker, written_marked
@@ -142,9 +139,3 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             content |= {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest(), "documents": len(chosen)}
             content |= {"planted": planted, "documents_available": len(documents), **counts}
     return {"output": str(args.output), **content, "skipped": skipped}
-
-
-if __name__ == "__main__":
-    from data_tools.megatron_names import run_script
-
-    run_script("sample_corpus")

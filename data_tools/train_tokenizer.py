@@ -16,12 +16,9 @@ import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.done_marker import marker_path, read_marker, write_marker
 from data_tools.inputs import list_inputs
@@ -205,9 +202,3 @@ def _check_round_trip(tokenizer: Tokenizer, texts: Sequence[str], prefix: str) -
             )
         num_bytes, num_tokens = num_bytes + len(text.encode()), num_tokens + len(ids)
     return round(num_bytes / num_tokens, 3)
-
-
-if __name__ == "__main__":
-    from data_tools.megatron_names import run_script
-
-    run_script("train_tokenizer")

@@ -172,10 +172,10 @@ prepare_sample_data() {
   # Another size is another corpus, and another run: its name becomes part of SAVE's.
   local text=${DATA_DIR:-data/sample}/sample${SAMPLE_MB:+_${SAMPLE_MB}MB}
   local corpus=$text${SAMPLE_VOCAB_SIZE:+_$SAMPLE_VOCAB_SIZE}
-  [ -f "$text.jsonl" ] || "$PYTHON" "$REPO/data_tools/make_sample_corpus.py" --output "$text.jsonl" --max-mb "${SAMPLE_MB:-9}"
-  [ -f "$corpus.model" ] || "$PYTHON" "$REPO/data_tools/train_tokenizer.py" --input "$text.jsonl" --vocab-size "${SAMPLE_VOCAB_SIZE:-4096}" --model-prefix "$corpus"
+  [ -f "$text.jsonl" ] || "$PYTHON" -m data_tools sample_corpus --output "$text.jsonl" --max-mb "${SAMPLE_MB:-9}"
+  [ -f "$corpus.model" ] || "$PYTHON" -m data_tools train_tokenizer --input "$text.jsonl" --vocab-size "${SAMPLE_VOCAB_SIZE:-4096}" --model-prefix "$corpus"
   TOKENIZER_ARGS=(--tokenizer-type SentencePieceTokenizer --tokenizer-path "$corpus.model")
-  [ -f "${corpus}_text_document.idx" ] || "$PYTHON" "$REPO/data_tools/preprocess_data.py" --input "$text.jsonl" --output-prefix "$corpus" \
+  [ -f "${corpus}_text_document.idx" ] || "$PYTHON" -m data_tools tokenize --input "$text.jsonl" --output-prefix "$corpus" \
     --append-eod "${TOKENIZER_ARGS[@]}"
   TRAIN_DATA=${corpus}_text_document
 }
