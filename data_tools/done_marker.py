@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,23 +61,29 @@ def check_made_here(record: Path, outputs: Sequence[Path], flag: str = "--output
     check_ours(outputs, flag, marker_path(record), append_suffix(record, JOURNAL))
 
 
-@contextmanager
-def written_marked(output: Path, key: str, content: dict[str, Any]) -> Iterator[BinaryIO]:
-    """A binary file that becomes `output`, with a marker, when the block ends well; `content` may be filled in inside.
+def made_once(output: Path, key: str, make: Callable[[BinaryIO], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """What is recorded of the file `output`, and whether an earlier run has made it. Of two runs at a time one makes it.
+
+    Args:
+        key: hash of input and settings.
+        make: writes it, and returns what to record, as JSON values.
 
     Raises:
         ValueError: a file is there that no run of a step has made. FullDiskError: the disk is full.
     """
     claim = append_suffix(output, JOURNAL)  # vouches for the output until the marker does
-    check_made_here(output, [output])
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
+        if (content := read_marker(output, key, [output])) is not None:
+            return content, True
+        check_made_here(output, [output])
         claim.touch()
         try:
             with written_aside(output) as file:
-                yield file
+                content = make(file)
         except BaseException:
             claim.unlink(missing_ok=True)
             raise
         write_marker(output, key, [output], content)
         claim.unlink(missing_ok=True)
+    return content, False

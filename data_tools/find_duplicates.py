@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from data_tools.dedup import CopySearch, add_copy_arguments
 from data_tools.dedup_index import CHUNK
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
 from data_tools.documents import in_pieces
-from data_tools.done_marker import check_made_here, read_marker, written_marked
+from data_tools.done_marker import made_once
 from data_tools.group_duplicates import check_list
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
@@ -56,18 +56,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options, inputs, output = run_options(args), list_inputs(args.input, output=args.output), Path(args.output)
     check_list(inputs, output)
     search = CopySearch(args, inputs, options, args.id_keys, reports=True)
-    key = search.settings["all_inputs"]
-    content = read_marker(output, key, [output])
-    skipped = content is not None
-    if content is not None:
-        check_strict(content["first_errors"], args.strict, f"when {output} was made")
-    else:
-        check_made_here(output, [output])  # before the search
-        content = {"copies": 0, "same_name": 0}
-        with search.result() as (files, first, signed), written_marked(output, key, content) as file:
-            content |= {name: signed[name] for name in ("documents", "bad_lines", "first_errors")}
-            file.writelines(in_pieces(_listed(files, first, content), output))
-    if content.get("same_name"):
+
+    def make(file: BinaryIO) -> dict[str, Any]:
+        with search.result() as (files, first, signed):
+            counts = {"copies": 0, "same_name": 0}
+            file.writelines(in_pieces(_listed(files, first, counts), output))
+        return {**counts, **{name: signed[name] for name in ("documents", "bad_lines", "first_errors")}}
+
+    content, skipped = made_once(output, search.settings["all_inputs"], make)
+    check_strict(content["first_errors"], args.strict, f"when {output} was made")
+    if content["same_name"]:
         logger.warning(
             "%d copies have the name of the document that they copy (%s), so that remove_group_duplicates cannot tell them from "
             "it: they will stay. Name others with --id-keys, or use the step dedup.",
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {**content, **search.summary(), "skipped": skipped}
 
 
-def _listed(files: SignatureFiles, first: Documents, counts: dict[str, Any]) -> Iterator[bytes]:
+def _listed(files: SignatureFiles, first: Documents, counts: dict[str, int]) -> Iterator[bytes]:
     """The lines of the list, {first document of a group: [{another one: their similarity}]}; they are counted."""
     for start in range(0, len(first), CHUNK):
         own = np.arange(start, min(start + CHUNK, len(first)))

@@ -12,10 +12,10 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data_tools.documents import in_pieces
-from data_tools.done_marker import read_marker, written_marked
+from data_tools.done_marker import made_once
 from data_tools.options import add_run_options
 from data_tools.shard_plan import check_outputs
 from megazero.lines.compressed import DAMAGE, decompressed, open_bytes
@@ -45,16 +45,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     described = describe_files([path])
     key = key_of({"step": "group_duplicates", "inputs": described})
-    content = read_marker(output, key, [output])
-    skipped = content is not None
-    if content is None:
-        content = {}
-        with written_marked(output, key, content) as file:
-            groups = _groups(path)
-            check_unchanged([path], described)
-            lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
-            file.writelines(in_pieces(lines, output))
-            content |= {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
+
+    def make(file: BinaryIO) -> dict[str, Any]:
+        groups = _groups(path)
+        check_unchanged([path], described)
+        lines = (json.dumps({str(number): names}).encode() + b"\n" for number, names in enumerate(groups))
+        file.writelines(in_pieces(lines, output))
+        return {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
+
+    content, skipped = made_once(output, key, make)
     return {**content, "skipped": skipped}
 
 

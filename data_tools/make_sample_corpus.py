@@ -21,10 +21,10 @@ import sysconfig
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data_tools.documents import dump
-from data_tools.done_marker import read_marker, written_marked
+from data_tools.done_marker import made_once
 from data_tools.options import number
 from data_tools.sample_corpus_faults import plant_faults
 from data_tools.sample_corpus_passages import Source, read_passages
@@ -121,21 +121,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.workers < 1 or args.max_mb <= 0:
         raise ValueError(f"--workers {args.workers} and --max-mb {args.max_mb} must be positive")
     sources, versions = find_sources()
-    settings: dict[str, Any] = {"versions": versions, "max_mb": args.max_mb, "faults": args.faults}
+    settings = {"versions": versions, "max_mb": args.max_mb, "faults": args.faults}
     key = key_of({"step": "sample_corpus", **settings})
-    content = read_marker(args.output, key, [args.output])
-    skipped = content is not None
-    if content is None:
-        content = settings
-        with written_marked(args.output, key, content) as file:
-            documents, counts = build_documents(sources, versions, args.workers)
-            chosen = select(documents, int(args.max_mb * 1e6))
-            if not chosen:
-                raise ValueError(
-                    f"--max-mb {args.max_mb} is less than any of the {len(documents)} documents. Give more."
-                )
-            corpus, planted = plant_faults(chosen) if args.faults else (b"".join(map(dump, chosen)), {})
-            file.write(corpus)
-            content |= {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest(), "documents": len(chosen)}
-            content |= {"planted": planted, "documents_available": len(documents), **counts}
+
+    def make(file: BinaryIO) -> dict[str, Any]:
+        documents, counts = build_documents(sources, versions, args.workers)
+        chosen = select(documents, int(args.max_mb * 1e6))
+        if not chosen:
+            raise ValueError(f"--max-mb {args.max_mb} is less than any of the {len(documents)} documents. Give more.")
+        corpus, planted = plant_faults(chosen) if args.faults else (b"".join(map(dump, chosen)), {})
+        file.write(corpus)
+        found = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest(), "documents": len(chosen)}
+        return {**settings, **found, "planted": planted, "documents_available": len(documents), **counts}
+
+    content, skipped = made_once(args.output, key, make)
     return {"output": str(args.output), **content, "skipped": skipped}

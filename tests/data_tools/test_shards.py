@@ -11,7 +11,10 @@ import random
 import re
 import signal
 import sys
+import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,6 +23,7 @@ import pytest
 
 from data_tools.__main__ import main
 from data_tools.documents import document_blocks, dump
+from data_tools.done_marker import made_once
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Dropped, unchanged
 from data_tools.options import RunOptions, size
@@ -466,3 +470,20 @@ def test_memory_bounds_the_number_of_workers():
     assert (holding.workers_in_memory + 1) * holding.worker_bytes <= 2 << 30
     with pytest.raises(ValueError, match="--memory 512M is too little .* and 300M of what the step looks for"):
         RunOptions(memory_bytes=512 << 20, held_bytes=300 << 20)
+
+
+def test_of_two_runs_at_a_time_one_makes_the_file_and_the_other_waits_for_it(tmp_path):
+    begun, made = threading.Event(), []
+
+    def make(file):
+        made.append(file.write(b"text"))
+        begun.set()
+        time.sleep(0.5)
+        return {"bytes": 4}
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(made_once, tmp_path / "a.txt", "key", make)
+        begun.wait(60)
+        second = pool.submit(made_once, tmp_path / "a.txt", "key", make)
+    assert (first.result(), second.result(), made) == (({"bytes": 4}, False), ({"bytes": 4}, True), [4])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.done.json"]
