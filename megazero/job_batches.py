@@ -58,7 +58,7 @@ def batches(
     name: str,
     batch_size: int,
     consumed: int = 0,
-    batches_per_step: int | Callable[[int], int] = 1,
+    batches_per_step: Callable[[int], int] = lambda _: 1,
 ) -> Iterator | None:
     """Micro-batches of this data-parallel rank; None on tensor-parallel ranks other than the first, which get a broadcast."""
     if job.groups.model_parallel_rank != 0:

@@ -89,7 +89,7 @@ def case(arguments: list[str], batch_size: int, rtol: float = 1e-4, atol: float 
     flags, size = job.config.training, job.groups.data_parallel_size
     assert flags.eval_iters * job.config.eval_batch_size * size == GLOBAL_BATCH
     want = plain_training(full_weights(job), job.config.model)
-    iterator = batches(job, samples(), "training", batch_size, 0, job.engine.gradient_accumulation_steps())
+    iterator = batches(job, samples(), "training", batch_size, 0, job.accumulation_steps)
     losses, norms = [], []
     for _ in range(STEPS):
         losses.append(train_step(job, iterator)[0])
@@ -162,7 +162,7 @@ def bits_case() -> None:
     runs = []
     for on in ([], [ON]):
         job = make_job(["--no-eod-mask-loss", "--batch-size", "2", *on])
-        iterator = batches(job, samples(), "training", 2, 0, job.engine.gradient_accumulation_steps())
+        iterator = batches(job, samples(), "training", 2, 0, job.accumulation_steps)
         runs.append(([train_step(job, iterator)[0] for _ in range(STEPS)], full_weights(job), evaluate(job, samples())))
         end(job)
     assert runs[0][0] == runs[1][0] and runs[0][2] == pytest.approx(runs[1][2], rel=1e-6)
@@ -176,7 +176,7 @@ def test_where_all_tokens_count_the_flag_changes_no_bit_of_training():
 def no_token_case() -> None:
     job = make_job([ON, "--batch-size", "2", "--weight-decay", "0"])
     before = full_weights(job)
-    iterator = batches(job, [{"text": torch.full((LENGTH + 1,), EOD)}] * GLOBAL_BATCH, "training", 2, 0, 3)
+    iterator = batches(job, [{"text": torch.full((LENGTH + 1,), EOD)}] * GLOBAL_BATCH, "training", 2, 0, lambda _: 3)
     assert train_step(job, iterator)[0] == 0.0 and job.engine.get_global_grad_norm() == 0.0
     assert all(torch.equal(x, before[name]) for name, x in full_weights(job).items())
     assert evaluate(job, [{"text": torch.full((LENGTH + 1,), EOD)}] * 3 * GLOBAL_BATCH) == 0.0

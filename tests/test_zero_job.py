@@ -62,8 +62,7 @@ def train(job: Job, steps: int) -> list[float]:
     """The losses of some steps."""
     flags = job.config.training
     data, _, _ = datasets(job)
-    accumulation = job.engine.gradient_accumulation_steps()
-    iterator = batches(job, data, "training", flags.batch_size, job.consumed_samples, accumulation)
+    iterator = batches(job, data, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
     return [train_step(job, iterator)[0] for _ in range(steps)]
 
 

@@ -25,8 +25,8 @@ class DataParallelBatchSampler:
         consumed_samples: samples that all ranks together have used before.
         micro_batch_size: samples per yielded list.
         data_parallel_rank, data_parallel_size: which slice of how many.
-        micro_batches_per_step: lists per global batch on each rank (gradient accumulation steps); or what it is after so many
-            consumed samples, of which B then is a function.
+        micro_batches_per_step: lists per global batch on each rank (gradient accumulation steps) after so many consumed samples,
+            of which B is a function.
 
     Raises:
         ValueError: a size is not positive, the rank is outside, or no complete global batch is left.
@@ -39,12 +39,9 @@ class DataParallelBatchSampler:
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
-        micro_batches_per_step: int | Callable[[int], int] = 1,
+        micro_batches_per_step: Callable[[int], int] = lambda _: 1,
     ) -> None:
-        self._steps_after = (
-            micro_batches_per_step if callable(micro_batches_per_step) else lambda _: micro_batches_per_step
-        )
-        steps = self._steps_after(consumed_samples)
+        self._steps_after, steps = micro_batches_per_step, micro_batches_per_step(consumed_samples)
         if min(micro_batch_size, data_parallel_size, steps) < 1 or consumed_samples < 0:
             raise ValueError(
                 f"micro_batch_size={micro_batch_size}, data_parallel_size={data_parallel_size} and micro_batches_per_step="

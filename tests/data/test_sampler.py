@@ -17,7 +17,7 @@ SHAPES = [(1, 1, 12), (12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 12, 1), (2, 2, 3), (
 
 def global_batches(total, consumed, micro, size, steps):
     """What all ranks together see in each optimizer step, in rank order."""
-    ranks = [list(DataParallelBatchSampler(total, consumed, micro, r, size, steps)) for r in range(size)]
+    ranks = [list(DataParallelBatchSampler(total, consumed, micro, r, size, lambda _: steps)) for r in range(size)]
     assert all(len(batch) == micro for rank in ranks for batch in rank)
     assert len({len(rank) for rank in ranks}) == 1
     return [
@@ -64,7 +64,7 @@ def test_continues_from_any_number_of_samples():
 
 
 def test_length_counts_the_batches_that_are_left():
-    sampler = DataParallelBatchSampler(100, 30, 2, 1, 3, 4)
+    sampler = DataParallelBatchSampler(100, 30, 2, 1, 3, lambda _: 4)
     assert len(sampler) == len(list(sampler)) == 8
     assert list(sampler) == list(sampler), "each iteration starts where the run does"
 
@@ -76,7 +76,7 @@ def test_incomplete_last_batch_is_dropped():
 @pytest.mark.parametrize("total, consumed", [(11, 0), (24, 13), (24, 24), (24, 100)])
 def test_nothing_left_shows_the_arithmetic(total, consumed):
     with pytest.raises(ValueError, match=f"{total} samples, {consumed} consumed, global batch size 2 x 3 x 2 = 12"):
-        DataParallelBatchSampler(total, consumed, 2, 0, 2, 3)
+        DataParallelBatchSampler(total, consumed, 2, 0, 2, lambda _: 3)
 
 
 @pytest.mark.parametrize(
