@@ -50,15 +50,11 @@ class Progress:
         self._first += disk_bytes
         self._bar.update(disk_bytes)
 
-    def close(self) -> None:
-        """Ends the bar."""
-        self._bar.close()
-
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._bar.close()
 
     def _is_due(self, now: float) -> bool:
         if self._every is None:

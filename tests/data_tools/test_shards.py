@@ -442,10 +442,9 @@ def test_the_index_cache_of_a_job_is_no_input(tmp_path):
 
 def test_progress_without_a_terminal_logs_rates_and_the_time_left(caplog):
     caplog.set_level("INFO")
-    progress = Progress("clean", 400, log_documents=1)
-    progress.skip(100)
-    progress.update(3, 150, 100)
-    progress.close()
+    with Progress("clean", 400, log_documents=1) as progress:
+        progress.skip(100)
+        progress.update(3, 150, 100)
     assert re.search(r"clean: 50%, [\d,]+ documents/s, [\d.]+ MB/s, ETA 00:00", caplog.text)
 
 
