@@ -25,8 +25,8 @@ _context = multiprocessing.get_context("forkserver")
 _TORCH = ["torch", "torch._dynamo", "torch.distributed", "torch.distributed.tensor", "torch.testing"]
 _LOGS = ["torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_agg"]
 _MODELS = ["transformers.models.gpt2.modeling_gpt2"]  # two seconds; skipped if it is not installed
-_PRELOAD = [*_TORCH, *_LOGS, *_MODELS, "numpy", "pytest", "megazero.job", "pretrain_gpt2", "tests.ranks", "tests.frozen"]
-_context.set_forkserver_preload(_PRELOAD)
+_OURS = ["pytest", "megazero.job", "pretrain_gpt2", "tests.ranks", "tests.frozen"]
+_context.set_forkserver_preload([*_TORCH, *_LOGS, *_MODELS, *_OURS])
 
 
 def _rank_main(
