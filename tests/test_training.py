@@ -839,7 +839,8 @@ from megazero.entry import run_script
 
 def work(_):
     comm.init_distributed("gloo")
-    channel, group = comm.Channel(comm.world(), timeout_s=1), torch.distributed.new_group(timeout=timedelta(seconds=1))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    channel = comm.Channel(group)
     comm.barrier()
     if torch.distributed.get_rank() == 1:
         time.sleep(60)
@@ -868,7 +869,7 @@ def test_a_rank_that_has_waited_for_another_says_so_in_one_line(tmp_path, what, 
     done = run_script(2, str(script), [])
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     why = r"\. That rank hangs, runs something else, or needs longer than .*\(in training, --distributed-timeout-s\)\."
-    one = rf"^error: waited in vain for another rank, in .*__main__.work:14.*{where}.*{said}.*[^.]{why}$"
+    one = rf"^error: waited in vain for another rank, in .*__main__.work:15.*{where}.*{said}.*[^.]{why}$"
     assert re.search(one, done.stdout, re.MULTILINE), done.stdout
 
 

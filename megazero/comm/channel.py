@@ -20,8 +20,8 @@ from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
 
-# For each group, the further groups that its channels share, by shard size and timeout. They last as long as the world.
-_levels: WeakKeyDictionary[ProcessGroup, dict[tuple[int, float], list[ProcessGroup]]] = WeakKeyDictionary()
+# For each group, the further groups that its channels share, by shard size. They last as long as the world.
+_levels: WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup]]] = WeakKeyDictionary()
 
 
 @dataclass
@@ -54,16 +54,16 @@ class Channel:
         group, num_ranks: the whole group, and its number of ranks.
         rank, size: this rank's place in its set, and the number of ranks in a set.
         set_rank, num_sets: which set this is, and the number of sets.
+        timeout_s: seconds without progress after which a collective or `meet` fails: the group's.
     """
 
-    def __init__(self, group: ProcessGroup, *, shard_size: int | None = None, timeout_s: float | None = None) -> None:
+    def __init__(self, group: ProcessGroup, *, shard_size: int | None = None) -> None:
         """On gloo, collective over `group`. On NCCL, collective over the world: all of its ranks make a channel at the same time,
         each for its own group (see `new_group_like`).
 
         Args:
             group: the ranks that take part, including this one.
             shard_size: number of ranks that a buffer is cut over: a divisor of the group's size, not 1. None: all ranks.
-            timeout_s: seconds without progress after which a collective or `meet` fails; None: the group's timeout.
 
         Raises:
             ValueError: `shard_size` does not divide the group's size, or is 1.
@@ -75,7 +75,7 @@ class Channel:
             )
         self.num_sets = self.num_ranks // self.size
         self.set_rank, self.rank = divmod(group.rank(), self.size)
-        self.timeout_s = timeout_of(group) if timeout_s is None else timeout_s
+        self.timeout_s = timeout_of(group)
         self.traffic: dict[str, Traffic] = {}
         self.reset_traffic()
         self.transport = "none"  # what moves the data
@@ -85,7 +85,7 @@ class Channel:
         name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
-        self.transport, lanes = _open_lanes(group, self.size, name, self.timeout_s)
+        self.transport, lanes = _open_lanes(group, self.size, name)
         self._reductions, self._gathers = lanes
 
     def all_reduce_(self, buffer: Tensor, name: str = "") -> Work:
@@ -177,39 +177,38 @@ class Channel:
         return (self._gathers if action == "all_gather" else self._reductions).issue(action, buffer, name)
 
 
-def _open_lanes(
-    group: ProcessGroup, size: int, name: str, timeout_s: float
-) -> tuple[str, Sequence[ThreadLane | NativeLane]]:
+def _open_lanes(group: ProcessGroup, size: int, name: str) -> tuple[str, Sequence[ThreadLane | NativeLane]]:
     """What moves the data, and the lanes of reductions and of gathers. Collective: every rank decides alike."""
     ranks, (first, rank) = dist.get_process_group_ranks(group), divmod(group.rank(), size)
     mine, across = ranks[first * size :][:size], ranks[rank::size]
     if backend_of(group) != "gloo":
-        return "native", [NativeLane(*_groups_of_levels(group, mine, across, timeout_s))] * 2
-    levels = [group] if len(across) == 1 else _groups_of_levels(group, mine, across, timeout_s)
+        return "native", [NativeLane(*_groups_of_levels(group, mine, across))] * 2
+    levels = [group] if len(across) == 1 else _groups_of_levels(group, mine, across)
     where = f"rank {ranks[group.rank()]} of ranks {ranks}"
-    kind, transports = _open_transports(levels[0], 2, name, timeout_s)
+    kind, transports = _open_transports(levels[0], 2, name)
     if len(across) > 1:
-        between, (bridge,) = _open_transports(levels[1], 1, name, timeout_s)
+        between, (bridge,) = _open_transports(levels[1], 1, name)
         kind = f"{kind} in sets of {size}, {between} between them"
         transports[0] = TwoLevelTransport(transports[0], bridge, rank=rank, size=size, num_sets=len(across))
     return kind, [ThreadLane(transport, where) for transport in transports]
 
 
-def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int], timeout_s: float) -> list[ProcessGroup]:
+def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int]) -> list[ProcessGroup]:
     """The group of this rank's set, and that of the ranks with the same part; those of a single rank are left out.
 
     Collective if they do not exist yet.
     """
-    known, key = _levels.setdefault(group, {}), (len(mine), timeout_s)
-    if key not in known:
+    known, size = _levels.setdefault(group, {}), len(mine)
+    if size not in known:
         even_out_groups(group)
-        known[key] = [new_group_like(group, part, timeout_s) for part in (mine, across) if len(part) > 1]
-    return known[key]
+        known[size] = [new_group_like(group, part, timeout_of(group)) for part in (mine, across) if len(part) > 1]
+    return known[size]
 
 
-def _open_transports(group: ProcessGroup, count: int, name: str, timeout_s: float) -> tuple[str, list[Transport]]:
+def _open_transports(group: ProcessGroup, count: int, name: str) -> tuple[str, list[Transport]]:
     """`count` independent transports: shared memory if all ranks of `group` are on one host, else point to point. Collective."""
     opened: list[Links] = []
+    timeout_s = timeout_of(group)
     while len(opened) < count and (links := link(group, area_bytes(group.size()), timeout_s)):
         opened.append(links)
     if len(opened) == count:

@@ -92,7 +92,7 @@ def test_long_names_that_differ_at_their_end_only_are_told_apart(way):
 
 
 def meet_case(present):
-    channel = open_channel("shared memory", timeout_s=1.0)
+    channel = open_channel("shared memory", dist.new_group(timeout=timedelta(seconds=1)))
     channel.meet("first")
     if channel.rank not in present:
         time.sleep(2)

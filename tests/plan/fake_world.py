@@ -250,7 +250,7 @@ def fake_world(
 
         def open_channel(group: comm.ProcessGroup, **sets: Any) -> comm.Channel:
             with unset_fake_temporarily():  # ranks tell each other names
-                return channel(group, timeout_s=60.0, **sets)  # the fake backend has none
+                return channel(group, **sets)
 
         for module in (comm, mpu.sequence_mappings, checkpointing.checkpointer):
             patch.setattr(module, "Channel", open_channel)

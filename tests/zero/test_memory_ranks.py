@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,9 +24,8 @@ HOMES = ("none", "cpu", "nvme")
 @pytest.fixture(params=[1, 8, 64, 1024])
 def fake_world(request, monkeypatch):
     """This process is rank 0 of many. Collectives of the fake backend leave buffers alone, and gather copies of this rank's."""
-    monkeypatch.setattr(comm.Channel, "meet", lambda channel, what: None)  # the fake backend has no store,
+    monkeypatch.setattr(comm.Channel, "meet", lambda channel, what: None)  # the fake backend has no store
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)
-    monkeypatch.setattr(comm, "Channel", partial(comm.Channel, timeout_s=60.0))  # and no timeout
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
