@@ -15,7 +15,7 @@ import torch
 
 from megazero import comm
 from megazero.throughput import unreserved_memory_bytes
-from megazero.zero.gemini_plan import Plan, plan_placement
+from megazero.zero.gemini_plan import Plan
 from megazero.zero.gemini_trace import Meter, Moment, Trace, Tracer
 from megazero.zero.residency import GatherLimits, Residency
 
@@ -90,7 +90,7 @@ class Gemini(Residency):
         meter: measures the device's memory.
         model_bytes: returns how many bytes the engine itself holds on the device now: gathered units, and states there.
         group: the ranks that gather together, and so follow one plan.
-        optimizer_bytes, gradient_bytes, shard_bytes, margin_ratio: as for `plan_placement`, of this rank.
+        make_plan: `plan_placement`, with the bytes of this rank's states and their share of the margin.
         accumulates: returns whether the gradients of several iterations are added up before an update.
 
     Attributes:
@@ -106,16 +106,12 @@ class Gemini(Residency):
         meter: Meter,
         model_bytes: Callable[[], int],
         group: comm.ProcessGroup,
+        make_plan: Callable[..., Plan],
         accumulates: Callable[[], bool],
-        optimizer_bytes: Mapping[int, int],
-        gradient_bytes: Mapping[int, int],
-        shard_bytes: Mapping[int, int],
-        margin_ratio: float,
     ) -> None:
         super().__init__(sizes, limits)
         self._nbytes, self._meter, self._model_bytes, self._group = nbytes, meter, model_bytes, group
-        self._accumulates, self._margin_ratio = accumulates, margin_ratio
-        self._optimizer_bytes, self._gradient_bytes, self._shard_bytes = optimizer_bytes, gradient_bytes, shard_bytes
+        self._make_plan, self._accumulates = make_plan, accumulates
         self.plan: Plan | None = None
         self._is_for_sums = False  # the plan has room for the sums of several iterations
         # An iteration is traced, or follows the plan, or has left it; then both are None until its end.
@@ -187,15 +183,7 @@ class Gemini(Residency):
 
     def _plan_from(self, moments: tuple[Moment, ...], budget: int) -> None:
         self._is_for_sums = self._accumulates()
-        self.plan = plan = plan_placement(
-            Trace(moments, self._nbytes),
-            budget,
-            optimizer_bytes=self._optimizer_bytes,
-            gradient_bytes=self._gradient_bytes,
-            shard_bytes=self._shard_bytes,
-            gpu_margin_mem_ratio=self._margin_ratio,
-            accumulates=self._is_for_sums,
-        )
+        self.plan = plan = self._make_plan(Trace(moments, self._nbytes), budget, accumulates=self._is_for_sums)
         self._replay = Replay(plan)
         logger.info(
             "placement: %d fetches of %.1f MB in an iteration of %d moments, at most %.1f of %.1f MB on the device; the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from megazero.logging import ALIKE, get_logger
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import CudaMeter, Gemini
-from megazero.zero.gemini_plan import Plan
+from megazero.zero.gemini_plan import Plan, plan_placement
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.home import Home
 from megazero.zero.optimizer import BucketOptimizer
@@ -86,11 +87,14 @@ class Placement:
             meter=meter,
             model_bytes=self.model_bytes,
             group=group,
+            make_plan=partial(
+                plan_placement,
+                optimizer_bytes=by_unit(self._trained, lambda bucket: STATE_BYTES * bucket.owned_numel),
+                gradient_bytes=by_unit(self._trained, lambda b: b.gradient.dtype.itemsize * b.owned_numel),
+                shard_bytes=by_unit(self._frozen, _shard_bytes),
+                gpu_margin_mem_ratio=config.gpu_margin_mem_ratio,
+            ),
             accumulates=self._accumulates,
-            optimizer_bytes=by_unit(self._trained, lambda bucket: STATE_BYTES * bucket.owned_numel),
-            gradient_bytes=by_unit(self._trained, lambda b: b.gradient.dtype.itemsize * b.owned_numel),
-            shard_bytes=by_unit(self._frozen, _shard_bytes),
-            margin_ratio=config.gpu_margin_mem_ratio,
         )
         self._done: Plan | None = None
 

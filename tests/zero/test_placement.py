@@ -12,6 +12,7 @@ from megazero import comm, mpu
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini import LOST_BETWEEN_TENSORS, CudaMeter, Gemini
+from megazero.zero.gemini_plan import plan_placement
 from megazero.zero.placement import placed
 from megazero.zero.residency import LIMIT_KEYS, GatherLimits
 from megazero.zero.units import ROOT
@@ -241,9 +242,8 @@ class Scripted:
 
 def test_a_peak_in_the_last_moment_does_not_make_the_device_larger(one_rank):
     meter = Scripted(100, [0, 5, 60], now=5)
-    states = {"optimizer_bytes": {}, "gradient_bytes": {}, "shard_bytes": {}, "margin_ratio": 0.0}
-    settings = {"group": comm.world(), "model_bytes": lambda: 0, "accumulates": lambda: False, **states}
-    gemini = Gemini([1, 1], GatherLimits(), nbytes={0: 10, 1: 10}, meter=meter, **settings)
+    settings = {"group": comm.world(), "model_bytes": lambda: 0, "accumulates": lambda: False}
+    gemini = Gemini([1, 1], GatherLimits(), nbytes={0: 10, 1: 10}, meter=meter, make_plan=plan_placement, **settings)
     for unit in (0, 1):
         gemini.ahead(unit, 1, 0)
     gemini.finish()
