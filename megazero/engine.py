@@ -195,7 +195,7 @@ class Engine:
         try:
             return self.module(*args, **kwargs)
         except BaseException:  # torch runs no hook of modules that Ctrl-C leaves
-            self.schedule.forget_under_way()
+            self.schedule.forwards.clear()
             raise
 
     forward = __call__

@@ -148,7 +148,7 @@ def _is_in_use(bucket: Bucket) -> bool:
 
 def _reader_of(bucket: Bucket) -> nn.Module | None:
     """The module whose forward is under way: it reads parameters that it does not own, and its backward will need them again."""
-    return None if bucket.schedule is None or bucket.weights.is_gathered else bucket.schedule.forward_under_way
+    return None if bucket.schedule is None or bucket.weights.is_gathered else bucket.schedule.forwards.innermost
 
 
 def _changed(bucket: Bucket) -> list[str]:

@@ -253,7 +253,7 @@ def _schedule_of(parameter: nn.Parameter) -> Schedule | None:
 
 def _is_in_forward(parameter: nn.Parameter) -> bool:
     schedule = _schedule_of(parameter)
-    return schedule is not None and schedule.forward_under_way is not None
+    return schedule is not None and schedule.forwards.innermost is not None
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:

@@ -80,7 +80,7 @@ class Schedule:
         self._handles: list[Any] = []
         self._leaf_handles: list[Any] = []  # of hooks on leaf inputs, which no graph takes with it
         self._watched: set[str] = set()
-        self._forwards = Forwards()
+        self.forwards = Forwards()
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
         for bucket in buckets:
             bucket.schedule = self
@@ -105,7 +105,7 @@ class Schedule:
 
         Until they are gathered, nothing can be loaded into them.
         """
-        self._handles += [*refuse_loading(model), *self._forwards.watch(model)]
+        self._handles += [*refuse_loading(model), *self.forwards.watch(model)]
         self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
         root = self._root_modules(model)
@@ -114,7 +114,7 @@ class Schedule:
         for module in (model, *root):
             self._handles.append(module.register_forward_hook(Hook(self._gather_root_for_backward)))
         for index, unit in enumerate(units):
-            self._handles += self._forwards.watch(unit)
+            self._handles += self.forwards.watch(unit)
             self._gather_around(unit, self._of_unit[index], index)
         for module in model.modules():
             for parameter in external_parameters(module):
@@ -170,7 +170,7 @@ class Schedule:
         self.reductions.restart()
         partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
-        self._forwards.clear()
+        self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
 
@@ -216,18 +216,9 @@ class Schedule:
             self._gather_around(module, [bucket])
 
     @property
-    def forward_under_way(self) -> nn.Module | None:
-        """The innermost unit whose forward runs now, or the model."""
-        return self._forwards.innermost
-
-    @property
     def is_under_way(self) -> bool:
         """Whether a forward or a backward runs now."""
-        return self._forwards.innermost is not None or _in_backward()
-
-    def forget_under_way(self) -> None:
-        """Records that no forward runs any more, whatever has ended it."""
-        self._forwards.clear()
+        return self.forwards.innermost is not None or _in_backward()
 
     def gather_external(self, parameter: nn.Parameter) -> bool:
         """Makes a released parameter whole for the forward under way, now and whenever it runs again.
@@ -238,7 +229,7 @@ class Schedule:
         Returns:
             Whether it did; False outside of a forward and a backward.
         """
-        module, bucket = self._forwards.innermost, bucket_of(parameter)
+        module, bucket = self.forwards.innermost, bucket_of(parameter)
         if bucket is None or not self.is_under_way:
             return False
         if module is not None:
@@ -266,7 +257,7 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
-            if self._first is None and index is not None and self._forwards.train and not _in_backward():
+            if self._first is None and index is not None and self.forwards.train and not _in_backward():
                 self._first = index
             if index is not None and torch.is_grad_enabled() and not _in_backward():
                 self._runs.append(index)
@@ -278,7 +269,7 @@ class Schedule:
             output = without_views(output, buckets)
             if self._is_over(index, was_wanted):
                 for bucket in buckets:
-                    if bucket.unit != ROOT and not self._forwards.read(bucket):
+                    if bucket.unit != ROOT and not self.forwards.read(bucket):
                         bucket.weights.release()
             # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
             for node in first_nodes(output, inputs):
@@ -355,7 +346,7 @@ class Schedule:
         if not self._overlaps_comm:
             return
         step = -1 if _in_backward() else 1
-        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self._forwards.train)
+        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self.forwards.train)
         done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
@@ -393,7 +384,7 @@ class Schedule:
     def _stays(self, index: int) -> bool:
         # A recomputed tile is gathered for its recomputation and again for its backward, which comes only after the recomputation
         # of all tiles of its layer.
-        trains = torch.is_grad_enabled() if index in self._linear_tiles else self._forwards.train
+        trains = torch.is_grad_enabled() if index in self._linear_tiles else self.forwards.train
         return trains and self.residency.stays(index, self._live)
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
