@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -36,10 +37,7 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
     A module that the model has under several names is a unit once, and none if it lies inside of another unit.
     """
-    owners: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter] = owners.get(parameter, 0) + 1
+    owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     shared = {parameter for parameter, count in owners.items() if count > 1}
     found = dict.fromkeys(_units_in(model, shared, is_root=True))  # in order, each once
     inside = {part for unit in found for part in unit.modules() if part is not unit}
@@ -58,16 +56,15 @@ def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = Fals
 
 
 def _units_of_entries(container: nn.Module, shared: set[nn.Parameter]) -> list[nn.Module]:
-    units: dict[nn.Module, None] = {}  # in order, each once
-    for entry in container.children():  # yields an entry that appears twice only once
+    units: list[nn.Module] = []
+    for entry in container.children():
         if _is_never_called(entry) or _is_divided(entry):
-            found = _units_of_entries(entry, shared)
+            units += _units_of_entries(entry, shared)
         elif isinstance(container, nn.Sequential) and _has_list(entry):
-            found = _units_in(entry, shared)
-        else:
-            found = [entry] if any(True for _ in entry.parameters()) else []
-        units.update(dict.fromkeys(found))
-    return list(units)
+            units += _units_in(entry, shared)
+        elif any(True for _ in entry.parameters()):
+            units.append(entry)
+    return units
 
 
 def _is_never_called(module: nn.Module) -> bool:
@@ -265,11 +262,8 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
 
 def _units_of_parameters(units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
     """The index of the unit that each parameter belongs to. The root's are left out, and with them what several units share."""
-    unit_of: dict[nn.Parameter, int] = {}
-    shared: set[nn.Parameter] = set()
-    for index, unit in enumerate(units):
-        shared.update(parameter for parameter in unit.parameters() if unit_of.setdefault(parameter, index) != index)
-    return {parameter: index for parameter, index in unit_of.items() if parameter not in shared}
+    uses = Counter(parameter for unit in units for parameter in unit.parameters())
+    return {p: index for index, unit in enumerate(units) for p in unit.parameters() if uses[p] == 1}
 
 
 def _persistent(model: nn.Module, zero: ZeroConfig) -> set[str]:
