@@ -264,7 +264,7 @@ def without_keeping_memory(patch: pytest.MonkeyPatch) -> None:
 
 def without_waiting_for_what_comes(patch: pytest.MonkeyPatch) -> None:
     def at_hand(vector: Any, start: int = 0, stop: int | None = None, **_: bool) -> Any:
-        return nullcontext(vector._tensor[start:stop])
+        return nullcontext(vector.resident[start:stop])
 
     patch.setattr(home.MemoryVector, "at_hand", at_hand)
 

@@ -67,15 +67,12 @@ class Home(Protocol):
     """A place for vectors.
 
     Attributes:
+        device: that of tensors at hand.
         link: the link to the device that computes, if the home is on the other side of one.
     """
 
+    device: torch.device
     link: Link | None
-
-    @property
-    def device(self) -> torch.device:
-        """The device of tensors at hand."""
-        ...
 
     @property
     def nbytes(self) -> int:
@@ -119,19 +116,14 @@ class MemoryVector:
     """A vector that is always at hand, once its values have come over the link.
 
     Args:
-        tensor: its memory.
+        resident: its memory.
         link: the link to the device that computes, if that is on the other side of one.
     """
 
-    def __init__(self, tensor: Tensor, link: Link | None = None) -> None:
-        self._tensor, self.link = tensor, link
-        self.numel, self.dtype = tensor.numel(), tensor.dtype
+    def __init__(self, resident: Tensor, link: Link | None = None) -> None:
+        self.resident, self.link = resident, link
+        self.numel, self.dtype = resident.numel(), resident.dtype
         self._coming: Crossing | None = None
-
-    @property
-    def resident(self) -> Tensor:
-        """All of it."""
-        return self._tensor
 
     @property
     def is_here(self) -> bool:
@@ -148,13 +140,13 @@ class MemoryVector:
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
-        return nullcontext(self._tensor[start:stop])
+        return nullcontext(self.resident[start:stop])
 
     def send(self, values: Tensor) -> None:
         """Starts to fill it with values on the device. Nobody may write to `values` from now on."""
         assert self.link is not None
-        copy = partial(self._tensor.copy_, values, non_blocking=True)
-        self._coming = self.link.to_host.start(copy, on_device=[values], on_host=[self._tensor])
+        copy = partial(self.resident.copy_, values, non_blocking=True)
+        self._coming = self.link.to_host.start(copy, on_device=[values], on_host=[self.resident])
 
     def add(self, values: Tensor) -> None:
         """Starts to add values on the device. Nobody may write to `values` from now on.
@@ -162,7 +154,7 @@ class MemoryVector:
         The device adds, concurrently with other work, piece by piece, so that it never holds a copy of the whole sum.
         """
         assert self.link is not None
-        total = self._tensor
+        total = self.resident
 
         def add() -> None:
             for here, there in zip(total.split(SUM_NUMEL), values.split(SUM_NUMEL), strict=True):

@@ -53,18 +53,13 @@ class NvmeHome:
         link: Link | None = None,
     ) -> None:
         self.swap, self.reads_ahead, self.writes_behind, self.pin = swap, reads_ahead, writes_behind, pin
-        self.link = link
+        self.device, self.link = torch.device("cpu"), link
         self._memory = MemoryHome(self.device, pin, link)  # for what goes to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
         self._spare: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
         self._writes: deque[Transfer] = deque()  # oldest first
         self._lock = threading.Lock()  # a delayed update also reads and writes here, in its own thread
-
-    @property
-    def device(self) -> torch.device:
-        """The host's memory."""
-        return torch.device("cpu")
 
     def vector(self, numel: int, dtype: torch.dtype) -> SwappedVector:
         """A place in the file."""
@@ -159,6 +154,8 @@ class NvmeHome:
 class SwappedVector:
     """A vector in a swap file. `at_hand` gives a copy, which is written back at the end of the block if `writes`."""
 
+    resident = None  # nothing of it stays in memory
+
     def __init__(self, home: NvmeHome, numel: int, dtype: torch.dtype) -> None:
         self.home, self.numel, self.dtype, self.link = home, numel, dtype, home.link
         self._region = home.swap.allocate(numel * dtype.itemsize)
@@ -166,11 +163,6 @@ class SwappedVector:
         self._behind: dict[_Place, Transfer] = {}
         self._finalizer = weakref.finalize(self, _free, home, self._region, self._ahead)
         self._finalizer.atexit = False  # the file ends with the process anyway
-
-    @property
-    def resident(self) -> None:
-        """None: nothing of it stays in memory."""
-        return None
 
     @property
     def is_here(self) -> bool:
