@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -43,16 +42,6 @@ from megazero.zero.tiling import tile_places
 from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
-
-# What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or of a size of 0.
-_MISSES_MEMORY = re.compile(r"setStorage|\(0\)|\[0\]|\b0x\d|\dx0\b")
-_READ_UNNOTICED = (
-    "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "
-    "own it has read it, while the unit happened to be whole: call megazero.zero.register_external_parameter(module, parameter) "
-    "before the first forward. If the loss reaches the unit other than through what it returns (an attribute, a hook, an "
-    "argument that it writes to): return that. If its input comes from a graph whose backward is over: detach() it. If the loss "
-    "was computed from parameters inside of GatheredParameters: call backward inside of it, too."
-)
 
 
 class EngineStateError(RuntimeError, AssertionError):
@@ -237,13 +226,8 @@ class Engine:
             loss = loss / self._accumulation_steps
         is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
         self._has_gradients = False  # until this succeeds: a failed backward leaves gradients of a part of the model
-        try:
-            with self.schedule.backward(is_last_micro_batch):
-                (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            if self.sharding.parameters and _MISSES_MEMORY.search(str(error)):
-                raise RuntimeError(f"{_READ_UNNOTICED} ({error})") from error
-            raise
+        with self.schedule.backward(is_last_micro_batch):
+            (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
             self.schedule.finish_backward()
         self._has_gradients = True

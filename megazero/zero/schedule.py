@@ -18,6 +18,7 @@ new values that the last update has left on their way. `Reductions` keeps count 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,16 @@ from megazero.zero.units import ROOT
 from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
+
+# What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or of a size of 0.
+_MISSES_MEMORY = re.compile(r"setStorage|\(0\)|\[0\]|\b0x\d|\dx0\b")
+_READ_UNNOTICED = (
+    "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "
+    "own it has read it, while the unit happened to be whole: call megazero.zero.register_external_parameter(module, parameter) "
+    "before the first forward. If the loss reaches the unit other than through what it returns (an attribute, a hook, an "
+    "argument that it writes to): return that. If its input comes from a graph whose backward is over: detach() it. If the loss "
+    "was computed from parameters inside of GatheredParameters: call backward inside of it, too."
+)
 
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, in addition to units gathered ahead
 
@@ -162,6 +173,10 @@ class Schedule:
             # Also waits for weights on their way that no forward has read.
             self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
             yield
+        except RuntimeError as error:
+            if self._sharded and _MISSES_MEMORY.search(str(error)):
+                raise RuntimeError(f"{_READ_UNNOTICED} ({error})") from error
+            raise
         finally:
             self.reductions.is_open = False
 
