@@ -501,7 +501,7 @@ class PretendedCuda(Held):
                 return resize(storage, nbytes)
 
             def waited(crossing: Crossing) -> None:
-                crossing._event.synchronize()  # who finds that it is over has seen who saw it
+                crossing._stream.wait(crossing._event)  # who finds that it is over has seen who saw it
                 for tensor in (*crossing._on_device, *crossing._on_host):
                     self._memory_of(tensor).seen = self.host.place()
                 wait_of_crossing(crossing)

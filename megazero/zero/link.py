@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,36 +29,17 @@ MOST_TO_DEVICE = 3  # shards that come ahead have their memory already
 OUTBOX_BUFFERS = 2  # one is filled while the other is sent
 
 
-class Event(Protocol):
-    """A point in a stream."""
-
-    def synchronize(self) -> None:
-        """Returns when everything before it is done."""
-
-
 class CopyStream(Protocol):
     """A queue of a device's work, separate from the computing stream. Tests supply their own."""
 
-    def start(self, work: Callable[[], object]) -> Event:
+    def start(self, work: Callable[[], object]) -> Any:
         """Queues what `work` issues, after all that the computing stream was given so far; returns the point after it."""
-        ...
 
-    def hold_back(self, event: Event) -> None:
-        """Makes whatever the computing stream is given from now on wait for `event`."""
-        ...
+    def hold_back(self, event: Any) -> None:
+        """Makes whatever the computing stream is given from now on wait for the point `event`."""
 
-
-@dataclass(frozen=True)
-class CudaEvent:
-    """An event on a CUDA stream."""
-
-    recorded: torch.cuda.Event
-    device: torch.device
-
-    def synchronize(self) -> None:
-        """See `Event.synchronize`. Works in any thread: a new thread is on the first device, and would start CUDA there."""
-        with torch.cuda.device(self.device):
-            self.recorded.synchronize()
+    def wait(self, event: Any) -> None:
+        """Returns when everything before the point `event` is done."""
 
 
 class CudaCopyStream:
@@ -67,7 +48,7 @@ class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, work: Callable[[], object]) -> CudaEvent:
+    def start(self, work: Callable[[], object]) -> torch.cuda.Event:
         """See `CopyStream.start`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -78,12 +59,16 @@ class CudaCopyStream:
             raise
         event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, and leaves the cores to Adam
         self._stream.record_event(event)
-        return CudaEvent(event, self._stream.device)
+        return event
 
-    def hold_back(self, event: Event) -> None:
+    def hold_back(self, event: torch.cuda.Event) -> None:
         """See `CopyStream.hold_back`."""
-        assert isinstance(event, CudaEvent)
-        torch.cuda.current_stream(self._stream.device).wait_event(event.recorded)
+        torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """See `CopyStream.wait`. Works in any thread: a new thread is on the first device, and would start CUDA there."""
+        with torch.cuda.device(self._stream.device):
+            event.synchronize()
 
 
 class Crossing:
@@ -98,7 +83,7 @@ class Crossing:
     def __init__(
         self,
         stream: CopyStream,
-        event: Event,
+        event: Any,
         on_device: Sequence[Tensor],
         on_host: Sequence[Tensor],
         then: Callable[[], None],
@@ -117,7 +102,7 @@ class Crossing:
     def wait(self) -> None:
         """Returns when it is done."""
         if not self.is_over:
-            self._event.synchronize()
+            self._stream.wait(self._event)
             self.is_over = True
             self._let_go()
             self._on_host = ()

@@ -134,15 +134,14 @@ class DirectStream:
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def start(self, work: Callable[[], object]) -> DirectStream:
+    def start(self, work: Callable[[], object]) -> None:
         """Does the work at once."""
         work()
-        return self
 
-    def hold_back(self, event: link.Event) -> None:
+    def hold_back(self, event: None) -> None:
         """Does nothing."""
 
-    def synchronize(self) -> None:
+    def wait(self, event: None) -> None:
         """Does nothing."""
 
 

@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -27,18 +26,23 @@ class SlowStream:
         self._queue: deque[Callable[[], object]] = deque()
         self._done, self._lock = 0, threading.RLock()
 
-    def start(self, work: Callable[[], object]) -> SlowEvent:
-        """Queues the work."""
+    def start(self, work: Callable[[], object]) -> int:
+        """Queues the work; returns its place."""
         with self._lock:
             self._queue.append(work)
-            event = SlowEvent(self, self._done + len(self._queue))
-            self.log.append((self.name, "starts", event.place))
-            return event
+            place = self._done + len(self._queue)
+            self.log.append((self.name, "starts", place))
+            return place
 
-    def hold_back(self, event: SlowEvent) -> None:
+    def hold_back(self, place: int) -> None:
         """The computing stream of this device is the host."""
-        self.log.append((self.name, "joins", event.place))
-        self.reach(event.place)
+        self.log.append((self.name, "joins", place))
+        self.reach(place)
+
+    def wait(self, place: int) -> None:
+        """The host waits."""
+        self.log.append((self.name, "waits", place))
+        self.reach(place)
 
     def reach(self, place: int) -> None:
         """Does the work up to a place."""
@@ -51,22 +55,9 @@ class SlowStream:
 class DeviceStream(SlowStream):
     """As of a device whose computing stream is not the host: to hold that back does nothing that the host could see."""
 
-    def hold_back(self, event: SlowEvent) -> None:
+    def hold_back(self, place: int) -> None:
         """Logged alone."""
-        self.log.append((self.name, "joins", event.place))
-
-
-@dataclass
-class SlowEvent:
-    """A place in a `SlowStream`."""
-
-    stream: SlowStream
-    place: int
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        self.stream.log.append((self.stream.name, "waits", self.place))
-        self.stream.reach(self.place)
+        self.log.append((self.name, "joins", place))
 
 
 @contextmanager
