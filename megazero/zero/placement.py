@@ -72,7 +72,9 @@ class Placement:
         self._trained = [bucket for bucket in schedule.buckets if bucket.is_trainable]
         sharded = [bucket for bucket in schedule.buckets if bucket.weights.shard is not None]
         self._frozen = [bucket for bucket in sharded if not bucket.is_trainable]  # the other shards go with O
-        units = (*range(len(schedule.unit_sizes)), ROOT)  # in the order in which their states get room
+        self._of_units = [bucket for bucket in sharded if bucket.unit != ROOT]
+        sizes = schedule.residency.sizes
+        units = (*range(len(sizes)), ROOT)  # in the order in which their states get room
 
         def by_unit(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict[int, int]:
             total = dict.fromkeys(units, 0)
@@ -81,7 +83,7 @@ class Placement:
             return total
 
         self.gemini = schedule.residency = Gemini(
-            schedule.unit_sizes,
+            sizes,
             config.gather_limits,
             nbytes=by_unit(sharded, lambda bucket: bucket.weights.flat.nbytes),
             meter=meter,
@@ -104,7 +106,8 @@ class Placement:
         states = sum(v.numel * v.dtype.itemsize for bucket in placed for v in bucket.states.values())
         gradients = sum(tensor.nbytes for bucket in placed for tensor in bucket.gradient.held)
         shards = (bucket for bucket in self._frozen if not bucket.weights.is_offloaded)
-        return self._schedule.gathered_bytes + states + gradients + sum(map(_shard_bytes, shards))
+        gathered = sum(bucket.weights.flat.nbytes for bucket in self._of_units if bucket.weights.is_allocated)
+        return gathered + states + gradients + sum(map(_shard_bytes, shards))
 
     def _accumulates(self) -> bool:
         """Whether the gradients of several micro-batches are added up before an update."""

@@ -86,7 +86,9 @@ class Schedule:
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
-        self.residency = Residency(self.unit_sizes, zero.gather_limits)
+        by_unit = (self._of_unit[index] for index in range(len(units)))
+        sizes = [sum(b.layout.numel for b in buckets if b.sharding.parameters) for buckets in by_unit]
+        self.residency = Residency(sizes, zero.gather_limits)
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         self._handles: list[Any] = []
         self._leaf_handles: list[Any] = []  # of hooks on leaf inputs, which no graph takes with it
@@ -375,19 +377,6 @@ class Schedule:
         for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
             if not bucket.is_updating:
                 bucket.weights.prefetch()
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of units' sharded parameters that are gathered or on their way; excludes the root."""
-        units = (bucket for bucket in self._sharded if bucket.unit != ROOT)
-        there = (bucket for bucket in units if bucket.weights.is_allocated)
-        return sum(bucket.weights.flat.nbytes for bucket in there)
-
-    @property
-    def unit_sizes(self) -> list[int]:
-        """Elements of each unit's sharded parameters, in forward order."""
-        units = sorted(index for index in self._of_unit if index != ROOT)
-        return [sum(b.layout.numel for b in self._of_unit[i] if b.sharding.parameters) for i in units]
 
     @property
     def _live(self) -> int:

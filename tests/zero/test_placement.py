@@ -65,7 +65,7 @@ def placed_engine(blocks: float, model=Wide, dtype=None, micro=1, **zero):
 
 
 def block_bytes(engine) -> int:
-    return engine.schedule.unit_sizes[0] * engine.buckets[0].weights.flat.element_size()
+    return engine.schedule.residency.sizes[0] * engine.buckets[0].weights.flat.element_size()
 
 
 def watched(engine, batches) -> tuple[dict, list[int], int]:
@@ -78,7 +78,7 @@ def watched(engine, batches) -> tuple[dict, list[int], int]:
             is_new = not (bucket.weights.is_gathered or bucket.weights.is_gathering)
             original()
             gathers[-1] += is_new
-            most[0] = max(most[0], engine.schedule.gathered_bytes)
+            most[0] = max(most[0], sum(b.weights.flat.nbytes for b in units if b.weights.is_allocated))
 
         bucket.weights.gather = gather
     trace = {}
