@@ -670,7 +670,7 @@ def _connect(model: nn.Module) -> None:
 
     On NCCL this is a collective over the world, whose ranks are all here at this point.
     """
-    checkpointers = {activation_checkpointing.default: None}  # in order, and each once
+    activation_checkpointing.default.connect()
     for module in model.modules():
         if (
             isinstance(module, ParallelModule)
@@ -680,9 +680,7 @@ def _connect(model: nn.Module) -> None:
             sequence_channel(module.group)
         own = getattr(module, "checkpointer", None)
         if isinstance(own, activation_checkpointing.ActivationCheckpointer):
-            checkpointers[own] = None
-    for checkpointer in checkpointers:
-        checkpointer.connect()
+            own.connect()  # does nothing the second time
 
 
 def _refuse_max_norm(model: nn.Module) -> None:
