@@ -85,7 +85,7 @@ class Orthogonal:
             self._take(*leaving)
 
     def _pieces(self, bucket: Bucket) -> list[Slice]:
-        return [p for p in self._optimizer.slices_of(bucket) if p.is_trained and self._is_muons(p.span)]
+        return [p for p in self._optimizer.slices_of[bucket] if p.is_trained and self._is_muons(p.span)]
 
     def _gather(self, bucket: Bucket) -> tuple[Tensor, Work | None]:
         whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.weights.flat.device)

@@ -54,6 +54,7 @@ class SlicedOptimizer:
     Attributes:
         torch_optimizer: the optimizer that `factory` returned.
         slices: the torch optimizer's parameters, and the slices of frozen parameters that have state.
+        slices_of: the same by bucket.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class SlicedOptimizer:
             counters: the scalar state of the parameters that have state. Parameters with different step counts get separate
                 slices.
         """
-        self._by_bucket: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
+        self.slices_of: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
 
         def key(segment: Segment, is_trained: bool) -> tuple | None:
             mine = counters.get(segment.name)  # None: it has no state
@@ -152,10 +153,10 @@ class SlicedOptimizer:
                 return None
             return segment.group, segment.is_replicated, mine
 
-        for bucket, slices in self._by_bucket.items():
+        for bucket, slices in self.slices_of.items():
             for is_trained in (True, False) if bucket.is_trainable else ():
                 slices += _slices_by(partial(key, is_trained=is_trained), bucket, is_trained)
-        self.slices = [piece for of_bucket in self._by_bucket.values() for piece in of_bucket]
+        self.slices = [piece for of_bucket in self.slices_of.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
         """Names of the frozen parameters, determined only at the engine's refresh.
@@ -168,18 +169,14 @@ class SlicedOptimizer:
         """Whether the optimizer steps this parameter, which it was given, as of the last `refresh`."""
         return segment.name not in self._frozen
 
-    def slices_of(self, bucket: Bucket) -> list[Slice]:
-        """The slices in one bucket."""
-        return self._by_bucket.get(bucket, [])
-
     def trains_all_of(self, bucket: Bucket) -> bool:
         """Whether a step writes every element of the bucket's owned range."""
-        return sum(p.stop - p.start for p in self.slices_of(bucket) if p.is_trained) == bucket.owned_numel
+        return sum(p.stop - p.start for p in self.slices_of[bucket] if p.is_trained) == bucket.owned_numel
 
     def slices_in(self, tile: Tile) -> list[Slice]:
         """The slices in one tile."""
         bucket, start, stop = tile
-        return [piece for piece in self.slices_of(bucket) if start <= piece.start < stop]
+        return [piece for piece in self.slices_of[bucket] if start <= piece.start < stop]
 
     def _masters(self, group: int) -> list[nn.Parameter]:
         return [piece.master for piece in self.slices if piece.is_trained and piece.span.group == group]
@@ -303,7 +300,7 @@ class SlicedOptimizer:
 
     def state_keys(self, bucket: Bucket) -> list[str]:
         """Names of the optimizer's elementwise state tensors on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""
-        states = (self.state.get(piece.master, {}) for piece in self.slices_of(bucket))
+        states = (self.state.get(piece.master, {}) for piece in self.slices_of[bucket])
         return sorted({key for state in states for key, value in state.items() if _is_flat(value)})
 
     def state_keys_everywhere(self, buckets: Sequence[Bucket]) -> dict[Bucket, list[str]]:
