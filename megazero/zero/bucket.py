@@ -383,7 +383,7 @@ class Bucket:
         """Adds the parameter's `.grad` to G and drops it, so that `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]
         assert parameter.grad is not None
-        if not is_same_memory(parameter, self.weights.view(segment.name)):
+        if not is_same_memory(parameter, self.weights.views[segment.name]):
             raise RuntimeError(
                 f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "
                 ".half(), .cpu(), or a layer that converts itself in its forward), so that it would not be trained. Write values "

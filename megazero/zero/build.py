@@ -123,7 +123,7 @@ def _give_master_weights(source: Bucket) -> None:
         whole = source.whole(owned)
     for segment in source.layout.segments:
         parameter = source.parameters.get(segment.name)  # None: it has moved to another bucket
-        if parameter is not None and is_same_memory(parameter, source.weights.view(segment.name)):
+        if parameter is not None and is_same_memory(parameter, source.weights.views[segment.name]):
             parameter.data = view_of(whole, segment)
 
 

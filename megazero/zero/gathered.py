@@ -138,7 +138,7 @@ class GatheredParameters:
         if bucket.sharding.parameters:
             return [bucket.weights.flat]
         mine = [p for p in dict.fromkeys(self._parameters) if bucket_of(p) is bucket]
-        return [bucket.weights.view(bucket.segment_of(parameter).name) for parameter in mine]
+        return [bucket.weights.views[bucket.segment_of(parameter).name] for parameter in mine]
 
 
 def _is_in_use(bucket: Bucket) -> bool:

@@ -33,6 +33,7 @@ class Weights:
 
     Attributes:
         name: the bucket's name, which ranks compare before they exchange anything.
+        views: by parameter's name, its view of the storage: its data while P is whole.
         is_sharded: only this rank's shard is kept between uses.
         shard: this rank's shard if P is sharded, else None. If its dtype is wider than P's, it is the master weights, and is cast
             as it is gathered.
@@ -48,7 +49,7 @@ class Weights:
         self.is_sharded = plan.sharding.parameters
         self._channel, self._owned_range = channel, plan.owned_range(channel.rank)
         self._segments = plan.layout.segments
-        self._views = self._views_of(flat)
+        self.views = self._views_of(flat)
         self._empty = flat.new_empty(0)
         self._kinds = {name: type(p) for name, p in self.parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
@@ -136,9 +137,9 @@ class Weights:
         self.is_lent = False
         numel = self.flat.numel()
         # First, so that memory that nobody else has a view of is there for the other.
-        self.flat, self._views = self._empty, {}
+        self.flat, self.views = self._empty, {}
         self.flat = self._empty.new_empty(numel)
-        self._views = self._views_of(self.flat)
+        self.views = self._views_of(self.flat)
 
     def _views_of(self, flat: Tensor) -> dict[str, Tensor]:
         return {segment.name: view_of(flat, segment) for segment in self._segments}
@@ -154,7 +155,7 @@ class Weights:
         """Copies of what was assigned to whole parameters' `data`, by name; makes these parameters views of P again."""
         found = {}
         for name, parameter in self.parameters.items():
-            view = self._views[name]
+            view = self.views[name]
             is_view = parameter.shape == view.shape and parameter.stride() == view.stride()
             if not (is_view and is_same_memory(parameter, view)):
                 found[name] = parameter.detach().clone()
@@ -164,9 +165,9 @@ class Weights:
     def write(self, values: Mapping[str, Tensor]) -> list[str]:
         """Writes parameters' values into a whole P. Values of another shape are left out, and their names returned."""
         for name, value in values.items():
-            if value.shape == self._views[name].shape:
-                self._views[name].copy_(value)
-        return [name for name, value in values.items() if value.shape != self._views[name].shape]
+            if value.shape == self.views[name].shape:
+                self.views[name].copy_(value)
+        return [name for name, value in values.items() if value.shape != self.views[name].shape]
 
     def exchange(self) -> None:
         """Starts to bring the other ranks' parts of a whole P to this rank; `wait_gathered` finishes."""
@@ -195,7 +196,7 @@ class Weights:
     def _point_parameters(self) -> None:
         self.show_parameters()
         for name, parameter in self.parameters.items():  # without those that were forgotten
-            parameter.data = self._views[name]
+            parameter.data = self.views[name]
 
     def show_parameters(self) -> None:
         """Gives parameters their own classes again, whose values anybody may read."""
@@ -214,10 +215,6 @@ class Weights:
     def part(self) -> Tensor:
         """The owned range as a part of the whole, while P is whole: this rank's shard if P is sharded."""
         return self.flat[self._owned_range]
-
-    def view(self, name: str) -> Tensor:
-        """The parameter's view of the storage: its data while P is whole."""
-        return self._views[name]
 
     @property
     def resident(self) -> Tensor | None:
