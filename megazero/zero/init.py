@@ -26,7 +26,7 @@ from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
-from megazero.zero.parameter import add_writer, remove_writer
+from megazero.zero.parameter import writers
 from megazero.zero.registry import bucket_of, keep
 from megazero.zero.units import ROOT, BucketPlan
 
@@ -131,7 +131,7 @@ class Init:
                 register_module_module_registration_hook(self._on_child),
                 register_module_parameter_registration_hook(self._on_parameter),
             ]
-            add_writer(_write)
+            writers.append(_write)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -139,7 +139,7 @@ class Init:
         for handle in self._handles:
             handle.remove()
         if self._handles:
-            remove_writer(_write)
+            writers.remove(_write)
         self._handles = []
         if kind is None and self.enabled:
             gc.collect()  # what constructors have dropped, in cycles, is gone on every rank, so that all broadcast the same

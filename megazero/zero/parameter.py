@@ -32,19 +32,9 @@ class ZeroParamStatus(Enum):
 # questions that every step asks all parameters, and that a released parameter answers like any other.
 asked_directly = torch._C.DisableTorchFunctionSubclass
 
-# Writes to a released parameter while models are being built: `zero.Init` adds a writer for as long as it is active.
-Writer = Callable[[nn.Parameter, Callable[[], Any]], Any]
-_writers: list[Writer] = []
-
-
-def add_writer(writer: Writer) -> None:
-    """Allows in-place functions on released parameters, which run as `writer(parameter, call)`, until `remove_writer`."""
-    _writers.append(writer)
-
-
-def remove_writer(writer: Writer) -> None:
-    """Undoes one `add_writer(writer)`."""
-    _writers.remove(writer)
+# While models are being built, in-place functions on released parameters are allowed, and run as `writers[-1](parameter, call)`:
+# `zero.Init` is among the writers for as long as it is active.
+writers: list[Callable[[nn.Parameter, Callable[[], Any]], Any]] = []
 
 
 class ReleasedParameter(nn.Parameter):
@@ -64,7 +54,7 @@ class ReleasedParameter(nn.Parameter):
         tensors = [*args, *(kwargs or {}).values()]
         flat = [x for item in tensors for x in (item if isinstance(item, (list, tuple)) else [item])]
         target = next((x for x in flat if isinstance(x, cls)), None)
-        if _writers and target is not None and _record(target):
+        if writers and target is not None and _record(target):
             if func in _GEOMETRY:
                 return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
             may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
@@ -83,9 +73,9 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict) -> Any:
         """A whole copy while there is a writer, such as `nn.TransformerEncoder` makes of its layer."""
-        if _writers and _record(self):
+        if writers and _record(self):
             # while gathered, it is an nn.Parameter, which copies itself
-            return _writers[-1](self, lambda: copy.deepcopy(self, memo))
+            return writers[-1](self, lambda: copy.deepcopy(self, memo))
         return super().__deepcopy__(memo)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -159,7 +149,7 @@ class ReleasedView(Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Runs the operation with the parameter gathered."""
         view = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
-        is_late = isinstance(view.parameter, ReleasedParameter) and not (_writers and _record(view.parameter))
+        is_late = isinstance(view.parameter, ReleasedParameter) and not (writers and _record(view.parameter))
         is_lost = isinstance(next(iter(args), None), cls) and (func.__name__ == "__set__" or func is _T.requires_grad_)
         if is_late or is_lost:
             raise RuntimeError(_message(func, view.parameter))
@@ -305,7 +295,7 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
             return type(result)(items) if any(x is not y for x, y in zip(items, result, strict=True)) else result
         return kept(result, None)
 
-    return _writers[-1](parameter, call) if isinstance(parameter, ReleasedParameter) else call()
+    return writers[-1](parameter, call) if isinstance(parameter, ReleasedParameter) else call()
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
