@@ -128,22 +128,18 @@ class ReleasedView(Tensor):
 
     Attributes:
         parameter: the parameter that it is a view of.
+        taken: the actual view; call it while the parameter is whole.
     """
 
     parameter: nn.Parameter
-    _take: Callable[[], Tensor]
+    taken: Callable[[], Tensor]
 
     @classmethod
     def of(cls, parameter: nn.Parameter, like: Tensor, take: Callable[[], Tensor]) -> ReleasedView:
         """The view that `take` makes while the parameter is whole, with the dtype and device of `like`."""
         view = like.new_empty(0).as_subclass(cls)
-        view.parameter, view._take = parameter, take
+        view.parameter, view.taken = parameter, torch.no_grad()(take)
         return view
-
-    @torch.no_grad()
-    def taken(self) -> Tensor:
-        """The actual view. Call it while the parameter is whole."""
-        return self._take()
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
