@@ -186,13 +186,13 @@ class SwappedVector:
             OSError: it could not be read, or an earlier write to the file failed.
         """
         self.home.swap.raise_failure()  # even if this part was read ahead, or is overwritten
-        place, stop = self._place(start, stop), self.numel if stop is None else stop
+        place, stop, size = self._place(start, stop), self.numel if stop is None else stop, self.dtype.itemsize
         if place.low == place.high:
             yield torch.empty(0, dtype=self.dtype, device="cpu")
             return
-        has_others = place.low < start * self.dtype.itemsize or stop * self.dtype.itemsize < min(place.high, self._end)
+        has_others = place.low < start * size or stop * size < min(place.high, self.numel * size)
         buffer = self._bring(place) if reads or has_others else self._blank(place)
-        first = start - place.low // self.dtype.itemsize
+        first = start - place.low // size
         part = buffer[: place.high - place.low].view(self.dtype)[first : first + stop - start]
         vector, give_back, is_kept = self if writes else None, _giving_back_to(self.home), False
         del self  # a copy over the link keeps this block open until it is over
@@ -222,10 +222,6 @@ class SwappedVector:
     def free(self) -> None:
         """Returns the place in the file."""
         self._finalizer()
-
-    @property
-    def _end(self) -> int:
-        return self.numel * self.dtype.itemsize
 
     def _place(self, start: int, stop: int | None) -> _Place:
         size = self.dtype.itemsize
