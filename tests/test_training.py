@@ -102,7 +102,11 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("--model-parallel-size", "2", "--bf16")], ids=["data-parallel", "model-parallel bf16"]
+    "extra",
+    [
+        pytest.param((), marks=pytest.mark.slow, id="data-parallel"),  # as in test_zero_job.py, but for the kill
+        pytest.param(("--model-parallel-size", "2", "--bf16"), id="model-parallel bf16"),
+    ],
 )
 def test_a_run_that_was_killed_and_resumed_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path, extra):
     """The second run is killed without warning some steps after its checkpoint of step 20."""
@@ -200,7 +204,9 @@ def test_the_data_loaders_workers_end_with_a_rank_that_is_killed(corpus, tmp_pat
     assert all(ends_within(1.5, worker) for worker in workers), "torch's workers look for their rank every 5 s"
 
 
-@pytest.mark.parametrize("iters", [100, 2], ids=["in between", "at the end"])
+@pytest.mark.parametrize(
+    "iters", [pytest.param(100, id="in between"), pytest.param(2, id="at the end", marks=pytest.mark.slow)]
+)
 def test_signal_to_one_rank_ends_an_evaluation_on_all_ranks_without_another_step(corpus, tmp_path, iters):
     """The evaluation would take minutes. Its last batch is done, and the training stays where it was."""
     evaluations = ("--eval-interval", "2", "--eval-iters", "100000", "--calculate-per-token-loss")
@@ -329,7 +335,7 @@ run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, pretrain_gpt2
 
 # The launcher's SIGTERM comes after the other rank has missed the killed one, or before, while it is busy and the job's handler
 # takes the signal for a wish to save and end.
-@pytest.mark.parametrize("busy_s", [0, 3])
+@pytest.mark.parametrize("busy_s", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path, busy_s):
     script = tmp_path / "killed_while.py"
     script.write_text(KILLED_WHILE.format(busy_s=busy_s))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
+from data_tools import decontaminate
 from data_tools.decontaminate import evaluation_table
 from data_tools.dedup_minhash import ngrams
 from data_tools.options import RunOptions
@@ -90,7 +92,8 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
             run_step("decontaminate", *flags, tmp_path / name)
 
 
-def test_more_evaluation_files_than_16_bits_can_number(tmp_path):
+def test_more_evaluation_files_than_16_bits_can_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(decontaminate, "ngrams", cache(ngrams))
     (tmp_path / "many.txt").write_text("a b")
     (tmp_path / "last.txt").write_text("c d")
     paths = [tmp_path / "many.txt"] * (1 << 16) + [tmp_path / "last.txt"]

@@ -152,7 +152,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_of_a_few_wide_layers_holds_what_was_planned(case):
-    check(*CASES[case], layers=3)
+    check(*CASES[case], layers=2 if "tiles" in case else 3)  # tiles are many modules
 
 
 def test_a_gradient_on_its_way_to_the_host_is_planned_beside_that_of_a_block_whose_states_stay():
