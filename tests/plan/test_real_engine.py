@@ -36,13 +36,13 @@ ON_NVME = {"offload_optimizer": "nvme", "sub_group_size": 8 * TILE_MULTIPLE}
 GENERATORS = 1 << 15  # bytes, at most: the states of random generators, which are saved and loaded
 JOBS = [  # stage, dtype, batch size, what is recomputed, micro-batches, what else
     (0, torch.float32, 4, None, 1, {}),
-    (0, torch.bfloat16, 4, "full", 1, {}),
+    (0, torch.bfloat16, 8, "full", 1, {}),
     (1, torch.bfloat16, 4, None, 1, {}),
     (2, torch.bfloat16, 1, None, 1, {}),
     (1, torch.float32, 4, None, 1, APART),
     (2, torch.bfloat16, 4, "full", 2, APART),
     (3, torch.float32, 4, None, 1, {}),
-    (3, torch.bfloat16, 4, "full", 1, {}),
+    (3, torch.bfloat16, 8, "full", 1, {}),
     (2, torch.bfloat16, 1, None, 2, {}),
     (1, torch.bfloat16, 4, None, 1, {**ON_NVME, "sub_group_size": 2 * TILE_MULTIPLE}),
     (3, torch.bfloat16, 4, None, 2, ON_NVME),
