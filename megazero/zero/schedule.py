@@ -19,7 +19,6 @@ new values that the last update has left on their way. `Reductions` keeps count 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +42,7 @@ from megazero.zero.parameter import refuse_loading
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
-from megazero.zero.units import ROOT
+from megazero.zero.units import ROOT, units_of_parameters
 from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
@@ -495,7 +494,7 @@ def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> lis
 
     The bucket may hold other units' too. What several units share is none's own.
     """
-    uses = Counter(parameter for unit in units for parameter in unit.parameters())
+    own = units_of_parameters(units)
     place_of = {p: (bucket, name) for bucket in buckets for name, p in bucket.parameters.items()}
     found: list[dict[Bucket, set[str]]] = []
     for unit in units:
@@ -503,7 +502,7 @@ def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> lis
         for parameter in unit.parameters():
             bucket, name = place_of[parameter]
             names = found[-1].setdefault(bucket, set())
-            if uses[parameter] == 1:
+            if parameter in own:
                 names.add(name)
     return found
 

@@ -182,7 +182,7 @@ def plan_buckets(
         matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
             AdamW two.
     """
-    unit_of, whole = _units_of_parameters(units), _persistent(model, zero)
+    unit_of, whole = units_of_parameters(units), _persistent(model, zero)
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
     behind: set[str] = set()  # names of the root's parameters that are registered after a unit
     for name, parameter in model.named_parameters():  # yields a tied parameter only once
@@ -260,7 +260,7 @@ def _joined(plans: Sequence[BucketPlan]) -> BucketPlan:
     )
 
 
-def _units_of_parameters(units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
+def units_of_parameters(units: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
     """The index of the unit that each parameter belongs to. The root's are left out, and with them what several units share."""
     uses = Counter(parameter for unit in units for parameter in unit.parameters())
     return {p: index for index, unit in enumerate(units) for p in unit.parameters() if uses[p] == 1}
