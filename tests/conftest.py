@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.option.markexpr
     if "gpu" not in wanted or "not gpu" in wanted:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections of tests need not look at what is there before the first: objects of all modules and tests."""
+    gc.freeze()
 
 
 @pytest.fixture
