@@ -130,13 +130,12 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
 def _log_idle(config: JsonConfig, used: set[str], flags: Flags) -> None:
     """Logs the file's keys that have no effect in this job."""
     used = used | {*BATCH_KEYS.values(), STEPS_KEY}
+    unused = ((config.given - used) | config.idle) - flags.keys
     elsewhere = ("fp16.", "optimizer.", "scheduler.")  # obeyed or refused as a whole
     idle = [
         key
         for key, field in every_key(JsonConfig)
-        if key in ((config.given - used) | config.idle) - flags.keys
-        and field.metadata["effect"] != ALWAYS
-        and not key.startswith(elsewhere)
+        if key in unused and field.metadata["effect"] != ALWAYS and not key.startswith(elsewhere)
     ]
     if idle:
         logger.info("of %s these change nothing here: %s", flags.path, ", ".join(sorted(idle)))
