@@ -40,7 +40,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         rank=torch.distributed.get_rank(),
         meet=_meet,
     )
-    prints = ", ".join(each[:12] for data in built if data for each in data.corpora)
+    prints = ", ".join(each[:24] for data in built if data for each in data.corpora)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return built
 
@@ -49,7 +49,7 @@ def _meet(what: str) -> None:
     try:
         comm.meet_world(what, MOST_TO_BUILD_S)
     except RuntimeError as error:
-        raise comm.OtherRankError("another rank could not build its data; its own message says why") from error
+        raise comm.OtherRankError(f"another rank could not build its data: {error}") from error
 
 
 def batches(

@@ -144,9 +144,9 @@ def build_datasets(
         meet("the first rank has built its data")
     try:
         built = build()
-    except BaseException:
+    except BaseException as error:
         with suppress(RuntimeError):  # which tells the others
-            meet("building the data failed")
+            meet(f"building the data failed ({error})")
         raise
     if rank == 0:
         meet("the first rank has built its data")
