@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 _COPY_BYTES = 1 << 24
 
 
-def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
+def find_prefixes(inputs: Sequence[str | Path], output: Path | None = None) -> list[Path]:
     """The prefixes that the values of --input stand for: pairs by any of their names, and folders of pairs.
+
+    `output` is the prefix of what is made of them, which may be in one of the folders, made in part by a run that was killed.
 
     Raises:
         FileNotFoundError: there is no such pair or folder, or a folder holds none.
@@ -52,7 +54,7 @@ def find_prefixes(inputs: Sequence[str | Path]) -> list[Path]:
     for value in map(str, inputs):  # as it was written: a path drops the ./ by which ./7 is no weight
         entry = Path(value)
         if entry.is_dir():
-            refuse_unfinished(entry)
+            refuse_unfinished(entry, own=output)
             found = sorted(path.with_name(path.name.removesuffix(".idx")) for path in entry.glob("*.idx"))
             if not found:
                 raise FileNotFoundError(
@@ -79,7 +81,7 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
             and was not made here.
     """
     output = Path(output_prefix)
-    sources = [IndexedDataset(prefix) for prefix in find_prefixes(inputs)]
+    sources = [IndexedDataset(prefix) for prefix in find_prefixes(inputs, output)]
     _check_output(sources, output)
     _check_dtype(sources)
     contents = describe_files(_files(sources))

@@ -63,13 +63,15 @@ def has_split_off(entries: Sequence[str], part: str) -> bool:
     return bool(parts["train"] and parts[part])
 
 
-def refuse_unfinished(folder: Path, start: str = "") -> None:
+def refuse_unfinished(folder: Path, start: str = "", own: Path | None = None) -> None:
     """Raises a ValueError if tokens whose name has this start are still being made in the folder, or their making was killed.
 
-    Whoever takes all that lie there would train on a part of the text.
+    Whoever takes all that lie there would train on a part of the text. `own` is the prefix of the tokens that the caller makes.
     """
     for journal in sorted(folder.glob(f"{start}*_document{JOURNAL}")):
         prefix = journal.with_name(journal.name.removesuffix(JOURNAL))
+        if own is not None and prefix.resolve() == own.resolve():
+            continue  # this call makes them
         if not append_suffix(prefix, ".idx").exists():
             raise ValueError(
                 f"{prefix}: the run that makes these tokens has not finished. Start it again, which goes on where it stopped; or "
