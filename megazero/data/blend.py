@@ -100,7 +100,7 @@ class BlendedDataset:
 
     @property
     def corpora(self) -> list[str]:
-        """A fingerprint of each corpus."""
+        """What `GPT2Dataset.corpora` says, of each corpus."""
         return [fingerprint for dataset in self.datasets for fingerprint in dataset.corpora]
 
     def __len__(self) -> int:

@@ -87,8 +87,9 @@ class GPT2Dataset:
 
     @property
     def corpora(self) -> list[str]:
-        """A fingerprint of the corpus: of the lengths of its documents."""
-        return [self.indexed.fingerprint]
+        """Which documents of the corpus these are, and a fingerprint of it: of the lengths of all its documents."""
+        _, (start, stop), *_ = self._arguments
+        return [f"{start}-{stop} of {self.indexed.fingerprint}"]
 
     def __len__(self) -> int:
         return len(self.index.shuffle_idx)
