@@ -30,6 +30,7 @@ _MOMENTA = ("betas", "momentum")
 
 # Classes whose state is the same: Adam's moments and its steps. Where they rest, and how fast, is up to the run.
 _ADAMS = ("Adam", "AdamW", "CPUAdam", "DeepSpeedCPUAdam", "FusedAdam", "HybridAdam")
+_MAXIMUM = "max_exp_avg_sq"  # the third moment, of those with amsgrad
 
 
 def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, strict: bool) -> None:
@@ -83,15 +84,20 @@ def _saved_optimizer(
     state: TrainingState, reader: Reader, places: dict[str, Place]
 ) -> tuple[dict[str, list[str]], dict[str, Counters]]:
     """By parameter, the names under which the optimizer's tensors are saved, and its scalar state."""
+    optimizer = state.optimizer.torch_optimizer
     with reader.well_formed("optimizer"):
-        saved, wanted = reader.index["optimizer"]["type"], type(state.optimizer.torch_optimizer).__name__
-    if saved != wanted and not (saved in _ADAMS and wanted in _ADAMS):
-        raise ValueError(
-            f"The checkpoint {reader.path} holds the state of {saved}, and this run uses {wanted}. Use the same optimizer, "
-            "or start it anew with --no-load-optim (load_optimizer_states=False)."
-        )
+        saved, wanted = reader.index["optimizer"]["type"], type(optimizer).__name__
     saved_keys = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
     keys_of = {name: saved_keys[place.name] for name, place in places.items() if place.name in saved_keys}
+    keys = {key for of_one in keys_of.values() for key in of_one}
+    was_amsgrad, is_amsgrad = _MAXIMUM in keys, any(group.get("amsgrad") for group in optimizer.param_groups)
+    is_alike = saved == wanted or (saved in _ADAMS and wanted in _ADAMS)
+    if not is_alike or (keys and was_amsgrad != is_amsgrad):
+        raise ValueError(
+            f"The checkpoint {reader.path} holds the state of {saved}{' with amsgrad' * was_amsgrad}, and this run uses "
+            f"{wanted}{' with amsgrad' * is_amsgrad}. Use the same optimizer, or start it anew with --no-load-optim "
+            "(load_optimizer_states=False)."
+        )
     if wanted == Muon.__name__:
         _check_matrices(state, reader, keys_of)
     saved_counters = _saved_counters(reader)

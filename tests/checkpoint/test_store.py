@@ -219,10 +219,19 @@ def test_module_only_leaves_counters_and_optimizer(world, tmp_path):
 
 def test_state_of_another_optimizer_is_refused(world, tmp_path):
     write_one(tmp_path)
-    model = Net()
-    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.1))
-    with pytest.raises(ValueError, match="state of AdamW, and this run uses SGD"):
-        engine.load_checkpoint(str(tmp_path))
+    amsgrad = partial(torch.optim.AdamW, amsgrad=True)
+    for make_optimizer, who in ((torch.optim.SGD, "SGD"), (amsgrad, "AdamW with amsgrad")):
+        model = Net()
+        groups = weight_decay_groups(model, 0.1)
+        engine = Engine(model, mpu.get_groups(), lambda g, make=make_optimizer: make(g, lr=0.1), *groups)
+        with pytest.raises(ValueError, match=f"state of AdamW, and this run uses {who}\\."):
+            engine.load_checkpoint(str(tmp_path))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="amsgrad")
+    engine.load_checkpoint(str(tmp_path), tag="amsgrad")
+    mpu.destroy_model_parallel()
+    with pytest.raises(ValueError, match="state of AdamW with amsgrad, and this run uses AdamW\\."):
+        make_engine(1).load_checkpoint(str(tmp_path), tag="amsgrad")
 
 
 def test_adams_take_each_others_state(world, tmp_path):
