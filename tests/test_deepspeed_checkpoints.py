@@ -140,17 +140,27 @@ def test_bad_arguments_are_refused(one_rank, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_nested_state_dict_that_a_script_puts_in_place_during_a_save_changes_nothing(one_rank, tmp_path, stage):
+def nested(original):
     """As Megatron-LM's `save_ds_checkpoint` does, with `state_dict_for_save_checkpoint`."""
+    return lambda destination=None, prefix="", keep_vars=False: {
+        "language_model": {"transformer": original(prefix=prefix, keep_vars=keep_vars)}
+    }
+
+
+def copied_in_part(original):
+    """As scripts that train a LoRA do, for its own file."""
+    return lambda *_, **__: {f"lora.{name}": value.clone() for name, value in original().items() if "2." in name}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("way", [nested, copied_in_part])
+def test_a_state_dict_that_a_script_puts_in_place_of_a_models_changes_nothing(one_rank, tmp_path, way, stage):
     model = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
     other = make_engine(stage, copy.deepcopy(model))
     engine = make_engine(stage, model)
     train(engine, 2)
     original = engine.module.state_dict
-    engine.module.state_dict = lambda destination=None, prefix="", keep_vars=False: {
-        "language_model": {"transformer": original(prefix=prefix, keep_vars=keep_vars)}
-    }
+    engine.module.state_dict = way(original)
     engine.save_checkpoint(str(tmp_path))
     engine.module.state_dict = original
     other.load_checkpoint(str(tmp_path))

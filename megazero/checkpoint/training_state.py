@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -57,13 +56,11 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """The module's `state_dict` with the parameters themselves, as it is at this moment.
 
-        Around a save, scripts replace it by one that nests what it has (Megatron-LM's `state_dict_for_save_checkpoint`). A
-        checkpoint names everything by module, so that of the class is taken then.
+        Scripts replace that of a module, for files of their own, by one that nests, renames or leaves out what it has
+        (Megatron-LM's `state_dict_for_save_checkpoint`, or a LoRA's adapters). A checkpoint has everything by its name in the
+        module, as the class knows it.
         """
-        values = self.module.state_dict(keep_vars=True)
-        if "state_dict" in vars(self.module) and any(isinstance(value, Mapping) for value in values.values()):
-            return type(self.module).state_dict(self.module, keep_vars=True)
-        return values
+        return type(self.module).state_dict(self.module, keep_vars=True)
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers, and what else modules keep and put into their state dictionaries, each once.
