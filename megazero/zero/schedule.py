@@ -473,8 +473,8 @@ class Schedule:
                     self._end(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
+            if not torch.is_grad_enabled() or (_in_backward() and self._runs_left.get(index)):
+                return  # without a graph; or again, for a checkpoint that is not reentrant and whose first run counts
             inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
             made = [tensor for tensor in inputs if not tensor.is_leaf]
             is_detached = _in_backward() and any(t.is_leaf and not isinstance(t, nn.Parameter) for t in inputs)

@@ -263,7 +263,7 @@ def peak_case() -> None:
     for stage in (2, 3):
         for model in (SmallRoot, Untied):
             check_peak(model(), stage, {})
-    for run in ("reentrant", "nonreentrant", "ours"):
+    for run in ("reentrant", "nonreentrant", "ours", "ours, by hooks"):
         for stage in (2, 3):
             check_peak(Deep(run), stage, {})
 
