@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,3 +52,7 @@ class FusedAdam(torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=adam_w_mode,
         )
+
+    # Without torch's wrappers, which import torch._dynamo: that takes a process longer than torch.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))

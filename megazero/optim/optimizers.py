@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megazero.optim.fused_adam import FusedAdam
 from megazero.optim.muon import Muon
 from megazero.option import check_known, check_options, did_you_mean, option
 
@@ -92,14 +93,14 @@ class OptimizerConfig:
             return lambda groups: Muon(groups, momentum=momentum, adjust_lr_fn="match_rms_adamw", **settings)
         if self.optimizer == "apex-adamw":
             try:
-                from apex.optimizers import FusedAdam
+                from apex.optimizers import FusedAdam as ApexAdam
             except ImportError as error:
                 raise ValueError(
                     "--optimizer apex-adamw needs NVIDIA apex, built from its source repository (the package called apex on the "
                     f"package index is something else): {error}. Use --optimizer adamw, which is fused as well."
                 ) from error
-            return lambda groups: FusedAdam(groups, adam_w_mode=True, **settings)
-        return lambda groups: torch.optim.AdamW(groups, fused=True, **settings)
+            return lambda groups: ApexAdam(groups, adam_w_mode=True, **settings)
+        return lambda groups: FusedAdam(groups, **settings)  # torch's AdamW; imports less
 
 
 def optimizer_by_name(type: str, params: Mapping[str, Any]) -> OptimizerFactory:

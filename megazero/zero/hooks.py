@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
@@ -19,7 +19,6 @@ class Hook:
     """A module's hook that torch.compile leaves alone, and that a copy of the module loses, because a copy is not sharded."""
 
     def __init__(self, hook: Callable) -> None:
-        _hide_calls()
         self._call = hook
 
     def __call__(self, *args: Any) -> Any:
@@ -35,13 +34,10 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-@cache
-def _hide_calls() -> None:
-    """Has torch.compile leave the calls of hooks alone; a graph of them for each hook would be one too many.
-
-    Not by a decorator: that imports torch._dynamo, which takes as long as torch, into processes that make no engine.
-    """
-    Hook.__call__ = torch.compiler.disable(Hook.__call__)  # type: ignore[method-assign]
+# What torch.compiler.disable does, which imports torch._dynamo: that takes each rank longer than torch. A graph of the calls for
+# each hook would be one too many.
+Hook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+set_code_exec_strategy(Hook.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:
