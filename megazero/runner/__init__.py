@@ -87,6 +87,8 @@ def _hosts(options: argparse.Namespace) -> tuple[dict[str, int], bool]:
 
 
 def _count_gpus() -> int:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):  # GPUs are switched off
+        return 0
     import torch  # takes a second or two, and not every command line gets this far
 
     return torch.cuda.device_count()
