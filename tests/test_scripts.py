@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.arguments import load_config
-from tests.ranks import free_port
+import pretrain_gpt2
+from tests.ranks import free_port, run_script
 from tests.tiny import make_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -84,34 +84,14 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
 
     text = "the list of all the names"
     greedy = {"LOAD": where["SAVE"], "TEMPERATURE": "0", "OUT_SEQ_LENGTH": "8"}
-    outputs = [
-        run("scripts/generate_text.sh", "--prompt", text, **greedy, MODEL_PARALLEL_SIZE=size) for size in ("1", "2")
-    ]
-    continuations = [output.partition(text)[2] for output in outputs]
-    assert continuations[0].strip() and continuations[0] == continuations[1], "greedy text does not depend on the ranks"
+    output = run("scripts/generate_text.sh", "--prompt", text, **greedy, MODEL_PARALLEL_SIZE="2")
+    flags = ["--load", where["SAVE"], "--prompt", text, "--temperature", "0", "--out-seq-length", "8"]
+    alone = run_script(1, str(ROOT / "generate_samples.py"), flags).stdout.partition(text)[2]
+    assert alone.strip() and output.partition(text)[2] == alone, "greedy text does not depend on the ranks"
     sample = tmp_path / "sample.txt"
     sample.write_text("The value is the same on every rank . \n" * 20)
-    evaluate = [
-        sys.executable,
-        "evaluate_gpt2.py",
-        "--load",
-        where["SAVE"],
-        "--valid-data",
-        str(sample),
-        "--task",
-        "wikitext",
-    ]
-    done = subprocess.run(
-        evaluate, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
-    )
-    assert "adjusted perplexity" in done.stdout, done.stdout + done.stderr
-
-
-def test_distributed_by_torchruns_own_port_with_other_flags_than_the_scripts(corpus, tmp_path):
-    variables = {**corpus, "PRECISION": "", "SAVE": str(tmp_path)}
-    output = run("scripts/pretrain_gpt2_distributed.sh", "--recompute", "none", "--no-bf16", **variables)
-    assert "2 = 1 tensor-parallel x 2 data-parallel" in output
-    assert "recompute='none'" in output and "parameters in float32" in output
+    flags = ["--load", where["SAVE"], "--valid-data", str(sample), "--task", "wikitext"]
+    assert "adjusted perplexity" in (done := run_script(1, str(ROOT / "evaluate_gpt2.py"), flags).stdout), done
 
 
 def test_precision_is_what_was_said_else_what_the_gpus_have(tmp_path):
@@ -191,36 +171,27 @@ def test_distributed_by_rendezvous(corpus, tmp_path):
     assert "saved" in output
 
 
-def test_two_nodes_meet_by_node_rank(corpus, tmp_path):
-    port = str(free_port())
-    other = {
-        **os.environ,
-        **TINY,
+def test_two_nodes_meet_by_node_rank_and_train_by_other_flags_than_the_scripts(corpus, tmp_path):
+    script, *flags = "scripts/pretrain_gpt2_distributed.sh", "--recompute", "none", "--no-bf16"
+    shared = {
         **corpus,
+        "PRECISION": "",
         "NNODES": "2",
-        "NODE_RANK": "1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "NPROC": "1",
         "SAVE": str(tmp_path),
     }
     second = subprocess.Popen(
-        ["bash", "scripts/pretrain_gpt2_distributed.sh"],
+        ["bash", script, *flags],
         cwd=ROOT,
-        env=other,
+        env={**os.environ, **TINY, **shared, "NODE_RANK": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
     )
     try:
-        output = run(
-            "scripts/pretrain_gpt2_distributed.sh",
-            **corpus,
-            NNODES="2",
-            NODE_RANK="0",
-            MASTER_PORT=port,
-            NPROC="1",
-            SAVE=str(tmp_path),
-        )
-        assert "1 tensor-parallel x 2 data-parallel" in output
+        output = run(script, *flags, **shared, NODE_RANK="0")
+        assert "2 = 1 tensor-parallel x 2 data-parallel" in output
+        assert "recompute='none'" in output and "parameters in float32" in output
         assert second.wait(timeout=60) == 0
     finally:
         second.kill()
@@ -301,23 +272,25 @@ def test_by_a_json_file_or_with_offloaded_states(corpus, tmp_path, script, varia
     ],
 )
 def test_ranks_are_started_with_what_the_script_stands_for(
-    corpus, tmp_path, script, variables, ranks, tensor_parallel, zero
+    corpus, tmp_path, monkeypatch, script, variables, ranks, tensor_parallel, zero
 ):
-    """Flags and files are checked by the job itself, as always; instead of starting the ranks, the command is printed."""
+    """Flags and files are checked by the job itself, here; instead of starting the ranks, the script prints the command."""
     flags = variables.get("FLAGS", "").split()
     variables = {**corpus, **variables, "SAVE": str(tmp_path), "PYTHON": starts_nothing(tmp_path)}
     command = run(f"scripts/{script}", *flags, **variables).splitlines()
     assert command[command.index("--nproc-per-node") + 1] == str(ranks)
     script = next(i for i, word in enumerate(command) if word.endswith("pretrain_gpt2.py"))
-    config = load_config(command[script + 1 :], world_size=ranks)
+    monkeypatch.setattr(sys, "argv", command[script:])
+    config, _ = pretrain_gpt2.check(ranks)
     assert config.parallel.model_parallel_size == tensor_parallel
     assert {name: getattr(config.zero, name) for name in zero} == zero
 
 
 def starts_nothing(folder: Path) -> str:
-    """A Python that checks flags, and instead of starting ranks says by which command."""
+    """A Python that checks no flags, which takes seconds, and instead of starting ranks says by which command."""
+    checks = '[ -n "$MEGAZERO_CHECK" ] && { echo ${NPROC:-2} >&3; exit; }'
     says = '[ "$2" = megazero.runner.agent ] && { printf "%s\\n" "$@"; exit; }'
-    stand_in(folder, "python", f'#!/bin/sh\n{says}\nexec {sys.executable} "$@"\n')
+    stand_in(folder, "python", f'#!/bin/sh\n{checks}\n{says}\nexec {sys.executable} "$@"\n')
     return str(folder / "python")
 
 
@@ -463,7 +436,8 @@ def test_taken_port_is_one_clear_line(corpus, tmp_path):
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        output = run("scripts/pretrain_gpt2_distributed.sh", **corpus, MASTER_PORT=port, SAVE=str(tmp_path), EXPECT="1")
+        variables = {**corpus, "MASTER_PORT": port, "SAVE": str(tmp_path), "PYTHON": starts_nothing(tmp_path)}
+        output = run("scripts/pretrain_gpt2_distributed.sh", **variables, EXPECT="1")
     assert f"error: MASTER_PORT={port} cannot be used on this host" in output and "Traceback" not in output
     command = f"source scripts/common.sh; PYTHON={sys.executable}; check_port 29x"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
@@ -497,7 +471,7 @@ def test_a_new_environment_uses_the_pytorch_of_python3_and_installs_one_only_if_
     python3.chmod(0o755)
     variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     make = f"source {ROOT}/scripts/common.sh; cd {tmp_path}; make_venv data"
-    look = ".venv/bin/python -c 'import torch; print(torch.__file__)' || true"
+    look = ".venv/bin/python -c 'import importlib.util as u; print(u.find_spec(\"torch\").origin)' || true"
     for _ in ("there is no .venv", "it is there already, without the packages"):
         done = subprocess.run(["bash", "-c", f"{make}; {look}"], env=variables, stdout=subprocess.PIPE, text=True)
         pin = "" if has_torch else "-c constraints.txt "
