@@ -377,8 +377,9 @@ def folder(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{body}\n")
         path.chmod(0o755)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "CUDA_VISIBLE", "OMP_NUM"))]:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMP_NUM"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # to count GPUs takes seconds
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -416,7 +417,8 @@ def two_hosts(folder: Path, slots: tuple[int, int] = (1, 1)) -> list[str]:
     return ["-H", "hosts", "--force_multi", *meet]  # forced: these names need not be looked up
 
 
-def test_two_ranks_on_a_machine_without_gpus(folder):
+def test_two_ranks_on_a_machine_without_gpus(folder, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     output, messages = finish(start(folder, SHOW, "--num_gpus=2", "--bind_cores_to_rank", args=NASTY))
     ranks = shown(output)
     assert [r["argv"] for r in ranks] == [["script.py", f"--local_rank={i}", *NASTY] for i in (0, 1)]
@@ -428,7 +430,8 @@ def test_two_ranks_on_a_machine_without_gpus(folder):
     assert "2 ranks on localhost (2)" in messages and "OMP_NUM_THREADS" not in messages
 
 
-def test_a_host_of_the_hostfile_that_is_this_machine_needs_no_ssh(folder):
+def test_a_host_of_the_hostfile_that_is_this_machine_needs_no_ssh(folder, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (folder / "hosts").write_text("localhost slots=4\nnode-b slots=4\n")
     options = ["-H", "hosts", "-i", "localhost:1,3", "--no_local_rank", "--module"]
     ranks = shown(finish(start(folder, SHOW, *options, name="script", args=["--", "x"]))[0])
@@ -542,8 +545,12 @@ os.write(1, b"went on\\n")
 
 @pytest.mark.parametrize(
     "many, number",
-    [(True, signal.SIGKILL), (False, signal.SIGKILL), (True, signal.SIGQUIT), (False, signal.SIGQUIT)],
-    ids=["SIGKILL on two nodes", "SIGKILL here", "SIGQUIT on two nodes", "SIGQUIT here"],
+    [
+        pytest.param(True, signal.SIGKILL, id="SIGKILL on two nodes"),
+        pytest.param(False, signal.SIGKILL, id="SIGKILL here"),
+        pytest.param(True, signal.SIGQUIT, id="SIGQUIT on two nodes", marks=pytest.mark.slow),
+        pytest.param(False, signal.SIGQUIT, id="SIGQUIT here"),
+    ],
 )
 def test_ranks_end_when_the_launcher_is_killed(folder, many, number):
     script = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)"
@@ -551,7 +558,9 @@ def test_ranks_end_when_the_launcher_is_killed(folder, many, number):
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(number)
     assert all(ends_within(30, pid) for pid in ranks)
-    process.communicate()
+    _, messages = process.communicate()
+    if number == signal.SIGQUIT:
+        assert process.returncode == 128 + signal.SIGTERM and "torchrun was ended by SIGTERM" in messages, messages
 
 
 def test_torchrun_ends_with_a_launcher_that_is_killed_while_torch_is_imported(folder, monkeypatch):
