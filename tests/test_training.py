@@ -72,7 +72,7 @@ def flags(corpus, save, iters: int, *more: str) -> list[str]:
 
 
 def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
-    done = launch_job(
+    done = run_job(
         flags(
             corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", "--eval-interval", "30", "--eval-iters", "2"
         ),
@@ -163,7 +163,8 @@ def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus,
     assert list(metrics(tmp_path)) == list(range(1, last + 3))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+# Either becomes the SIGTERM that the launcher passes on (tests/test_runner.py).
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
@@ -204,19 +205,34 @@ def test_the_data_loaders_workers_end_with_a_rank_that_is_killed(corpus, tmp_pat
     assert all(ends_within(1.5, worker) for worker in workers), "torch's workers look for their rank every 5 s"
 
 
-@pytest.mark.parametrize(
-    "iters", [pytest.param(100, id="in between"), pytest.param(2, id="at the end", marks=pytest.mark.slow)]
-)
+SIGNALLED_IN_AN_EVALUATION = """
+import itertools, os, signal
+import pretrain_gpt2
+import torch
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+evaluated = itertools.count()
+
+def forward_step(job, iterator):
+    if os.environ["RANK"] == "1" and not torch.is_grad_enabled() and next(evaluated) == 2:
+        signal.raise_signal(signal.SIGTERM)
+    return pretrain_gpt2.forward_step(job, iterator)
+
+parts = (pretrain_gpt2.make_model, forward_step, pretrain_gpt2.count_tokens)
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, *parts))
+"""
+
+
+@pytest.mark.parametrize("iters", [pytest.param(100, id="in between"), pytest.param(2, id="at the end")])
 def test_signal_to_one_rank_ends_an_evaluation_on_all_ranks_without_another_step(corpus, tmp_path, iters):
     """The evaluation would take minutes. Its last batch is done, and the training stays where it was."""
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLED_IN_AN_EVALUATION)
     evaluations = ("--eval-interval", "2", "--eval-iters", "100000", "--calculate-per-token-loss")
-    process = start_job(flags(corpus, tmp_path, iters, *evaluations), 2)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 2)
-    time.sleep(1)
-    (torchrun,) = children(process.pid)
-    os.kill(max(children(torchrun)), signal.SIGTERM)  # the second rank, where process ids do not wrap
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    done = run_script(2, str(script), flags(corpus, tmp_path, iters, *evaluations))
+    output = done.stdout
+    assert done.returncode == 0, output
     where = "iteration 2" if iters > 2 else "the end of training"
     assert f"no validation loss at {where}: another rank was signalled" in output and "LM PPL" not in output, output
     assert ("stopping after iteration 2: another rank was signalled" in output) == (iters > 2), output
@@ -346,7 +362,7 @@ def test_a_killed_rank_is_one_line_and_no_traceback_of_another(corpus, tmp_path,
     assert "Traceback" not in output and "error" not in output
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path, monkeypatch, status):
     script, folder = tmp_path / "script.py", tmp_path / "tmp"
     script.write_text(f"raise SystemExit({status})\n")
@@ -602,6 +618,7 @@ def test_a_job_without_a_launcher_outlives_the_shell_that_started_it(corpus, tmp
     assert (tmp_path / "latest").read_text() == "global_step300", done.stdout
 
 
+@pytest.mark.slow  # as in tests/test_runner.py, but for a job that saves when the launcher ends it
 def test_sigquit_ends_all_ranks_with_the_script(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
