@@ -165,12 +165,6 @@ def test_scripts_end_with_one_line_on_a_json_that_cannot_be_read(corpus):
     assert output == "error: The configuration 'nowhere' is neither an existing file nor base64 of JSON.\n"
 
 
-def test_distributed_by_rendezvous(corpus, tmp_path):
-    where = {"RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
-    output = run("scripts/pretrain_gpt2_distributed.sh", **corpus, **where, NPROC="1", SAVE=str(tmp_path))
-    assert "saved" in output
-
-
 def test_two_nodes_meet_by_node_rank_and_train_by_other_flags_than_the_scripts(corpus, tmp_path):
     script, *flags = "scripts/pretrain_gpt2_distributed.sh", "--recompute", "none", "--no-bf16"
     shared = {
@@ -198,27 +192,27 @@ def test_two_nodes_meet_by_node_rank_and_train_by_other_flags_than_the_scripts(c
 
 
 @pytest.mark.parametrize(
-    "script, variables, ranks, stage",
+    "script, ranks, stage",
     [
         (
             "ds_zero2_pretrain_gpt2_model_parallel.sh",
-            {},
             "2 = 2 tensor-parallel x 1",
             "stage 2: optimizer states and gradients are",
         ),
-        ("pretrain_gpt2_zero_infinity.sh", {}, "2 = 1 tensor-parallel x 2", "parameters rest in /"),
+        ("pretrain_gpt2_zero_infinity.sh", "2 = 1 tensor-parallel x 2", "parameters rest in /"),
     ],
     ids=["model-parallel stage 2", "infinity"],
 )
-def test_by_a_json_file_or_with_offloaded_states(corpus, tmp_path, script, variables, ranks, stage):
-    sizes = {"NUM_LAYERS": "1", "TRAIN_ITERS": "2"}
-    output = run(f"scripts/{script}", **corpus, **variables, **sizes, SAVE=str(tmp_path))
+def test_by_a_json_file_or_with_offloaded_states_and_by_rendezvous(corpus, tmp_path, script, ranks, stage):
+    variables = {"NUM_LAYERS": "1", "TRAIN_ITERS": "2", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+    output = run(f"scripts/{script}", **corpus, **variables, SAVE=str(tmp_path))
     assert f"{ranks} data-parallel" in output and stage in output and "saved" in output
 
 
 @pytest.mark.parametrize(
     "script, variables, ranks, tensor_parallel, zero",
     [
+        ("pretrain_gpt2_distributed.sh", {}, 2, 1, {"stage": 0}),
         ("pretrain_gpt2_model_parallel.sh", {}, 2, 2, {"stage": 0}),
         ("pretrain_gpt2_zero1.sh", {"NPROC": "4", "MODEL_PARALLEL_SIZE": "2"}, 4, 2, {"stage": 1}),
         ("ds_pretrain_gpt2.sh", {}, 2, 1, {"stage": 1}),
@@ -260,6 +254,7 @@ def test_by_a_json_file_or_with_offloaded_states(corpus, tmp_path, script, varia
         ),
     ],
     ids=[
+        "distributed",
         "MP",
         "stage 1, MP",
         "stage 1",
