@@ -113,6 +113,7 @@ def cut(ranks: int, batch_size: int, *arguments: str) -> list[tuple[list[str], i
 
 PARTS = ("losses", "gradient norms", "weights", "evaluation")
 CUTS = [(1, 12), (1, 4), (1, 1), (2, 6), (2, 3), (3, 4), (3, 1)]  # ranks, and sequences in a micro-batch
+FEW_CUTS = [(1, 12), (1, 1), (2, 3), (3, 4)]  # the others with -m slow
 
 
 @pytest.mark.parametrize("stage", ["0", "2"])
@@ -121,7 +122,9 @@ def test_every_cut_of_a_global_batch_trains_as_one_plain_step_over_all_its_token
     assert cut(ranks, batch_size, ON, "--zero-stage", stage) == [([], 0)] * ranks
 
 
-@pytest.mark.parametrize("ranks, batch_size", CUTS)
+@pytest.mark.parametrize(
+    "ranks, batch_size", [cut if cut in FEW_CUTS else pytest.param(*cut, marks=pytest.mark.slow) for cut in CUTS]
+)
 def test_without_the_flag_each_cut_trains_otherwise(ranks, batch_size):
     """But for one micro-batch of everything."""
     for others, _ in cut(ranks, batch_size):
