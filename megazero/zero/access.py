@@ -294,18 +294,19 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
             f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
         )
     parameters, again = ids_of_parameters(buckets), module.state_dict(keep_vars=True)
-    given = known.keys() & state.keys()
-    # What a module makes anew, as its extra state, cannot be written to.
-    extra = {
-        name: state[name] for name in given if known[name] is not again[name] or not isinstance(known[name], Tensor)
-    }
-    for name in given - extra.keys():
-        if tuple(state[name].shape) != (shape := shape_of(known[name])):
-            raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(state[name].shape)}.")
+    # What a module makes anew cannot be written to, and its extra state is its own to take.
+    made = {name for name, value in known.items() if value is not again[name] or not isinstance(value, Tensor)}
+    made |= {name for name in known if name.rpartition(".")[2] == "_extra_state"}
+    extra = {name: state[name] for name in state if name in made}
+    # In the module's order: the last name of a buffer that has several decides, as in torch, and alike on all ranks.
+    given = {name: state[name] for name in known if name in state and name not in made}
+    for name, value in given.items():
+        if tuple(value.shape) != (shape := shape_of(known[name])):
+            raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(value.shape)}.")
     with torch.no_grad():
-        for name in given:
-            if name not in extra and id(known[name]) not in parameters:
-                known[name].copy_(state[name])
+        for name, value in given.items():
+            if id(known[name]) not in parameters:
+                known[name].copy_(value)
         if extra:
             module.load_state_dict(extra, strict=False)  # hands them to the modules that know what they are
         # A tied parameter gets the value under the last of its names, as in torch.
