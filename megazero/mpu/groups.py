@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megazero.comm import ProcessGroup, even_out_groups, is_destroyed, timeout_of, world
@@ -149,7 +150,9 @@ def model_group_of(mpu: Any) -> ProcessGroup:
 
 def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` has been called and not been undone, nor its groups destroyed with their world."""
-    return _groups is not None and not any(is_destroyed(group) for group in (_groups.model, _groups.data))
+    if _groups is None or torch.compiler.is_compiling():  # torch 2.8 cannot trace what follows
+        return _groups is not None
+    return not any(is_destroyed(group) for group in (_groups.model, _groups.data))
 
 
 def is_unitialized() -> bool:
