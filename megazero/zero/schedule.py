@@ -275,8 +275,10 @@ class Schedule:
             nonlocal was_wanted
             if self._first is None and index is not None and self.forwards.train and not _in_backward():
                 self._first = index
-            if index is not None and torch.is_grad_enabled() and not _in_backward():
+            if index is not None and self.forwards.train and not _in_backward():
                 self._runs.append(index)
+            if index in self._runs and _in_backward():  # its last run is recomputed: those after it are over
+                self._end_later(self._runs, len(self._runs) - self._runs[::-1].index(index), None)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = makers((args, kwargs))
             self._gather(buckets, index)
