@@ -71,7 +71,7 @@ def sees_something_to_load(flags: CheckpointConfig) -> bool:
 
 def has_something_to_load(flags: CheckpointConfig) -> bool:
     """Whether any rank sees checkpoints in --load. Collective over the world."""
-    return any(comm.all_gathered_objects(comm.together(lambda: sees_something_to_load(flags))))
+    return bool(comm.largest(comm.together(lambda: sees_something_to_load(flags))))
 
 
 def load(job: Job, is_expected: bool = False) -> None:

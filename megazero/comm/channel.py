@@ -18,7 +18,7 @@ from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
-from megazero.comm.world import ProcessGroup, all_gathered_objects, backend_of, even_out_groups, new_group_like
+from megazero.comm.world import ProcessGroup, backend_of, even_out_groups, largest, new_group_like
 
 # For each group, the further groups that its channels share, by shard size. They last as long as the world.
 _levels: WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup]]] = WeakKeyDictionary()
@@ -82,7 +82,7 @@ class Channel:
         if self.num_ranks == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        name: str = all_gathered_objects(secrets.token_hex(4), group)[0]  # a group may have several channels
+        name = f"{largest(secrets.randbits(32), group):08x}"  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
         self.transport, lanes = _open_lanes(group, self.size, name)

@@ -78,6 +78,14 @@ def all_gathered_objects(value: object, group: ProcessGroup | None = None) -> li
     return out
 
 
+def largest(value: int, group: ProcessGroup | None = None) -> int:
+    """The largest `value` of the ranks of `group` (the world by default), at a tenth of the cost of `all_gathered_objects`."""
+    devices = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    found = torch.tensor(int(value), device="cpu" if "cpu" in devices else local_device())
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return int(found)
+
+
 def broadcast_object(value: Any) -> Any:
     """The first rank's `value`, on every rank of the world: plain Python data, which may be large, never tensors."""
     values = [value]
@@ -94,7 +102,7 @@ def even_out_groups(group: ProcessGroup) -> None:
     """
     known = dist.distributed_c10d._world
     count = known.group_count if torch.__version__ >= "2.14" else len(known.pg_names)
-    for _ in range(max(all_gathered_objects(count, group)) - count):
+    for _ in range(largest(count, group) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
@@ -137,7 +145,8 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
         result = action() if action is not None else None
     except Exception as caught:
         error = caught
-    messages = all_gathered_objects(None if error is None else f"{type(error).__name__}: {error}", group)
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    messages = all_gathered_objects(mine, group) if largest(error is not None, group) else []
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

@@ -240,10 +240,12 @@ def fake_world(
             patch.setattr(module, "SwapFile", held.swap_file)
         patch.setattr(background, "threading", SimpleNamespace(Thread=held.thread))
         patch.setattr(background, "queue", SimpleNamespace(SimpleQueue=held.queue))
-        for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):
+        for module in (comm, sys.modules["megazero.comm.world"]):
             patch.setattr(
                 module, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group)
             )
+        for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):
+            patch.setattr(module, "largest", lambda value, group=None: int(value))
         channel = comm.Channel
         patch.setattr(channel, "compare_first", lambda _: None)  # there is nobody to compare with
 
