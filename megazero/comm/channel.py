@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
-from megazero.comm.links import Links, link
+from megazero.comm.links import link
 from megazero.comm.meeting import Meeting
 from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
@@ -207,14 +207,9 @@ def _groups_of_levels(group: ProcessGroup, mine: list[int], across: list[int]) -
 
 def _open_transports(group: ProcessGroup, count: int, name: str) -> tuple[str, list[Transport]]:
     """`count` independent transports: shared memory if all ranks of `group` are on one host, else point to point. Collective."""
-    opened: list[Links] = []
     timeout_s = timeout_of(group)
-    while len(opened) < count and (links := link(group, area_bytes(group.size()), timeout_s)):
-        opened.append(links)
-    if len(opened) == count:
+    if opened := link(group, area_bytes(group.size()), timeout_s, count):
         return "shared memory", [SharedMemoryTransport(links, group.rank()) for links in opened]
-    for links in opened:
-        links.close()
     tag = int(name[:7], 16) * 2  # that no other messages of the group carry
     return "point to point", [PointToPointTransport(group, tag + lane, timeout_s) for lane in range(count)]
 

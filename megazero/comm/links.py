@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.transport import MESSAGE_BYTES, check, message
-from megazero.comm.world import ProcessGroup, all_gathered_objects
+from megazero.comm.world import ProcessGroup, all_gathered_objects, largest
 
 logger = logging.getLogger(__name__)
 
@@ -101,38 +102,45 @@ def _abandon_all() -> None:
 os.register_at_fork(after_in_child=_abandon_all)
 
 
-def link(group: ProcessGroup, area_bytes: int, timeout_s: float) -> Links | None:
-    """This rank's links to the other ranks of `group`, or None on every rank if not all of them can be linked. Collective.
+def link(group: ProcessGroup, area_bytes: int, timeout_s: float, count: int = 1) -> list[Links]:
+    """`count` independent links of this rank to the others of `group`; none on every rank if not all can be linked. Collective.
 
     Args:
         group: two ranks or more.
         area_bytes: size of each rank's area.
         timeout_s: seconds that `Links.sync` waits for a rank.
     """
-    end, links, problem = None, None, None
+    ends: list[_End] = []
+    opened: list[Links] = []
+    problem = None
     try:
-        end = _End(area_bytes)
+        for _ in range(count):
+            ends.append(_End(area_bytes))
     except (OSError, AttributeError) as error:  # AttributeError: a system without memfd
         problem = f"{type(error).__name__}: {error}"
-    addresses = all_gathered_objects(end.address if end else problem, group)
+    addresses = all_gathered_objects(problem or [end.address for end in ends], group)
     problems = [address if isinstance(address, str) else None for address in addresses]
-    if end and not any(problems) and len({address.host for address in addresses}) == 1:
-        try:
-            links = _join(end, addresses, group, timeout_s)
-        except (OSError, ValueError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        problems = all_gathered_objects(problem, group)
-    if end:
+    if not any(problems) and len({first.host for first, *_ in addresses}) == 1:
+        for end, of_ranks in zip(ends, zip(*addresses, strict=True), strict=True):
+            try:
+                opened.append(_join(end, of_ranks, group, timeout_s))
+            except (OSError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if largest(problem is not None, group):
+                problems = all_gathered_objects(problem, group)
+                break
+    for end in ends:
         end.close()
-    if links and any(problems):
-        links.close()
-        links = None
+    if any(problems):
+        for links in opened:
+            links.close()
+        opened = []
     failed = {rank: text for rank, text in zip(dist.get_process_group_ranks(group), problems, strict=True) if text}
     if failed and group.rank() == 0:
         rank, text = next(iter(failed.items()))
         more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         logger.warning("no shared memory between the ranks of this host: rank %d%s failed with %s", rank, more, text)
-    return links
+    return opened
 
 
 class _Address(NamedTuple):
@@ -163,7 +171,7 @@ class _End:
         self._undo.close()
 
 
-def _join(end: _End, addresses: list[_Address], group: ProcessGroup, timeout_s: float) -> Links:
+def _join(end: _End, addresses: Sequence[_Address], group: ProcessGroup, timeout_s: float) -> Links:
     """Dials the lower ranks and takes the calls of the higher ones; then each sends every other its memory."""
     rank, size = group.rank(), group.size()
     sockets: dict[int, socket.socket] = {}
