@@ -19,6 +19,7 @@ from megazero.optim.cpu_adam import CPUAdam
 from megazero.optim.muon import Muon
 from megazero.utils import safe_get_full_grad
 from megazero.zero.config import ZeroConfig
+from megazero.zero.storage import view_of
 
 
 class Block(nn.Module):
@@ -292,6 +293,19 @@ def make_engine(model: nn.Module, stage: int, *, optimizer: str = "adamw", decay
     return Engine(model, mpu.get_groups(), OPTIMIZERS[optimizer], *groups, zero=zero, **options)
 
 
+def full_grads(engine: Engine) -> dict[str, Tensor]:
+    """The mean gradients of all parameters, as `full_grad` gives each, with one gather of each bucket. Collective."""
+    engine.optimizer.finish()
+    found = {}
+    for bucket in engine.buckets:
+        if bucket.is_trainable:
+            assert bucket.gradient.is_reduced, f"no gradients of {bucket.name} are there"
+            with bucket.gradient.at_hand() as owned:
+                whole = bucket.whole(owned).float() * (bucket.gradient.to_mean / engine.optimizer.cur_scale)
+            found.update({segment.name: view_of(whole, segment) for segment in bucket.trained_segments})
+    return found
+
+
 def trained_names(engine: Engine) -> list[str]:
     return sorted(s.name for b in engine.buckets for s in b.trained_segments)
 
@@ -312,8 +326,7 @@ def train(engine: Engine, batches: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"loss {index}", loss.detach().clone()
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
-                for name in trained_names(engine):
-                    yield f"gradient of {name} {index}", full_grad(engine, name)
+                yield from ((f"gradient of {name} {index}", grad) for name, grad in full_grads(engine).items())
             engine.step()
         yield f"norm {index}", torch.tensor(engine.get_global_grad_norm())
     for name, value in engine.state_dict().items():
