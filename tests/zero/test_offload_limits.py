@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import namedtuple
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,18 @@ import pytest
 import torch
 from torch import nn
 
+from megazero import mpu, zero
 from megazero.arguments import load_config
 from megazero.data.build import build_tokenizer_from
+from megazero.engine import Engine, weight_decay_groups
 from megazero.job import build_job, setup_distributed, with_vocabulary
 from megazero.job_checkpoints import save
+from megazero.nvme import AioConfig
+from megazero.zero.config import ZeroConfig
 from pretrain_gpt2 import check, forward_step, main, make_model
 from tests.ranks import run_ranks
 from tests.test_zero_job import check_equal, end, start, train
-from tests.tiny import ROOT, TINY_MODEL, make_corpus, run_command, run_job
+from tests.tiny import TINY_MODEL, make_corpus, run_command, run_job
 
 MIB = 1 << 20
 OFFLOADED = [("cpu", "cpu"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]  # homes of O and P
@@ -47,26 +50,31 @@ def corpus(tmp_path_factory) -> list[str]:
 # ---- a limit of host memory
 
 # One rank builds a model of 96 MiB of parameters, and trains one of 24 MiB, which takes 96 MiB as well: P, G and two moments.
-LIMITED = """
-import gc, json, resource, sys, threading
-import torch
-from torch import nn
-from megazero import comm, mpu, zero
-from megazero.engine import Engine, weight_decay_groups
-from megazero.nvme import AioConfig
-from megazero.zero.config import ZeroConfig
-
 BLOCKS, WIDTH = 24, 512
-folder, home, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+LIMIT, NEEDED = 32 * MIB, 96 * MIB
+MALLOC = {-8: 1, -3: 1 << 16, -1: 1 << 16}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back
 
 
-def status(key):
-    lines = open("/proc/self/status").read().splitlines()
+def return_all_that_is_freed() -> None:
+    """For a rank whose memory is measured."""
+    threading.stack_size(1 << 19)  # stacks of the threads that swap count as well
+    for option, value in MALLOC.items():
+        ctypes.CDLL(None).mallopt(option, value)
+
+
+def status(key: str) -> int:
+    """Bytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
+def limit_data(limit: int) -> None:
+    """Lets this process's data grow by `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, status("VmData") + limit))
+
+
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
@@ -75,7 +83,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    def __init__(self, blocks):
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
@@ -85,21 +93,22 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def build(blocks):
+def built(folder: str, home: str, blocks: int) -> Blocks:
     torch.manual_seed(0)
     config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": folder}}}
     with zero.Init(remote_device=home, config=config):
         return Blocks(blocks)
 
 
-def train(blocks, steps):
-    homes = dict(offload_optimizer=home, offload_param=home, nvme_path=folder, sub_group_size=1 << 16)
+def trained(folder: str, home: str, blocks: int) -> list[float]:
+    """The losses of two steps."""
+    homes = {"offload_optimizer": home, "offload_param": home, "nvme_path": folder, "sub_group_size": 1 << 16}
     config = ZeroConfig(stage=3, aio=AioConfig(queue_depth=2), **homes)
-    model = build(blocks)
-    adam = lambda groups: torch.optim.AdamW(groups, lr=1e-5, fused=True)
+    model = built(folder, home, blocks)
+    adam = partial(torch.optim.AdamW, lr=1e-5, fused=True)
     engine = Engine(model, mpu.get_groups(), adam, *weight_decay_groups(model, 0.1), zero=config, clip_grad=1.0)
     losses = []
-    for _ in range(steps):
+    for _ in range(2):
         loss = engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)))
         engine.backward(loss)
         engine.step()
@@ -107,51 +116,37 @@ def train(blocks, steps):
     return losses
 
 
-def under_limit(what, *args):  # what it returns and the most memory beyond the start's, or how it was refused
-    gc.collect()  # the model before: parameters and their bucket hold each other
-    open("/proc/self/clear_refs", "w").write("5")  # VmHWM counts anew
-    try:
-        return {"value": what(*args), "peak": status("VmHWM") - before}
-    except (RuntimeError, MemoryError) as error:
-        return {"refused": str(error)}
-
-
-threading.stack_size(1 << 19)  # stacks of the threads that swap count as well
-torch.set_num_threads(1)
-comm.init_distributed("gloo")
-mpu.initialize_model_parallel(1)
-train(2, 2)  # everything that is needed once: threads, code, what malloc keeps
-before, data = status("VmRSS"), status("VmData")
-if limit:
-    resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
-build_only = lambda: sum(parameter.ds_numel for parameter in build(4 * BLOCKS).parameters())
-print(json.dumps({"build": under_limit(build_only), "train": under_limit(train, BLOCKS, 2)}))
-"""
-LIMIT, NEEDED = 32 * MIB, 96 * MIB
-
-
-def limited(folder: Path, home: str, limit: int) -> dict[str, dict]:
-    """What LIMITED says under a limit of its data, in bytes beyond what it has at the start; 0: none."""
-    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), home, str(limit)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **malloc},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # gloo may have spoken before
+def limited_case(folder: str, home: str, limit: int) -> dict[str, dict]:
+    """What a build and a training return and the most memory beyond the start's, or how they were refused; 0: no limit."""
+    return_all_that_is_freed()
+    mpu.initialize_model_parallel(1)
+    trained(folder, home, 2)  # everything that is needed once: threads, code, what malloc keeps
+    before = status("VmRSS")
+    if limit:
+        limit_data(limit)
+    found: dict[str, dict] = {}
+    for what, action in (
+        ("build", lambda: sum(parameter.ds_numel for parameter in built(folder, home, 4 * BLOCKS).parameters())),
+        ("train", lambda: trained(folder, home, BLOCKS)),
+    ):
+        gc.collect()  # the model before: parameters and their bucket hold each other
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew
+        try:
+            found[what] = {"value": action(), "peak": status("VmHWM") - before}
+        except (RuntimeError, MemoryError) as error:
+            found[what] = {"refused": str(error)}
+    return found
 
 
 def test_what_a_memory_limit_forbids_goes_through_nvme(tmp_path):
     """A model is built in a third of its bytes, and trained in a third of those of its states."""
-    refused, passed = limited(tmp_path, "cpu", LIMIT), limited(tmp_path, "nvme", LIMIT)
+    (refused,), (passed,), (free,) = (
+        run_ranks(1, limited_case, str(tmp_path), home, limit)
+        for home, limit in [("cpu", LIMIT), ("nvme", LIMIT), ("cpu", 0)]
+    )
     for what in ("build", "train"):
         assert "allocate" in refused[what]["refused"]
         assert "refused" not in passed[what] and passed[what]["peak"] < LIMIT
-    free = limited(tmp_path, "cpu", 0)
     for what in ("build", "train"):
         assert passed[what]["value"] == free[what]["value"]
         assert free[what]["peak"] > 0.9 * NEEDED
@@ -161,7 +156,6 @@ def test_what_a_memory_limit_forbids_goes_through_nvme(tmp_path):
 
 # ---- the job builds its model where its parameters will rest
 
-MALLOC = {-8: 1, -3: 1 << 16, -1: 1 << 16}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: what is freed goes back
 DEEP = [*TINY_MODEL, "--num-layers", "33", "--hidden-size", "256"]  # 26 million parameters, 99 MiB
 
 
@@ -188,17 +182,13 @@ def test_a_job_builds_on_nvme_what_it_builds_in_memory(corpus, tmp_path):
 
 def built_under_limit_case(flags: list[str]) -> int | str:
     """Builds a model of 99 MiB where memory may grow by two thirds of that; its parameters' number, or what it lacks."""
-    threading.stack_size(1 << 19)
-    for option, value in MALLOC.items():
-        ctypes.CDLL(None).mallopt(option, value)
+    return_all_that_is_freed()
     config = load_config([*DEEP, *flags], 1)
     tokenizer, groups = build_tokenizer_from(config.data), setup_distributed(config)
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
 
     def provider(*arguments: Any) -> nn.Module:
-        status = Path("/proc/self/status").read_text().splitlines()
-        data = next(int(line.split()[1]) for line in status if line.startswith("VmData:")) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (data + 2 * LIMIT, data + 2 * LIMIT))
+        limit_data(2 * LIMIT)
         return make_model(*arguments)
 
     try:
@@ -219,7 +209,7 @@ def test_a_job_builds_a_model_larger_than_its_memory_on_nvme(corpus, tmp_path):
 
 def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by_itself(corpus, tmp_path):
     """Blocks of 20 MB, of a size that glibc takes from its heap once one was freed, and does not return; libraries included."""
-    sizes = ["--num-layers", "12", "--hidden-size", "640", "--bf16", "--train-iters", "2", "--sub-group-size", "65536"]
+    sizes = ["--num-layers", "8", "--hidden-size", "640", "--train-iters", "1", "--sub-group-size", "262144"]
     done = run_command([sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *corpus, *sizes, *ON_NVME, str(tmp_path)])
     assert done.returncode == 0, done.stdout
     (peak,) = re.findall(r"peak memory per rank \(MB\) +(\d+)", done.stdout)
@@ -228,7 +218,7 @@ def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by
         imported = "import megazero.job, torch; from megazero.throughput import peak_memory_bytes as peak"
         measured = run_command([sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"])
         libraries = int(measured.stdout)
-    states = 18 * 12 * 12 * 640**2
+    states = 16 * 8 * 12 * 640**2
     assert int(peak) * MIB - libraries < states
 
 
