@@ -33,7 +33,7 @@ from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, full_grad, make_engine, run, token_batches, train
 from tests.zero.streams import slow_link
-from tests.zero.test_stages import compare
+from tests.zero.test_stages import STEPS, compare
 
 
 class Wide(nn.Module):
@@ -64,12 +64,11 @@ def homes(stage: int, path: str) -> list[dict]:
 def homes_case(path: str, make, options: dict, stages: tuple[int, ...] = (1, 2, 3)) -> None:
     mpu.initialize_model_parallel(1)
     settings = {**options, "sub_group_size": TILE_MULTIPLE}
-    engine_options = {k: v for k, v in settings.items() if k in ("dtype", "micro", "optimizer")}
-    zero_options = {k: v for k, v in settings.items() if k not in engine_options}
+    engine_options = {k: settings.pop(k) for k in ("dtype", "micro", "optimizer") if k in settings} | {"steps": STEPS}
     for stage in stages:
-        want = run(make, stage, clip_grad=0.5, zero=zero_options, **engine_options)
+        want = run(make, stage, clip_grad=0.5, zero=settings, **engine_options)
         for home in homes(stage, path):
-            got = run(make, stage, clip_grad=0.5, zero={**zero_options, **home}, **engine_options)
+            got = run(make, stage, clip_grad=0.5, zero={**settings, **home}, **engine_options)
             compare(got, want, f"stage {stage}, {home}", bitwise=True)
 
 

@@ -20,7 +20,7 @@ from megazero.zero.parameter import ArrivingParameter
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, Toy, full_grad, make_engine, token_batches, train
 from tests.zero.test_external import Reading
-from tests.zero.test_stages import compare
+from tests.zero.test_stages import STEPS, compare
 from tests.zero.test_traffic import own_count
 
 ON = {"overlap_param_gather": True}
@@ -79,7 +79,7 @@ def parity_case(names: list[str], options: dict, model_parallel_size: int = 1) -
     mpu.initialize_model_parallel(model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(1)
     micro = options.pop("micro", 1)
-    batches = token_batches(3, micro, mpu.get_data_parallel_world_size())
+    batches = token_batches(STEPS, micro, mpu.get_data_parallel_world_size())
     for name in names:
         for stage in (1, 2):
             traces = []

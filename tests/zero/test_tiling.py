@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import Toy, make_engine, run
 from tests.zero.test_dynamic import my_batch, one_step
 from tests.zero.test_memory import check_peak, sampled
+from tests.zero.test_stages import STEPS
 
 SPLITS = [(1, 1), (2, 1), (1, 3), (3, 2), (5, 7), (7, 11)]  # of 7 inputs and 11 outputs
 where = {"dtype": torch.float64}
@@ -390,15 +391,15 @@ def parts_of(trace: dict[str, Tensor], name: str) -> Tensor:
 def stages_case() -> None:
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
-    dense = run(Toy, 0)
-    want = run(lambda: Toy(block=TiledBlock), 0)
+    dense = run(Toy, 0, steps=STEPS)
+    want = run(lambda: Toy(block=TiledBlock), 0, steps=STEPS)
     for key in dense:
         if key.startswith(("loss", "norm", "weight")):
             assert_close(parts_of(want, key), dense[key], rtol=1e-4, atol=1e-5, msg=key)  # as sums in another order
     for stage in (1, 2, 3):
         for how in ("plain", "reentrant", "nonreentrant", "ours") if stage == 3 else ("plain",):
             with set_checkpoint_early_stop(False):  # else torch leaves out the end of what it recomputes
-                got = run(lambda how=how: Toy(how, block=TiledBlock), stage)
+                got = run(lambda how=how: Toy(how, block=TiledBlock), stage, steps=STEPS)
             assert got.keys() == want.keys()
             for key, value in want.items():
                 assert torch.equal(got[key], value), f"{key}, stage {stage}, {how}"
