@@ -161,14 +161,14 @@ def test_unfreezing_and_freezing_later_trains_as_torch_does(stage):
 
 
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # rather than run without a graph, unnoticed
-def compile_case() -> None:
+def compile_case(ways: dict[str, tuple[int, ...]]) -> None:
     mpu.initialize_model_parallel(1)
     plain = fresh(0)
     batches = token_batches(3, 1, mpu.get_data_parallel_world_size())
     want = dict(train(plain, batches))
-    for how in ("module", "forward", "model"):
+    for how, stages in ways.items():
         torch._dynamo.reset()
-        for stage in STAGES:
+        for stage in stages:
             torch.manual_seed(0)
             model = Toy()
             if how == "model":
@@ -185,9 +185,17 @@ def compile_case() -> None:
         assert torch._dynamo.utils.counters["frames"].pop("ok", 0), f"nothing was compiled: {how}"
 
 
-def test_compiled_blocks_and_models_train_as_plain_ones():
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"module": STAGES, "forward": (3,), "model": (2, 3)},
+        pytest.param({"forward": STAGES, "model": STAGES}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_and_models_train_as_plain_ones(ways):
     """By the module, by its forward, and as a whole."""
-    run_ranks(2, compile_case)
+    run_ranks(2, compile_case, ways)
 
 
 def part_case() -> None:

@@ -268,7 +268,7 @@ def peak_case() -> None:
             check_peak(Deep(run), stage, {})
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_most_that_a_step_holds_is_what_was_planned_and_nothing_stays(world_size):
     run_ranks(world_size, peak_case)
 

@@ -299,7 +299,7 @@ def parallel_case(flags: list[str], homes: list[list[str]]) -> None:
         end(job)
 
 
-@pytest.mark.parametrize("dtype", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param([], marks=pytest.mark.slow), ["--bf16"]], ids=["fp32", "bf16"])
 def test_tensor_parallel_2_x_data_parallel_2_in_every_home_equals_in_memory_bit_for_bit(corpus, dtype, tmp_path):
     homes = [("1", "nvme", "none"), ("2", "cpu", "none"), ("2", "nvme", "none"), *(("3", o, p) for o, p in OFFLOADED)]
     flags = [

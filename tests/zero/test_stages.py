@@ -40,9 +40,9 @@ TWICE = [
 ONCE = [name for name in MODELS if name not in TWICE]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_all_stages_equal_stage_0_bit_for_bit(world_size):
-    run_ranks(world_size, stages_case, ONCE, {"clip_grad": 0.5}, True)
+@pytest.mark.parametrize("world_size, every", [(1, 1), (3, 1), (4, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
+def test_all_stages_equal_stage_0_bit_for_bit(world_size, every):
+    run_ranks(world_size, stages_case, ONCE[::every], {"clip_grad": 0.5}, True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -69,8 +69,19 @@ def test_units_that_share_buckets_all_or_some_train_as_units_apart_bit_for_bit(w
     run_ranks(world_size, sharing_case, ONCE[::every], [SHARING, SOME], {"clip_grad": 0.5}, True)
 
 
-@pytest.mark.parametrize("options", [{"micro": 3}, {"optimizer": "muon"}, {"dtype": torch.bfloat16}], ids=str)
+WITH = [{"micro": 3}, {"optimizer": "muon"}, {"dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("options", WITH, ids=str)
 def test_units_that_share_buckets_train_as_units_apart(options):
+    """Each model with one of the options."""
+    names = list(MODELS)[WITH.index(options) :: len(WITH)]
+    run_ranks(2, sharing_case, names, [SOME], {"clip_grad": 0.5, **options}, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", WITH, ids=str)
+def test_units_that_share_buckets_train_as_units_apart_in_every_model(options):
     run_ranks(2, sharing_case, list(MODELS), [SOME], {"clip_grad": 0.5, **options}, False)
 
 
@@ -79,8 +90,9 @@ def test_all_stages_equal_stage_0_bit_for_bit_with_other_optimizers(optimizer):
     run_ranks(2, stages_case, ["tied head, unused parameter"], {"clip_grad": 0.5, "optimizer": optimizer}, True)
 
 
-def test_all_stages_equal_stage_0_with_accumulation():
-    run_ranks(2, stages_case, list(MODELS), {"clip_grad": 0.5, "micro": 3}, False)
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_all_stages_equal_stage_0_with_accumulation(every):
+    run_ranks(2, stages_case, list(MODELS)[::every], {"clip_grad": 0.5, "micro": 3}, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -455,7 +455,7 @@ def planned_case() -> None:
         check_peak(TiledDeep(), 3, settings)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_of_a_tiled_model_holds_what_was_planned(world_size):
     run_ranks(world_size, planned_case)
 
