@@ -149,7 +149,8 @@ def _plan(inputs: Sequence[Path], args: argparse.Namespace) -> Shard:
             raise ValueError(f"--shards must be at least 1, got {args.shards}")
         kind = ending(inputs[0], args.format)
         names = [f"shuffled-{number:05}-of-{args.shards:05}.{kind}" for number in range(args.shards)]
-        shard = Shard(tuple(inputs), tuple(output / name for name in names), output / f"shuffled.{kind}")
+        # As in `split`: one name for the record, whatever the shards' kind is.
+        shard = Shard(tuple(inputs), tuple(output / name for name in names), output / "shuffled.jsonl")
     check_outputs([shard])
     return shard
 

@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"--output {args.output}: each part is a file of its own. Name a folder, and their kind by --format."
         )
     folder, kind = Path(args.output), ending(inputs[0], args.format)
-    shard = Shard(tuple(inputs), tuple(folder / f"{name}.{kind}" for name in parts), folder / f"split.{kind}")
+    # Its record has one name, of a kind that readers know, whatever the parts' kind is: so what an earlier run made is found.
+    shard = Shard(tuple(inputs), tuple(folder / f"{name}.{kind}" for name in parts), folder / "split.jsonl")
     check_outputs([shard])
     bounds = [int(total * (1 << 64)) for total in accumulate(parts.values())]
     settings = {"key": args.json_key, "seed": args.seed, "parts": {name: str(share) for name, share in parts.items()}}

@@ -185,10 +185,12 @@ def test_files_of_an_earlier_run_do_not_stay_among_those_of_a_later_one(tmp_path
         flags = ("--input", corpus, "--output", tmp_path / step)
         run_step(step, *flags, *more[step])
         made = {path: path.read_bytes() for path in (tmp_path / step).iterdir()}
-        with pytest.raises(
-            ValueError, match=f"{step} holds (test|shuffled-00000-of-00003).jsonl.gz.* of an earlier run"
+        for other, stays in (
+            (less[step], "(test|shuffled-00000-of-00003).jsonl.gz"),
+            ((*more[step], "--format", "jsonl"), "(train|shuffled-00000-of-00003).jsonl.gz"),
         ):
-            run_step(step, *flags, *less[step])
+            with pytest.raises(ValueError, match=f"{step} holds {stays}.* of an earlier run"):
+                run_step(step, *flags, *other)
         assert {path: path.read_bytes() for path in (tmp_path / step).iterdir()} == made
         for path in made:
             path.unlink()
