@@ -71,9 +71,10 @@ class TrainingState:
         parameters, again = ids_of_parameters(self.buckets), self.state_dict()
         found: dict[int, tuple[str, Tensor]] = {}
         for name, value in self.state_dict().items():
-            if id(value) in parameters:
-                continue
-            if not isinstance(value, Tensor) or value is not again[name]:
+            is_made = value is not again[name]
+            if id(value) in parameters or (is_made and isinstance(value, Tensor) and not value.numel()):
+                continue  # the latter is an extra state that says nothing
+            if is_made or not isinstance(value, Tensor):
                 raise TypeError(
                     f"{name}: neither a parameter nor a buffer, but what a module's get_extra_state() returns or a hook makes. "
                     "That is not saved. Hand it to save_checkpoint in client_state."
