@@ -492,6 +492,28 @@ def test_a_modules_extra_state_is_part_of_the_state_dictionary(stage, one_rank):
     assert model[0].count == 3 and state["0._extra_state"] == {"count": 3}
 
 
+class Remembering(nn.Linear):
+    """A layer whose state is a tensor that grows."""
+
+    history = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.history
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.history = state.clone()
+
+
+def test_an_extra_state_that_is_a_tensor_is_its_modules_to_take_and_the_last_name_of_a_buffer_decides(one_rank):
+    model = nn.Sequential(Remembering(4, 4))
+    for name in "abcdefgh":
+        model[0].register_buffer(name, model[0]._buffers.get("a", torch.zeros(1)))
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    names = {f"0.{name}": torch.full([1], float(number)) for number, name in enumerate("abcdefgh")}
+    engine.load_module_state_dict({"0._extra_state": torch.arange(5.0), **names}, strict=False)
+    assert model[0].history.tolist() == [0, 1, 2, 3, 4] and model[0].a.item() == 7
+
+
 class Scaled(nn.Linear):
     """A layer that makes a tensor for its state dictionary, and takes it from there, as quantized layers do."""
 
@@ -585,9 +607,13 @@ def differing_case(folder: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"ranks differ and would train different models: on rank 1, .*{said}"):
             deepspeed.initialize(model=make_model(), config={**CONFIG, **mine})
-    home = {"device": "nvme", "nvme_path": f"{folder}/{rank}"}
+    home = {"device": "nvme", "nvme_path": f"{folder}/{rank}", "pin_memory": bool(rank)}
     Path(home["nvme_path"]).mkdir()
-    own = {"steps_per_print": 1 + rank, "zero_optimization": {"stage": 1, "offload_optimizer": home}}
+    own = {
+        "steps_per_print": 1 + rank,
+        "zero_optimization": {"stage": 1, "offload_optimizer": home},
+        "aio": {"queue_depth": 4 + rank},
+    }
     train(deepspeed.initialize(model=make_model(), config={**CONFIG, **own})[0])
 
 

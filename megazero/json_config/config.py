@@ -56,10 +56,10 @@ ZERO_FIELDS = {
     **{f"aio.{key}": "aio" for key in ("block_size", "queue_depth", "intra_op_parallelism", "overlap_events")},
 }
 
-# The keys to which ranks may give different values: where a host has its drive, and what only a log shows.
+# The keys to which ranks may give different values: where a host has its drive, what suits it, and what only a log shows.
 _MAY_DIFFER = {
-    f"{ZERO}.offload_param.nvme_path",
-    f"{ZERO}.offload_optimizer.nvme_path",
+    *(f"{ZERO}.{home}.{key}" for home in ("offload_param", "offload_optimizer") for key in ("nvme_path", "pin_memory")),
+    *(key for key in ZERO_FIELDS if key.startswith("aio.")),
     "activation_checkpointing.profile",
     "steps_per_print",
     "wall_clock_breakdown",
