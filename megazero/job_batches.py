@@ -40,7 +40,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         rank=torch.distributed.get_rank(),
         meet=_meet,
     )
-    prints = ", ".join(each[:24] for data in built if data for each in data.corpora)
+    prints = ", ".join(each[: each.rindex(" ") + 13] for data in built if data for each in data.corpora)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return built
 

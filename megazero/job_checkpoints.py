@@ -140,7 +140,8 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
 
 def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
     """Warns if the training data are not those of the checkpoint's run, whatever their names; then records them as the job's."""
-    if job.corpora not in (None, corpora):
+    as_once_saved = [each.rpartition(" of ")[2] for each in corpora]
+    if job.corpora not in (None, corpora, as_once_saved):
         logger.warning(
             "the documents of --train-data are not those of the run that saved the checkpoint: some may come again, and others "
             "never",
