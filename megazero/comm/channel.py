@@ -82,7 +82,7 @@ class Channel:
         if self.num_ranks == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        name = f"{largest(secrets.randbits(32), group):08x}"  # a group may have several channels
+        name = f"{largest(secrets.randbits(63), group):016x}"  # a group may have several channels
         store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
         self.transport, lanes = _open_lanes(group, self.size, name)
@@ -210,7 +210,7 @@ def _open_transports(group: ProcessGroup, count: int, name: str) -> tuple[str, l
     timeout_s = timeout_of(group)
     if opened := link(group, area_bytes(group.size()), timeout_s, count):
         return "shared memory", [SharedMemoryTransport(links, group.rank()) for links in opened]
-    tag = int(name[:7], 16) * 2  # that no other messages of the group carry
+    tag = int(name[-7:], 16) * 2  # that no other messages of the group carry
     return "point to point", [PointToPointTransport(group, tag + lane, timeout_s) for lane in range(count)]
 
 
