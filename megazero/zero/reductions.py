@@ -90,6 +90,11 @@ class Reductions:
         if bucket.is_trainable and not self._missing[bucket]:
             self._missing[bucket] = {segment.name for segment in bucket.trained_segments}
 
+    @property
+    def trains(self) -> bool:
+        """Whether any bucket gets gradients: else no backward is this engine's."""
+        return bool(self._order)
+
     def missing(self, bucket: Bucket) -> set[str]:
         """Names of the bucket's parameters whose gradients have not come yet in this backward."""
         return self._missing.get(bucket, set())  # a frozen bucket gets none

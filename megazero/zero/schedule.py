@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,10 @@ _READ_UNNOTICED = (
 )
 
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, in addition to units gathered ahead
+
+
+class _Run:
+    """A run of a unit. Only hooks of its inputs keep it, so it is gone with a graph that no backward will go through."""
 
 
 class Schedule:
@@ -194,8 +199,9 @@ class Schedule:
         """Forgets which units have run forward since the last backward."""
         self._first: int | None = None  # that was first: its own backward will be the last
         self._runs: list[int] = []  # units of sharded parameters, in the order in which their runs began
-        self._runs_left: dict[int, int] = {}  # of each, how many runs have inputs of which no gradient has come yet
+        self._runs_left: dict[int, WeakSet[_Run]] = {}  # of each, those with inputs of which no gradient has come yet
         self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
+        self._runs_again: set[int] = set()  # in the backward, for a reentrant checkpoint
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
@@ -275,7 +281,7 @@ class Schedule:
             nonlocal was_wanted
             if self._first is None and index is not None and self.forwards.train and not _in_backward():
                 self._first = index
-            if index is not None and self.forwards.train and not _in_backward():
+            if index is not None and self.reductions.trains and self.forwards.train and not _in_backward():
                 self._runs.append(index)
             if index in self._runs and _in_backward():  # its last run is recomputed: those after it are over
                 self._end_later(self._runs, len(self._runs) - self._runs[::-1].index(index), None)
@@ -306,7 +312,7 @@ class Schedule:
         if index is not None:
             self._begun.add(index)
             # A unit without inputs ends with its graph, which may be that of a checkpoint's own backward.
-            if self.reductions.is_open and self._runs_left.get(index) == 0:
+            if self.reductions.is_open and self._has_told(index):
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
         self._gather(buckets, index, in_forward=False)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
@@ -413,12 +419,16 @@ class Schedule:
         # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
         # (retain_graph, or two forwards and then two backwards) are not counted. A reentrant checkpoint's own backward gives
         # gradients of parameters that another use may have got before. A run without inputs has nothing to wait for.
-        waits_for_inputs = index in self._has_frozen or index in self._ends_with_graph
-        if waits_for_inputs and self._runs_left.get(index) != 0:
+        waits_for_inputs = any(index in units for units in (self._has_frozen, self._ends_with_graph, self._runs_again))
+        if waits_for_inputs and not self._has_told(index):
             return
         if not any(self.reductions.missing(bucket) for bucket in buckets):
             for bucket in buckets:
                 self._release(bucket)
+
+    def _has_told(self, index: int) -> bool:
+        """Whether a unit has run, and each of its runs that has inputs has given the gradient of one."""
+        return index in self._runs_left and not self._runs_left[index]
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
@@ -463,27 +473,33 @@ class Schedule:
         backward of an earlier unit begins (`_end_later`), or with its graph.
         """
 
-        def on_input_grad(runs_left: dict[int, int], run: list[int], _: Tensor) -> None:
+        def on_input_grad(runs_left: dict[int, WeakSet[_Run]], run: _Run, _: Tensor) -> None:
             # Skips a graph from before the last backward, a backward that is not this engine's, and a run's further gradients.
-            if runs_left is not self._runs_left or not self.reductions.is_open or not run:
+            if runs_left is not self._runs_left or not self.reductions.is_open or run not in runs_left[index]:
                 return
-            runs_left[run.pop()] -= 1
-            if runs_left[index] == 0:
+            runs_left[index].discard(run)
+            if not runs_left[index]:
                 if index in self._ends_with_graph:
                     torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
                 else:
                     self._end(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled() or (_in_backward() and self._runs_left.get(index)):
-                return  # without a graph; or again, for a checkpoint that is not reentrant and whose first run counts
+            if not self.reductions.trains or not self.forwards.train:
+                return
+            if not torch.is_grad_enabled():
+                self._runs_again.add(index)
+                return
+            if _in_backward() and self._runs_left.get(index):
+                return  # for a checkpoint that is not reentrant, whose first run counts; or beside a run that tells later
             inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
             made = [tensor for tensor in inputs if not tensor.is_leaf]
             is_detached = _in_backward() and any(t.is_leaf and not isinstance(t, nn.Parameter) for t in inputs)
             if is_detached or not made:
                 self._ends_with_graph.add(index)
-            self._runs_left[index] = self._runs_left.get(index, 0) + bool(inputs)
-            run = [index]  # empty once it has given a gradient
+            run, left = _Run(), self._runs_left.setdefault(index, WeakSet())
+            if inputs:
+                left.add(run)
             handles = [t.register_hook(partial(on_input_grad, self._runs_left, run)) for t in made or inputs]
             if not made:
                 self._leaf_handles += handles

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
@@ -15,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import megazero.activation_checkpointing as ours
 from megazero import comm, mpu, utils
-from megazero.engine import EngineStateError
+from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
-from megazero.zero import GatheredParameters
+from megazero.zero import GatheredParameters, ZeroConfig
 from tests.ranks import run_ranks
 from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, call, full_grad, make_engine, token_batches, train
 from tests.zero.test_stages import compare
@@ -542,17 +544,35 @@ class AroundMixture(nn.Module):
         return x.square().mean()
 
 
-def mixture_case(order: str, run: str) -> None:
+class RawBehind(nn.Module):
+    """Blocks under a checkpoint of this kind, then units that get raw data."""
+
+    def __init__(self, run: str) -> None:
+        super().__init__()
+        self.run, self.first = run, nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block(4) for _ in range(2))
+        self.units = nn.ModuleList(Mixture() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for block in self.blocks:
+            y = call(self.run, block, y)
+        for unit in self.units:
+            y = y + unit(x)
+        return y.square().mean()
+
+
+def mixture_case(make: Callable[[], nn.Module], **zero: bool) -> None:
     mpu.initialize_model_parallel(1, timeout_s=10.0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
     torch.manual_seed(0)
-    plain = AroundMixture(order, run)
+    plain = make()
     plain(x).backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in plain.named_parameters()}
     want = {name: comm.all_reduced(grad, comm.world()) / 2 for name, grad in grads.items()}
     for stage in STAGES:
         torch.manual_seed(0)
-        engine = make_engine(AroundMixture(order, run), stage)
+        engine = make_engine(make(), stage, zero=zero)
         for _ in range(2):
             engine.backward(engine(x))
             for name, grad in want.items():
@@ -564,7 +584,24 @@ def mixture_case(order: str, run: str) -> None:
 @pytest.mark.parametrize("run", ["reentrant", "ours", "nonreentrant"])
 @pytest.mark.parametrize("order", ["amb", "bma", "mab", "amA", "aMa", "amMA", "MaM", "bmaAB"])
 def test_an_expert_that_one_rank_does_not_use_changes_nothing_of_what_the_ranks_exchange(order, run):
-    run_ranks(2, mixture_case, order, run)
+    run_ranks(2, mixture_case, partial(AroundMixture, order, run))
+
+
+@pytest.mark.parametrize("run", ["reentrant", "ours", "nonreentrant", "ours, by hooks"])
+def test_nor_does_it_in_a_unit_without_inputs_behind_a_checkpoint(run):
+    """Where a rank waits for each sum, the others have to be there before they gather anything more."""
+    run_ranks(2, partial(mixture_case, overlap_comm=False), partial(RawBehind, run))
+
+
+def test_an_engine_that_trains_nothing_keeps_nothing_of_its_forwards(one_rank):
+    """As one whose gradients with respect to an image are asked for."""
+    model = nn.Sequential(Block(4), Block(4)).requires_grad_(False)
+    engine = Engine(model, mpu.get_groups(), None, {}, [], zero=ZeroConfig(stage=3))
+    image = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        engine(image).sum().backward()
+    assert not engine.schedule._runs and not engine.schedule._leaf_handles
+    assert not image._backward_hooks
 
 
 class ConditionedMixture(Mixture):
@@ -613,6 +650,8 @@ def conditioned_case(run: str, kind: str) -> None:
             most = max(most, len({bucket.unit for bucket in units if bucket.weights.is_allocated}))
 
         for step in range(2):
+            if kind == "made":
+                engine(x)  # no backward follows, as where a script evaluates without no_grad
             loss = engine(x + step)
             handles = [p.register_hook(look) for p in engine.module.parameters() if p.requires_grad]
             engine.backward(loss)
