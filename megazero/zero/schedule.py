@@ -283,7 +283,7 @@ class Schedule:
                 self._first = index
             if index is not None and self.reductions.trains and self.forwards.train and not _in_backward():
                 self._runs.append(index)
-            if index in self._runs and _in_backward():  # its last run is recomputed: those after it are over
+            if _in_backward() and index in self._runs:  # its last run is recomputed: those after it are over
                 self._end_later(self._runs, len(self._runs) - self._runs[::-1].index(index), None)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = makers((args, kwargs))
