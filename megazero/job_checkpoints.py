@@ -128,6 +128,8 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             ", ".join(others),
             extra=ALIKE,
         )
+    if job.corpora and flag_of("split") in others:  # so these are other documents, if of the same corpora
+        job.corpora = _fingerprints(job.corpora)
     before, after = {**asdict(TrainingConfig()), **saved["training"]}, now["training"]
     others = [flag_of(name) for name in LOSS if before[name] != after[name]]
     if others:
@@ -140,14 +142,18 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
 
 def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
     """Warns if the training data are not those of the checkpoint's run, whatever their names; then records them as the job's."""
-    as_once_saved = [each.rpartition(" of ")[2] for each in corpora]
-    if job.corpora not in (None, corpora, as_once_saved):
+    if job.corpora not in (None, corpora, _fingerprints(corpora)):  # as checkpoints once had them, the last
         logger.warning(
             "the documents of --train-data are not those of the run that saved the checkpoint: some may come again, and others "
             "never",
             extra=ALIKE,
         )
     job.corpora = corpora
+
+
+def _fingerprints(corpora: list[str]) -> list[str]:
+    """What a dataset says of its corpora, without which of their documents it has."""
+    return [each.rpartition(" of ")[2] for each in corpora]
 
 
 def _has_only_a_first_save(path: Path) -> bool:
