@@ -207,9 +207,18 @@ def test_a_job_builds_a_model_larger_than_its_memory_on_nvme(corpus, tmp_path):
     assert isinstance(numel, int) and 4 * numel > NEEDED
 
 
-def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by_itself(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "layers, bytes_each, more",
+    [
+        (8, 16, "--train-iters 1 --sub-group-size 262144"),
+        pytest.param(12, 18, "--bf16 --train-iters 2 --sub-group-size 65536", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by_itself(
+    corpus, tmp_path, layers, bytes_each, more
+):
     """Blocks of 20 MB, of a size that glibc takes from its heap once one was freed, and does not return; libraries included."""
-    sizes = ["--num-layers", "8", "--hidden-size", "640", "--train-iters", "1", "--sub-group-size", "262144"]
+    sizes = ["--num-layers", str(layers), "--hidden-size", "640", *more.split()]
     done = run_command([sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *corpus, *sizes, *ON_NVME, str(tmp_path)])
     assert done.returncode == 0, done.stdout
     (peak,) = re.findall(r"peak memory per rank \(MB\) +(\d+)", done.stdout)
@@ -218,7 +227,7 @@ def test_a_job_on_nvme_needs_less_memory_than_its_states_whatever_malloc_does_by
         imported = "import megazero.job, torch; from megazero.throughput import peak_memory_bytes as peak"
         measured = run_command([sys.executable, "-c", f"{imported}; print(peak(torch.device('cpu')))"])
         libraries = int(measured.stdout)
-    states = 16 * 8 * 12 * 640**2
+    states = bytes_each * layers * 12 * 640**2
     assert int(peak) * MIB - libraries < states
 
 
