@@ -124,8 +124,8 @@ def test_what_is_looked_up_late_is_what_type_checkers_and_dir_see():
 
 
 def test_a_job_that_compiles_nothing_does_not_import_the_compiler(tmp_path):
-    code = (
-        "import runpy, sys; runpy.run_path('pretrain_gpt2.py', {}, '__main__'); print('torch._dynamo' in sys.modules)"
-    )
-    done = run_command([sys.executable, "-c", code, *TINY_MODEL, *make_corpus(tmp_path), "--train-iters", "2"])
-    assert "iterations                 2 of 2" in done.stdout and done.stdout.endswith("\nFalse\n"), done.stdout
+    dear = "{'torch._dynamo', 'sympy'}.intersection(sys.modules)"  # each takes a process longer than torch
+    code = f"import runpy, sys; runpy.run_path('pretrain_gpt2.py', {{}}, '__main__'); print({dear})"
+    flags = ["--recompute", "full", "--train-iters", "2"]
+    done = run_command([sys.executable, "-c", code, *TINY_MODEL, *make_corpus(tmp_path), *flags])
+    assert "iterations                 2 of 2" in done.stdout and done.stdout.endswith("\nset()\n"), done.stdout

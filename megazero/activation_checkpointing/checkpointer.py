@@ -206,5 +206,9 @@ class _Checkpoint(torch.autograd.Function):
             call.refuse_other_outputs(outputs)
             pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None and x.requires_grad]
             if pairs:
-                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+                # What torch.autograd.backward calls, which would first import sympy: a second of each rank's start.
+                engine = torch.autograd.Variable._execution_engine
+                engine.run_backward(
+                    *zip(*pairs, strict=True), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         return None, None, None, *(x.grad for x in tensors)
