@@ -51,3 +51,8 @@ class Forwards:
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while module in self._modules and self._modules.pop() is not module:
             pass  # an inner module that an exception has left without running its hook
+
+
+def in_backward() -> bool:
+    """Whether a backward runs now: a forward is a recomputation then."""
+    return torch._C._current_graph_task_id() != -1

@@ -7,8 +7,7 @@
     the gradient of a parameter has come      add it to the bucket's G, and reduce that if     _take_gradient
                                               it was the last one
     ... of the unit                           release the unit                                 _release_if_done
-    the gradient of an input of it has come   count unused parameters as done                  _watch_inputs
-    ... or of the output of an earlier unit   the same, if no input can tell                   _end_later
+    the unit's backward is over               count unused parameters as done, and release it  _end, by `Runs`
     the whole backward is over                reduce and release what is left                  finish_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
@@ -24,18 +23,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from megazero.logging import ALIKE, get_logger
-from megazero.nested import tensors_in
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.external import external_parameters, register_external_parameter
-from megazero.zero.forwards import Forwards
+from megazero.zero.forwards import Forwards, in_backward
 from megazero.zero.hooks import Hook, weak_hook
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.outputs import first_nodes, makers, without_views
@@ -43,6 +40,7 @@ from megazero.zero.parameter import refuse_loading
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
+from megazero.zero.runs import Runs
 from megazero.zero.units import ROOT, units_of_parameters
 from megazero.zero.waiting import Waiting
 
@@ -59,10 +57,6 @@ _READ_UNNOTICED = (
 )
 
 FETCHES_BEFORE_GATHER = 2  # units whose shards are on their way from NVMe, in addition to units gathered ahead
-
-
-class _Run:
-    """A run of a unit. Only hooks of its inputs keep it, so it is gone with a graph that no backward will go through."""
 
 
 class Schedule:
@@ -95,9 +89,9 @@ class Schedule:
         self.residency = Residency(sizes, zero.gather_limits)
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         self._handles: list[Any] = []
-        self._leaf_handles: list[Any] = []  # of hooks on leaf inputs, which no graph takes with it
         self._watched: set[str] = set()
         self.forwards = Forwards()
+        self._runs = Runs(self.forwards, self.reductions, self._end)
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
         for bucket in buckets:
             bucket.schedule = self
@@ -112,8 +106,7 @@ class Schedule:
             for unit, (names, following) in zip(units, pairwise([*names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
-            for index, unit in enumerate(units):
-                self._watch_inputs(index, unit)
+            self._handles += [self._runs.watch(index, unit) for index, unit in enumerate(units)]
         self.restart()
         self._forget_forwards()
 
@@ -198,13 +191,7 @@ class Schedule:
     def _forget_forwards(self) -> None:
         """Forgets which units have run forward since the last backward."""
         self._first: int | None = None  # that was first: its own backward will be the last
-        self._runs: list[int] = []  # units of sharded parameters, in the order in which their runs began
-        self._runs_left: dict[int, WeakSet[_Run]] = {}  # of each, those with inputs of which no gradient has come yet
-        self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
-        self._runs_again: set[int] = set()  # in the backward, for a reentrant checkpoint
-        for handle in self._leaf_handles:
-            handle.remove()
-        self._leaf_handles.clear()
+        self._runs.forget()
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
@@ -240,7 +227,7 @@ class Schedule:
     @property
     def is_under_way(self) -> bool:
         """Whether a forward or a backward runs now."""
-        return self.forwards.innermost is not None or _in_backward()
+        return self.forwards.innermost is not None or in_backward()
 
     def gather_external(self, parameter: nn.Parameter) -> bool:
         """Makes a released parameter whole for the forward under way, now and whenever it runs again.
@@ -279,12 +266,10 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted
-            if self._first is None and index is not None and self.forwards.train and not _in_backward():
+            if self._first is None and index is not None and self.forwards.train and not in_backward():
                 self._first = index
-            if index is not None and self.reductions.trains and self.forwards.train and not _in_backward():
-                self._runs.append(index)
-            if _in_backward() and index in self._runs:  # its last run is recomputed: those after it are over
-                self._end_later(self._runs, len(self._runs) - self._runs[::-1].index(index), None)
+            if index is not None:
+                self._runs.begin(index)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = makers((args, kwargs))
             self._gather(buckets, index)
@@ -297,7 +282,7 @@ class Schedule:
                         bucket.weights.release()
             # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
             for node in first_nodes(output, inputs):
-                node.register_prehook(partial(self._end_later, self._runs, len(self._runs)))
+                node.register_prehook(self._runs.end_later())
                 node.register_prehook(partial(self._gather_for_backward, buckets, index))
             return output
 
@@ -311,9 +296,7 @@ class Schedule:
     def _gather_for_backward(self, buckets: list[Bucket], index: int | None, _: Any) -> None:
         if index is not None:
             self._begun.add(index)
-            # A unit without inputs ends with its graph, which may be that of a checkpoint's own backward.
-            if self.reductions.is_open and self._has_told(index):
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
+            self._runs.begin_backward(index)
         self._gather(buckets, index, in_forward=False)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
@@ -332,7 +315,7 @@ class Schedule:
         Args:
             was_wanted: the buckets were whole, or on their way, before the module ran.
         """
-        if _in_backward():
+        if in_backward():
             # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
             # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
             return index in self._linear_tiles and not was_wanted
@@ -348,7 +331,7 @@ class Schedule:
         for bucket in buckets:
             bucket.await_update()
             bucket.weights.gather()
-            if _in_backward():
+            if in_backward():
                 self.reductions.expect_again(bucket)
         if index is not None:
             self._prefetch(index, in_forward)
@@ -369,7 +352,7 @@ class Schedule:
         """
         if not self._overlaps_comm:
             return
-        step = -1 if _in_backward() else 1
+        step = -1 if in_backward() else 1
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self.forwards.train)
         done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
@@ -400,7 +383,7 @@ class Schedule:
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
         output = without_views(output, self.buckets)
-        if not torch.is_grad_enabled() and not _in_backward():  # no backward will come to release the root
+        if not torch.is_grad_enabled() and not in_backward():  # no backward will come to release the root
             for bucket in self.buckets:
                 if bucket.unit not in self._staying:
                     bucket.weights.release()
@@ -417,18 +400,13 @@ class Schedule:
         if self._external.intersection(buckets):
             return
         # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
-        # (retain_graph, or two forwards and then two backwards) are not counted. A reentrant checkpoint's own backward gives
-        # gradients of parameters that another use may have got before. A run without inputs has nothing to wait for.
-        waits_for_inputs = any(index in units for units in (self._has_frozen, self._ends_with_graph, self._runs_again))
-        if waits_for_inputs and not self._has_told(index):
+        # (retain_graph, or two forwards and then two backwards) are not counted.
+        waits_for_inputs = index in self._has_frozen or self._runs.end_late(index)
+        if waits_for_inputs and not self._runs.have_told(index):
             return
         if not any(self.reductions.missing(bucket) for bucket in buckets):
             for bucket in buckets:
                 self._release(bucket)
-
-    def _has_told(self, index: int) -> bool:
-        """Whether a unit has run, and each of its runs that has inputs has given the gradient of one."""
-        return index in self._runs_left and not self._runs_left[index]
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
@@ -448,63 +426,6 @@ class Schedule:
                 self.reductions.skip(bucket, names)
         self.reductions.reduce_ready()
         self._release_if_done(index)
-
-    def _end_later(self, runs: list[int], place: int, _: Any) -> None:
-        """Ends the units without an input that a node made, of which all runs began after this place: their backward is over.
-
-        Ranks that use all of such a unit's parameters have reduced it by now, and may wait for the others to do so before they
-        gather anything more.
-        """
-        if runs is self._runs and self.reductions.is_open:  # not a graph from before the last backward
-            later = self._ends_with_graph.intersection(runs[place:])
-            for index in sorted(later.difference(runs[:place]) if later else (), reverse=True):
-                self._end(index)
-            del runs[place:]
-
-    def _watch_inputs(self, index: int, unit: nn.Module) -> None:
-        """Ends a unit once each of its runs has given the gradient of an input.
-
-        Autograd runs later-recorded nodes first, so the whole run is over before any node that made an input. Not all inputs
-        tell: one that several units get (a conditioning, an encoder's output) has its gradient only after the first of them.
-
-        A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or if it is that of
-        a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's backward, which for
-        such a checkpoint is that of the recomputed graph. A unit without any input that requires a gradient ends when the
-        backward of an earlier unit begins (`_end_later`), or with its graph.
-        """
-
-        def on_input_grad(runs_left: dict[int, WeakSet[_Run]], run: _Run, _: Tensor) -> None:
-            # Skips a graph from before the last backward, a backward that is not this engine's, and a run's further gradients.
-            if runs_left is not self._runs_left or not self.reductions.is_open or run not in runs_left[index]:
-                return
-            runs_left[index].discard(run)
-            if not runs_left[index]:
-                if index in self._ends_with_graph:
-                    torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
-                else:
-                    self._end(index)
-
-        def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self.reductions.trains or not self.forwards.train:
-                return
-            if not torch.is_grad_enabled():
-                self._runs_again.add(index)
-                return
-            if _in_backward() and self._runs_left.get(index):
-                return  # for a checkpoint that is not reentrant, whose first run counts; or beside a run that tells later
-            inputs = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}.values()
-            made = [tensor for tensor in inputs if not tensor.is_leaf]
-            is_detached = _in_backward() and any(t.is_leaf and not isinstance(t, nn.Parameter) for t in inputs)
-            if is_detached or not made:
-                self._ends_with_graph.add(index)
-            run, left = _Run(), self._runs_left.setdefault(index, WeakSet())
-            if inputs:
-                left.add(run)
-            handles = [t.register_hook(partial(on_input_grad, self._runs_left, run)) for t in made or inputs]
-            if not made:
-                self._leaf_handles += handles
-
-        self._handles.append(unit.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
@@ -533,7 +454,3 @@ def _refuse_transforms() -> None:
             "parameters cannot be gathered in it. Use torch.autograd; or transform a copy of the model, made inside of "
             "`with megazero.zero.GatheredParameters(list(engine.module.parameters())):`; or use a stage below 3."
         )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
