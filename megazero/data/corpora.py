@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,20 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
 
     Raises:
         FileNotFoundError: a name stands for nothing that exists; says what was looked for.
-        ValueError: weights are not positive, or given for some of the corpora only; or tokens are not finished.
+        ValueError: weights are not positive, or given for some of the corpora only; a corpus is named twice; or tokens are not
+            finished.
     """
-    corpora = []
+    corpora: list[Corpus] = []
     for weight, entry in _weighted(entries, flag):
         found = _find(entry, flag)
         # Several files of one name share its weight evenly.
         corpora += [Corpus(c.path, c.is_indexed, None if weight is None else weight / len(found)) for c in found]
+    twice = [path for path, count in Counter(corpus.path.resolve() for corpus in corpora).items() if count > 1]
+    if twice:  # each would give its samples in the same order, so that a batch had them several times
+        raise ValueError(
+            f"{flag} names {twice[0]} more than once. Name it once, with the sum of the weights: it is repeated for as many "
+            "epochs as the run needs."
+        )
     return corpora
 
 

@@ -66,6 +66,15 @@ def test_weights_that_are_not_positive_are_refused(folder, weight):
         find_corpora(["1", "plain", weight, "c"])
 
 
+@pytest.mark.parametrize("entries", [["plain", "c", "plain"], ["0.3", "plain", "0.7", "./plain.bin"], ["webtext"] * 2])
+def test_a_corpus_that_is_named_twice_is_refused(folder, entries):
+    """Both have the same order, so every batch would have the same samples twice."""
+    (folder / "data/webtext").mkdir(parents=True)
+    (folder / "data/webtext/data.json").write_text("")
+    with pytest.raises(ValueError, match="--valid-data names .* more than once. Name it once, with the sum"):
+        find_corpora(entries, "--valid-data")
+
+
 def test_number_as_a_file_name(folder):
     (folder / "7.idx").write_bytes(b"")
     assert find_corpora(["./7"]) == [Corpus(Path("7"), True)]
