@@ -115,7 +115,9 @@ class _CopyParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # of this rank's slice of the sequence
-        flat = reduce_from_model_parallel_region(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
+        own = torch.cat([grad.reshape(-1) for grad in grads])
+        wide = own.to(torch.promote_types(own.dtype, torch.float32))  # a sum in 16 bits would be rounded at every rank
+        flat = reduce_from_model_parallel_region(wide, ctx.group).to(own.dtype)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
@@ -161,7 +163,7 @@ def reduce_scatter_to_sequence_parallel_region(
 def copy_parameters_to_sequence_parallel_region(
     parameters: Sequence[Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, ...]:
-    """The parameters, to be used on this rank's slice of the sequence; their gradients are summed over `group`.
+    """The parameters, to be used on this rank's slice of the sequence; their gradients are summed over `group`, in fp32 at least.
 
     One message for all of them, when the last gradient has come. So they have the gradients of the whole sequence as soon as
     autograd hands them over, whatever takes them from there: sharded, accumulated, or seen by a hook.

@@ -108,6 +108,10 @@ def several_parameters_case():
     total = sum(range(1, t + 1))
     assert a.grad.tolist() == [total] * 3 and b.grad.tolist() == [[2 * total] * 2] * 2
     assert frozen.grad is None and (unused.grad is None if t == 1 else unused.grad.tolist() == [0.0])
+    # In bf16, 256 + 1 is 256: a sum that is rounded at every rank never gets beyond it.
+    low, slices = torch.zeros(t, dtype=torch.bfloat16, requires_grad=True), torch.eye(t) * 255 + 1
+    (mpu.copy_parameters_to_sequence_parallel_region([low], group)[0] * slices[r].bfloat16()).sum().backward()
+    assert torch.equal(low.grad, slices.sum(dim=0).bfloat16())
 
 
 def layers_case():
