@@ -250,6 +250,27 @@ def test_steps_of_the_optimizer_itself_that_would_train_nothing_or_apart_are_ref
     own.step()  # the caller's again
 
 
+@pytest.mark.parametrize(
+    "scheduler, peaks",
+    [
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 2}}, [0.001, 0.001]),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}, [0.02, 0.02]),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": [0.02, 1e-5]}}, None),
+        ({"type": "WarmupLR", "params": {}}, None),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, None),
+    ],
+)
+def test_rates_that_a_schedule_replaces_are_told(one_rank, caplog, scheduler, peaks):
+    model = make_model()
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) == is_matrix]} for is_matrix in (True, False)]
+    groups[0]["lr"], groups[1]["lr"] = 0.02, 1e-5
+    config = {**CONFIG, "scheduler": scheduler}
+    with caplog.at_level(logging.WARNING, "megazero"):
+        deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    told = f"rise to {peaks}, which the configuration's {scheduler['type']} sets; the optimizer's own, [0.02, 1e-05], "
+    assert (told in caplog.text) == (peaks is not None) == ("rise to" in caplog.text)
+
+
 def fp16_case(stage: int) -> None:
     model = make_model()
     config = {

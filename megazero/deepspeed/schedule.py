@@ -26,7 +26,15 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
     if given is None:
         if config.scheduler is None:
             return None
-        return scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
+        own = [group["lr"] for group in optimizer.param_groups]
+        schedule = scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
+        if (peaks := getattr(schedule, "max_lrs", own)) != own:
+            logger.warning(
+                "learning rates rise to %s, which the configuration's %s sets; the optimizer's own, %s, have no effect",
+                *(peaks, config.scheduler.type, own),
+                extra=ALIKE,
+            )
+        return schedule
     if config.scheduler is not None:
         logger.warning(
             "the lr_scheduler given to initialize is used, not the configuration's %s",
