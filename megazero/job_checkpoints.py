@@ -113,8 +113,8 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
     """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently."""
     if client["train_samples"] != job.train_samples:
         logger.warning(
-            "the run is now %d samples long, not %d: where that takes another number of epochs, the order of the data changes "
-            "and some samples come again",
+            "the run is now %d samples long, not %d: where that takes another number of epochs, or crosses 80 %% of the last "
+            "one, the order of the data changes and some samples come again",
             job.train_samples,
             client["train_samples"],
             extra=ALIKE,
