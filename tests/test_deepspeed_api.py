@@ -368,6 +368,15 @@ def loader_case() -> None:
     assert len(mine) == 5 and len(loader) == 3
     rest = engine.deepspeed_io(samples, batch_size=5, route="eval")
     assert [int(i) for _, labels in rest for i in labels] == list(range(torch.distributed.get_rank(), 10, 2))
+    said: list[logging.LogRecord] = []
+    logging.getLogger("megazero").addHandler(handler := logging.Handler())
+    handler.emit = said.append  # type: ignore[method-assign]
+    for route, count in (("train", 9), ("eval", 10), ("eval", 9)):
+        assert not said
+        engine.deepspeed_io(samples[:count], route=route)
+    if torch.distributed.get_rank() == 0:
+        assert said.pop().getMessage().startswith("9 samples do not divide by 2 data-parallel ranks: 1 come again")
+    assert not said
     return mine
 
 

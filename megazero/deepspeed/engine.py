@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +18,12 @@ from megazero.deepspeed.mpu import check_gradients
 from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection
-from megazero.logging import counted
+from megazero.logging import ALIKE, counted, get_logger
 from megazero.nested import moved
 from megazero.optim.loss_scaler import LossScaler
 from megazero.timers import Timers
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class DeepSpeedEngine(CheckpointingEngine):
@@ -162,7 +161,8 @@ class DeepSpeedEngine(CheckpointingEngine):
             batch_size: by default the micro-batch size.
             route: "train" shuffles, in the same order every epoch unless `loader.sampler.set_epoch(epoch)` is called before it;
                 anything else keeps the dataset's order.
-            data_sampler: which samples this rank gets; by default every data-parallel rank gets an equal share.
+            data_sampler: which samples this rank gets; by default every data-parallel rank gets equally many, and some come again
+                if the samples do not divide. A warning says so where that would change an evaluation.
         """
         groups, sampler = self.groups, data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):  # which splits itself
@@ -172,6 +172,13 @@ class DeepSpeedEngine(CheckpointingEngine):
                 rank=groups.data_parallel_rank,
                 shuffle=route == "train",
             )
+            again = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+            if route != "train" and again > 0:
+                logger.warning(
+                    "%d samples do not divide by %d data-parallel ranks: %d come again, and count again in a mean over all ranks",
+                    *(sampler.total_size - again, groups.data_parallel_size, again),
+                    extra=ALIKE,
+                )
         return DataLoader(
             dataset,
             batch_size=batch_size or self._micro_batch_size,
