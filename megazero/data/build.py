@@ -18,8 +18,10 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megazero.logging import counted
+from megazero.logging import ALIKE, counted, get_logger
 from megazero.option import check_options, option
+
+logger = get_logger(__name__)
 
 Dataset = GPT2Dataset | BlendedDataset
 _PARTS = ("train", "valid", "test")
@@ -134,9 +136,11 @@ def build_datasets(
     sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
 
     def build() -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+        parts = list(_parts(config))
+        _warn_of_training_data(parts, num_samples)
         train, valid, test = (
             _dataset(config, sources, seed, corpora, shares, part, num_samples[part])
-            for part, (corpora, shares) in enumerate(_parts(config))
+            for part, (corpora, shares) in enumerate(parts)
         )
         return train, valid, test
 
@@ -152,6 +156,26 @@ def build_datasets(
         meet("the first rank has built its data")
     meet("all ranks have built their data")
     return built
+
+
+def _warn_of_training_data(parts: list[tuple[list[Corpus], list[float]]], num_samples: Sequence[int]) -> None:
+    """Warns if --valid-data or --test-data name what a run trains on: such a loss says nothing of other text."""
+    wanted = [
+        bool(shares[part] and count) for part, ((_, shares), count) in enumerate(zip(parts, num_samples, strict=True))
+    ]
+    trained = {corpus.path.resolve() for corpus in parts[0][0] if wanted[0]}
+    for part in (1, 2):
+        corpora, shares = parts[part]
+        is_separate = shares[part] == 1  # else it is what --split cuts off
+        both = [
+            str(corpus.path) for corpus in corpora if wanted[part] and is_separate and corpus.path.resolve() in trained
+        ]
+        if both:
+            logger.warning(
+                "--%s-data names what --train-data names too: %s; its loss is one of text that the model has seen",
+                *(_PARTS[part], ", ".join(both)),
+                extra=ALIKE,
+            )
 
 
 def _dataset(

@@ -90,6 +90,20 @@ def test_a_run_that_has_nothing_to_train_on_is_told_before_the_ranks_start(corpo
         check_data(config, tokenizer, trains=False, evaluates=True)
 
 
+def test_validation_on_what_is_trained_on_is_a_warning(corpora, tokenizer, caplog):
+    a, b = (str(corpora / name) for name in "ab")
+    for unseen in (
+        {"valid_data": [b]},
+        {"valid_data": [a], "num_samples": (0, 5, 5)},
+        {"test_data": [a], "num_samples": (5, 5, 0)},
+    ):
+        build(tokenizer, train_data=[a], split="90,5,5", **unseen)
+    assert "what --train-data names too" not in caplog.text
+    build(tokenizer, train_data=[a], valid_data=[f"{a}_text_document.bin", b], split="1")
+    assert f"--valid-data names what --train-data names too: {a}_text_document; its loss" in caplog.text
+    assert "--test-data" not in caplog.text
+
+
 def test_files_of_their_own_beat_the_split(corpora, tokenizer):
     train, valid, test = build(
         tokenizer,
