@@ -10,6 +10,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from megazero.missing_names import missing
+
 if TYPE_CHECKING:  # for type checkers and editors, which cannot follow __getattr__
     from megazero import accelerator, comm, mpu, ops, utils, zero
     from megazero import activation_checkpointing as checkpointing
@@ -72,5 +74,4 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name in _MODULES:
         return import_module(_MODULES[name])
-    advice = import_module("megazero.deepspeed.absent").OF_MODULE.get(name)
-    raise AttributeError(f"module 'megazero' has no attribute {name!r}" + (f": {advice}." if advice else ""))
+    raise missing(__name__, name, import_module("megazero.deepspeed.absent").OF_MODULE.get(name))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"cgroups", "children"},
+    {"cgroups", "children", "missing_names"},
     {
         "option",
         "nested",

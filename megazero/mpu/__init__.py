@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import LayerNorm
 
+from megazero.missing_names import missing
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.data import broadcast_data
 from megazero.mpu.embeddings import ParallelEmbedding, VocabParallelEmbedding
@@ -149,6 +150,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        advice = next((f": {advice}." for part, advice in _ABSENT.items() if part in name), "")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        raise missing(__name__, name, next((advice for part, advice in _ABSENT.items() if part in name), None))
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from megazero.missing_names import missing
 from megazero.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -49,5 +50,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    advice = _ABSENT.get(name)
-    raise AttributeError(f"module 'megazero.utils' has no attribute {name!r}" + (f": {advice}." if advice else ""))
+    raise missing(__name__, name, _ABSENT.get(name))

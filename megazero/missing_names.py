@@ -1,0 +1,18 @@
+"""The error that a module raises for a name that it lacks, with what to do instead."""
+
+from __future__ import annotations
+
+import sys
+
+
+def missing(module: str, name: str, advice: str | None = None) -> Exception:
+    """What the `__getattr__` of the package `module` raises for `name`.
+
+    It is an AttributeError, so that `hasattr` works. Of `from module import name`, however, Python shows "cannot import name"
+    in place of that error's message, and scripts import most names in this way: with advice, they get an ImportError.
+    """
+    is_from_import = (
+        sys._getframe(2).f_code.co_name == "_handle_fromlist"
+    )  # importlib's, which asks packages by hasattr
+    said = f"module {module!r} has no attribute {name!r}" + (f": {advice}." if advice else "")
+    return ImportError(said, name=module) if advice and is_from_import else AttributeError(said)
