@@ -15,6 +15,7 @@ from megazero.missing_names import missing
 if TYPE_CHECKING:  # for type checkers and editors, which cannot follow __getattr__
     from megazero import accelerator, comm, mpu, ops, utils, zero
     from megazero import activation_checkpointing as checkpointing
+    from megazero.accelerator import get_accelerator
     from megazero.comm import init_distributed
     from megazero.deepspeed.api import add_config_arguments, initialize
     from megazero.deepspeed.engine import DeepSpeedEngine
@@ -35,6 +36,7 @@ __git_branch__: str | None = None
 _HOMES = {
     "initialize": "megazero.deepspeed.api",
     "add_config_arguments": "megazero.deepspeed.api",
+    "get_accelerator": "megazero.accelerator",
     "init_distributed": "megazero.comm",
     "DeepSpeedEngine": "megazero.deepspeed.engine",
     "DeepSpeedConfigError": "megazero.json_config",
@@ -56,6 +58,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "mpu",

@@ -106,7 +106,14 @@ def test_every_name_of_deepspeeds_engine_is_there_and_answers():
 
 
 def test_names_of_the_package():
-    for name in ("initialize", "add_config_arguments", "init_distributed", "DeepSpeedConfigError", "DeepSpeedEngine"):
+    for name in (
+        "initialize",
+        "add_config_arguments",
+        "get_accelerator",
+        "init_distributed",
+        "DeepSpeedConfigError",
+        "DeepSpeedEngine",
+    ):
         assert callable(getattr(deepspeed, name))
     for name in ("Init", "GatheredParameters", "register_external_parameter", "TiledLinear"):
         assert callable(getattr(deepspeed.zero, name))
@@ -519,6 +526,8 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (deepspeed, "no_such", "has no attribute 'no_such'$"),
         (engine, "train_batch", "neither the engine nor its module, Sequential, has .*pipeline parallelism"),
         (engine, "offload_states", "offload_optimizer and offload_param"),
+        (engine, "tput_timer", "Drop the call"),
+        (engine, "_zero3_consolidated_16bit_state_dict", r"module_state_dict\(\) is whole"),
         (engine, "no_such", "neither the engine nor its module, Sequential, has an attribute 'no_such'.$"),
         (engine.optimizer, "state_dict", r"engine\.save_checkpoint\(directory\)"),
         (engine.optimizer, "no_such", "has no attribute 'no_such'$"),

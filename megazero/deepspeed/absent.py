@@ -10,6 +10,7 @@ _MOE = "mixtures of experts are not built. initialize(zero_units=[...]) trains o
 _OFFLOAD = "what rests in host memory is chosen in the configuration, by offload_optimizer and offload_param"
 _PROFILING = "torch.profiler measures time, and torch.utils.flop_counter.FlopCounterMode counts operations"
 _METRICS = "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script"
+_WHOLE = "module_state_dict() is whole at every stage, whatever the configuration says"
 _RUNTIME = (
     "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, and "
     "activation_checkpointing.checkpointing is megazero.checkpointing"
@@ -32,6 +33,7 @@ OF_MODULE = {
     "tp_model_init": "a model is split by its layers (megazero.mpu), or by an mpu that is given to initialize",
 }
 OF_ENGINE = {
+    "_zero3_consolidated_16bit_state_dict": _WHOLE,
     "eval_batch": _PIPELINE,
     "monitor": _METRICS,
     "offload_states": _OFFLOAD,
@@ -39,6 +41,7 @@ OF_ENGINE = {
     "scale": "gradients come by engine.backward(loss), which scales the loss",
     "set_train_micro_batch_size": "the configuration sets it. Forwards may have any number of samples",
     "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
+    "tput_timer": "nothing counts samples per second. Drop the call",
     "train_batch": _PIPELINE,
-    "zero_gather_16bit_weights_on_model_save": "module_state_dict() is whole at every stage, whatever the configuration says",
+    "zero_gather_16bit_weights_on_model_save": _WHOLE,
 }
