@@ -15,8 +15,9 @@ __all__ = ["Accelerator", "get_accelerator"]
 class Accelerator:
     """The kind of device that `comm.local_device` returns: a GPU, or the CPU.
 
-    Any name not defined below is torch.cuda's function of that name, or torch.cpu's if there is no GPU (`is_available`,
-    `set_device`, `device_count`, `synchronize`, `current_stream`, ...).
+    Any name not defined below is torch.cuda's function of that name (`is_available`, `set_device`, `device_count`,
+    `synchronize`, `current_stream`, ...). Without a GPU it is torch.cpu's, or what torch itself calls by that name for the CPU
+    (`get_rng_state`, `set_rng_state`, `FloatTensor`, ...).
     """
 
     @property
@@ -25,10 +26,10 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         """torch's function for this kind of device."""
-        functions = getattr(torch, self._kind)
-        if name.startswith("_") or not hasattr(functions, name):
-            raise AttributeError(f"the accelerator has no attribute {name!r}, and neither has torch.{self._kind}.")
-        return getattr(functions, name)
+        for owner in (torch.cpu, torch) if self._kind == "cpu" else (torch.cuda,):
+            if not name.startswith("_") and hasattr(owner, name):
+                return getattr(owner, name)
+        raise AttributeError(f"the accelerator has no attribute {name!r}, and neither has torch.{self._kind}.")
 
     def device_name(self, device_index: int | None = None) -> str:
         """The device string for `tensor.to`: "cuda:1", or "cuda" without an index; always "cpu" on the CPU."""

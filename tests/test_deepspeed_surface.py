@@ -502,6 +502,9 @@ def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
     assert held.nbytes / 2 < accelerator.memory_allocated() - before <= accelerator.max_memory_allocated()
     accelerator.manual_seed_all(3)
     assert torch.initial_seed() == 3 and accelerator.is_available() and accelerator.device_count() >= 1
+    state, drawn = accelerator.get_rng_state(), torch.rand(3, device=name)
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=name), drawn) and accelerator.FloatTensor([1.0]).device == engine.device
     accelerator.synchronize()
     accelerator.empty_cache()
     with pytest.raises(AttributeError, match="the accelerator has no attribute 'create_op_builder', and neither has"):
