@@ -529,6 +529,7 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (deepspeed, "no_such", "has no attribute 'no_such'$"),
         (engine, "train_batch", "neither the engine nor its module, Sequential, has .*pipeline parallelism"),
         (engine, "offload_states", "offload_optimizer and offload_param"),
+        (engine, "clip_grad_norm_", "gradient_clipping in the configuration"),
         (engine, "tput_timer", "Drop the call"),
         (engine, "_zero3_consolidated_16bit_state_dict", r"module_state_dict\(\) is whole"),
         (engine, "no_such", "neither the engine nor its module, Sequential, has an attribute 'no_such'.$"),

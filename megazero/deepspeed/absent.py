@@ -1,4 +1,4 @@
-"""Names that DeepSpeed has and megazero lacks, each with what to do instead, for the error that a ported script gets."""
+"""Names that DeepSpeed or FSDP has and megazero lacks, each with what to do instead, for the error that a ported script gets."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ OF_MODULE = {
 }
 OF_ENGINE = {
     "_zero3_consolidated_16bit_state_dict": _WHOLE,
+    "clip_grad_norm_": "gradient_clipping in the configuration clips at every update",
     "eval_batch": _PIPELINE,
     "monitor": _METRICS,
     "offload_states": _OFFLOAD,
