@@ -11,8 +11,7 @@ def missing(module: str, name: str, advice: str | None = None) -> Exception:
     It is an AttributeError, so that `hasattr` works. Of `from module import name`, however, Python shows "cannot import name"
     in place of that error's message, and scripts import most names in this way: with advice, they get an ImportError.
     """
-    is_from_import = (
-        sys._getframe(2).f_code.co_name == "_handle_fromlist"
-    )  # importlib's, which asks packages by hasattr
+    # importlib's, which asks a package by hasattr
+    is_from_import = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     said = f"module {module!r} has no attribute {name!r}" + (f": {advice}." if advice else "")
     return ImportError(said, name=module) if advice and is_from_import else AttributeError(said)
