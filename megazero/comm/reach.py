@@ -23,7 +23,7 @@ def refuse_unreachable(store: dist.Store, rank: int, world_size: int, timeout_s:
         store: one that nobody has asked before.
 
     Raises:
-        ValueError: on every rank. Some host's gloo would listen on a loopback address.
+        ValueError: on every rank. Some host's gloo would listen on a loopback address, or on an interface that is not there.
     """
     here = host_identity() if sys.platform == "linux" else socket.gethostname()
     if store.compare_set("host", "", here).decode() != here:
@@ -34,23 +34,26 @@ def refuse_unreachable(store: dist.Store, rank: int, world_size: int, timeout_s:
     if store.check(["has several"]) and store.check(["unreachable"]):
         raise ValueError(
             f"the hosts of this job cannot reach each other over gloo: {store.get('unreachable').decode()}. Name the interface "
-            "between the hosts in the environment of every rank: NCCL_SOCKET_IFNAME=NAME, or GLOO_SOCKET_IFNAME=NAME for gloo "
-            "alone; or correct /etc/hosts there."
+            "between the hosts, as each host calls it, in the environment of its ranks: NCCL_SOCKET_IFNAME=NAME, or "
+            "GLOO_SOCKET_IFNAME=NAME for gloo alone; or correct /etc/hosts there."
         )
 
 
 def _why_unreachable() -> str | None:
-    """What makes gloo listen on a loopback address of this host; None if it does not, or if the user has named an interface.
+    """What keeps gloo from listening where other hosts reach this one; None if nothing does.
 
-    gloo takes the first address of the host's own name that is one of this host, and 127.0.0.1 if there is none.
+    gloo takes the interfaces that the user has named, which hosts may call differently. Without any, it takes the first address
+    of the host's own name that is one of this host, and 127.0.0.1 if there is none.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return None
+    here = [interface for _, interface in socket.if_nameindex()]
+    others = ", ".join(interface for interface in here if interface != "lo")
+    interfaces = f"; its interfaces are {others}" if others else ""
+    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        absent = [interface for interface in named.split(",") if interface not in here]
+        return f"GLOO_SOCKET_IFNAME={named} names {absent[0]!r}, which is not there{interfaces}" if absent else None
     name, known = socket.gethostname(), []
     with suppress(OSError):
         known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    others = ", ".join(interface for _, interface in socket.if_nameindex() if interface != "lo")
-    interfaces = f"; its interfaces are {others}" if others else ""
     for family, kind, protocol, _, address in known:
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)

@@ -21,17 +21,21 @@ def play_host(host, addresses):
 
 
 def join_case(hosts, port, again, ranks_per_host, named):
-    """What joining the world by the environment, as torchrun describes it, raises on this rank; None if nothing."""
+    """What joining the world by the environment, as torchrun describes it, raises on this rank; None if nothing.
+
+    `named`: the interfaces that the user has named on each rank, if any.
+    """
     rank = dist.get_rank()
     dist.barrier()  # a rank that ends the first world early breaks it for one that is still joining
     dist.destroy_process_group()
     play_host(*hosts[rank])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(ranks_per_host))
     if named:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = named[rank]
     try:
         comm.init_distributed("gloo")
     except ValueError as error:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
         where = {"init_method": f"file://{again}", "rank": rank, "world_size": len(hosts)}
         comm.init_distributed("gloo", **where)  # for the harness
         return str(error)
@@ -49,25 +53,26 @@ LOOPBACK, ELSEWHERE, UNKNOWN = ["127.0.1.1"], ["203.0.113.9", "127.0.0.2"], []
 
 
 @pytest.mark.parametrize(
-    ("addresses", "said"),
+    ("addresses", "named", "said"),
     [
-        (LOOPBACK, "its name node-b is 127.0.1.1"),
-        (ELSEWHERE, "its name node-b is 127.0.0.2"),
-        (UNKNOWN, "no address of it is known under its name node-b"),
+        (LOOPBACK, (), "its name node-b is 127.0.1.1"),
+        (ELSEWHERE, (), "its name node-b is 127.0.0.2"),
+        (UNKNOWN, (), "no address of it is known under its name node-b"),
+        (LOOPBACK, ("lo", "lo,eth9"), "GLOO_SOCKET_IFNAME=lo,eth9 names 'eth9', which is not there"),
     ],
 )
-def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, addresses, said):
+def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, addresses, named, said):
     hosts = (("a", ["0.0.0.0"]), ("b", addresses))  # every host has the address 0.0.0.0, and it is no loopback address
-    told = run_ranks(2, join_case, hosts, free_port(), f"{tmp_path}/again", 1, False)
+    told = run_ranks(2, join_case, hosts, free_port(), f"{tmp_path}/again", 1, named)
     assert told[0] == told[1] and f"over gloo: on the host of rank 1, {said}; its interfaces are eth0, ib0." in told[0]
 
 
 @pytest.mark.parametrize(
     ("hosts", "ranks_per_host", "named"),
     [
-        ((("a", LOOPBACK), ("a", LOOPBACK)), 1, False),  # two torchruns on one host, to try things
-        ((("a", LOOPBACK), ("b", LOOPBACK)), 1, True),  # the user has named an interface
-        ((("a", LOOPBACK), ("b", LOOPBACK)), 2, False),  # torchrun says that all ranks are on one node
+        ((("a", LOOPBACK), ("a", LOOPBACK)), 1, ()),  # two torchruns on one host, to try things
+        ((("a", LOOPBACK), ("b", LOOPBACK)), 1, ("lo", "lo")),  # the user has named an interface
+        ((("a", LOOPBACK), ("b", LOOPBACK)), 2, ()),  # torchrun says that all ranks are on one node
     ],
 )
 def test_hosts_that_reach_each_other_join(tmp_path, hosts, ranks_per_host, named):
