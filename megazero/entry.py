@@ -43,6 +43,9 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
+# The address of the rank whose end gloo reports, which is on another host if nothing else reports it.
+LOST_ADDRESS = re.compile(r"(?:Connection closed by peer|Read error|Write error|writev) \[([^]]+)\]:\d+")
+
 # What a rank sees when gloo cannot connect it to another one.
 UNCONNECTED = re.compile(r"connectFullMesh failed with \[[^]]*\] (.*)")
 
@@ -100,6 +103,12 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
         _exit(error, rank, waits=is_later)
     except RuntimeError as error:
         if any(text in str(error) for text in LOST_RANK):
+            if match := LOST_ADDRESS.search(str(error)):
+                what = f"lost the connection to a rank at {match[1]}, in {' > '.join(_our_calls(error)[-4:])}"
+                why = "It has ended, or its host or the network has failed"
+                # Those who lose this rank in turn say the same of it, so an address may be that of a host which is well.
+                ways = "Ranks that have lost another end too: look for the cause on a host that says something else, or nothing."
+                error = RuntimeError(f"{what}. {why}. {ways}")
             _exit(error, rank, waits=True, has_lost=True)
         if match := UNCONNECTED.search(str(error)):
             what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"
@@ -114,8 +123,8 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
             raise
         where = " > ".join(_our_calls(error)[-4:])
         what = f"waited in vain for another rank, in {where}: {str(error).rstrip('.')}"
-        why = "That rank hangs, runs something else, or needs longer than the time limit (in training, --distributed-timeout-s)."
-        _exit(RuntimeError(f"{what}. {why}"), rank, waits=is_later)
+        why = "That rank hangs or is cut off, runs something else, or needs longer than the time limit"
+        _exit(RuntimeError(f"{what}. {why} (in training, --distributed-timeout-s)."), rank, waits=is_later)
 
 
 def _refuse_idle_gpus() -> None:

@@ -891,28 +891,47 @@ def test_a_rank_that_has_waited_for_another_says_so_in_one_line(tmp_path, what, 
     script.write_text(WAITS.format(what=what))
     done = run_script(2, str(script), [])
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
-    why = r"\. That rank hangs, runs something else, or needs longer than .*\(in training, --distributed-timeout-s\)\."
+    why = r"\. That rank hangs or is cut off, runs something else, or needs longer than .*"
+    why += r"\(in training, --distributed-timeout-s\)\."
     one = rf"^error: waited in vain for another rank, in .*__main__.work:15.*{where}.*{said}.*[^.]{why}$"
     assert re.search(one, done.stdout, re.MULTILINE), done.stdout
 
 
-UNCONNECTED = """
+REFUSED = "timed out connecting: SO_ERROR: Connection refused"
+GLOO_FAILS = """
 from megazero import entry
 
 def work(_):
-    raise RuntimeError("Gloo connectFullMesh failed with [/gloo/pair.cc:152] timed out connecting: SO_ERROR: Connection refused")
+    raise RuntimeError({text!r})
 
 entry.WAIT_S = 0
 entry.run_script(lambda world_size: None, work)
 """
 
 
-def test_a_rank_that_gloo_cannot_connect_says_so_in_one_line(tmp_path):
-    script = tmp_path / "unconnected.py"
-    script.write_text(UNCONNECTED)
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (
+            f"Gloo connectFullMesh failed with [/gloo/pair.cc:152] {REFUSED}",
+            rf"no connection to another rank over gloo \({REFUSED}\)\. .*GLOO_SOCKET_IFNAME",
+        ),
+        (
+            "x failed after 0.1 s: rank 1: [/gloo/pair.cc:553] Connection closed by peer [10.9.0.10]:7599. Check the logs. GLHF!",
+            r"lost the connection to a rank at 10\.9\.0\.10, in .*__main__\.work:5\. It has ended, or its host .*nothing\.$",
+        ),
+        (
+            "[/gloo/pair.cc:537] Read error [fd00::a]:19609: Connection reset by peer. Check the logs. GLHF!",
+            r"lost the connection to a rank at fd00::a, in .*__main__\.work:5\. It has ended, or its host .*nothing\.$",
+        ),
+    ],
+    ids=["unconnected", "closed", "reset"],
+)
+def test_what_gloo_says_of_another_rank_becomes_one_line(tmp_path, text, said):
+    script = tmp_path / "fails.py"
+    script.write_text(GLOO_FAILS.format(text=text))
     done = run_script(1, str(script), [])
-    what = r"over gloo \(timed out connecting: SO_ERROR: Connection refused\)\. .*GLOO_SOCKET_IFNAME"
-    assert done.returncode == 1 and re.match(f"error: no connection to another rank {what}", done.stdout), done.stdout
+    assert done.returncode == 1 and re.match(f"error: {said}", done.stdout), done.stdout
     assert len(done.stdout.splitlines()) == 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cached_property
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,10 @@ class PointToPointTransport:
         return [self._receive(inbox[rank, : span[1] - span[0]], rank) for rank in self._others]
 
     def _wait(self, works: Iterable[dist.Work | None]) -> None:
-        for work in works:
+        """Returns when `works` are done, which go through `self._others` in order, once or several times."""
+        for work, rank in zip(works, cycle(self._others), strict=False):
             assert work is not None  # torch returns None to ranks outside the group only
-            work.wait(self._timeout)
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:  # gloo names no rank, and after a timeout not even an address
+                raise RuntimeError(f"rank {self._ranks[rank]}: {error}") from error

@@ -52,6 +52,8 @@ def test_an_absent_rank_is_reported_after_the_timeout(way, tmp_path):
     assert second.startswith("reduce_scatter of 4 elements (torch.float32) on rank 0 of ranks [0, 1] was not started")
     if way == "shared memory":
         assert first.endswith("rank 1 did not come within 1.5 s")
+    if way == "point to point":
+        assert re.search(r" s: rank 1: .*Timed out waiting 1500ms", first)
 
 
 def other_collective_case(way):
