@@ -39,6 +39,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         flags.seed,
         rank=torch.distributed.get_rank(),
         meet=_meet,
+        local_rank=comm.get_local_rank(),
     )
     prints = ", ".join(each[: each.rindex(" ") + 13] for data in built if data for each in data.corpora)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")

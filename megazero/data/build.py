@@ -113,6 +113,7 @@ def build_datasets(
     seed: int,
     rank: int = 0,
     meet: Callable[[str], object] = lambda what: None,
+    local_rank: int = 0,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The training, validation and test datasets; every rank calls this.
 
@@ -124,6 +125,7 @@ def build_datasets(
         seed: of all orders; the same on every rank.
         rank: of this process among all.
         meet: returns when all ranks have called it with the same words; a RuntimeError where they differ.
+        local_rank: of this process on its machine.
 
     Returns:
         Three map-style datasets; None where no samples are asked for, no data is given, or the weight in --split is 0.
@@ -133,7 +135,7 @@ def build_datasets(
         ValueError: files are damaged or made with another tokenizer, a split is empty, or the cache cannot be written.
         RuntimeError: another rank has failed.
     """
-    sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank)
+    sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank, local_rank)
 
     def build() -> tuple[Dataset | None, Dataset | None, Dataset | None]:
         parts = list(_parts(config))

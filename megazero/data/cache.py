@@ -46,16 +46,17 @@ class ArrayCache:
 
     Args:
         folder: where they lie; made at the first write.
-        is_expected: True where another rank has just built or checked everything: checksums are not taken again, and an entry
-            that is absent all the same is reported once, since the folder then is not shared between the machines.
+        is_expected: True where another rank has just built everything: an entry that is absent all the same is reported once,
+            since the folder then is not shared between the machines.
+        is_checked: True where another process of this machine takes the checksums.
     """
 
-    def __init__(self, folder: str | Path, is_expected: bool = False) -> None:
+    def __init__(self, folder: str | Path, is_expected: bool = False, is_checked: bool = False) -> None:
         self.folder = Path(folder)
-        self._is_expected = is_expected
+        self._is_expected, self._is_checked = is_expected, is_checked
 
-    def __reduce__(self) -> tuple[type[ArrayCache], tuple[Path, bool]]:
-        return ArrayCache, (self.folder, True)  # a data-loader worker need not check what its process has
+    def __reduce__(self) -> tuple[type[ArrayCache], tuple[Path, bool, bool]]:
+        return ArrayCache, (self.folder, True, True)  # a data-loader worker need not check what its process has
 
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
         """The arrays of `description`, memory-mapped and read-only; built and stored where they are absent.
@@ -114,7 +115,7 @@ class ArrayCache:
                 for name in content["crc32"]
             }
             for name, array in arrays.items():
-                if not self._is_expected and _checksum(array) != content["crc32"][name]:
+                if not self._is_checked and _checksum(array) != content["crc32"][name]:
                     raise ValueError(f"the checksum of {name} is another one")
             return arrays
         except (ValueError, KeyError, TypeError, EOFError) as error:

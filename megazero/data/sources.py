@@ -30,17 +30,21 @@ class Sources:
         text_key: which entry of JSON lines is the text.
         cache_path: folder for tokenized JSON and index arrays; None takes cache/ beside the data.
         rank: of this process; 0 is the first to open them, and the one that warns.
+        local_rank: of this process on its machine, whose cache may be its own: 0 checks it, and says so if it is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text_key: str, cache_path: str | None, rank: int) -> None:
-        self.tokenizer, self.text_key, self.cache_path, self.rank = tokenizer, text_key, cache_path, rank
+    def __init__(self, tokenizer: Tokenizer, text_key: str, cache_path: str | None, rank: int, local_rank: int) -> None:
+        self.tokenizer, self.text_key, self.cache_path = tokenizer, text_key, cache_path
+        self.rank, self.local_rank = rank, local_rank
         self._caches: dict[Path, ArrayCache] = {}
         self._opened: dict[Path, IndexedDataset] = {}
 
     def cache(self, data_folder: Path) -> ArrayCache:
         """Where index arrays of the data in a folder are stored."""
         folder = self._cache_folder(data_folder)
-        return self._caches.setdefault(folder, ArrayCache(folder, is_expected=self.rank != 0))
+        is_first_here = self.local_rank == 0
+        cache = ArrayCache(folder, is_expected=self.rank != 0 and is_first_here, is_checked=not is_first_here)
+        return self._caches.setdefault(folder, cache)
 
     def open(self, corpus: Corpus) -> IndexedDataset:
         """The tokens of a corpus.

@@ -38,8 +38,8 @@ def corpora(tmp_path, tokenizer):
     return tmp_path
 
 
-def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, meet=lambda what: None, **flags):
-    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, meet)
+def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, meet=lambda what: None, local_rank=0, **flags):
+    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, meet, local_rank)
 
 
 def texts(dataset):
@@ -221,6 +221,22 @@ def test_a_damaged_record_is_not_said_to_be_missing(corpora, tokenizer, caplog):
         build(tokenizer, train_data=[str(corpora / "a")], split="1")
     assert "record its tokenizer (a_text_document.json is damaged, or something else): cannot check" in caplog.text
     path.write_bytes(whole)
+
+
+def test_the_first_rank_of_every_machine_checks_the_cache_there(corpora, tokenizer, caplog):
+    flags = {"train_data": [str(corpora / "a")], "split": "1", "data_cache_path": str(corpora / "own")}
+    with caplog.at_level(logging.WARNING, "megazero"):
+        build(tokenizer, rank=3, local_rank=1, **flags)
+        assert caplog.text == "", "one rank of a machine warns"
+        shutil.rmtree(corpora / "own")
+        build(tokenizer, rank=2, local_rank=0, **flags)
+        assert caplog.text.count("is it not shared between the machines?") == 1
+    array = max((corpora / "own").glob("gpt2-train-*.npy"))
+    whole = array.read_bytes()
+    array.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    build(tokenizer, rank=3, local_rank=1, **flags)
+    with pytest.raises(ValueError, match="is damaged"):
+        build(tokenizer, rank=2, local_rank=0, **flags)
 
 
 def test_megatrons_own_files_get_a_warning_and_their_ids_are_checked(corpora, tokenizer, caplog):
