@@ -84,7 +84,8 @@ def pretrain(
         keep_freed_memory()
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
-    refuse_what_cannot_fit(config, torch.distributed.get_world_size(), comm.local_device())
+    # Hosts may differ in memory and disk.
+    comm.together(partial(refuse_what_cannot_fit, config, torch.distributed.get_world_size(), comm.local_device()))
     loads = has_something_to_load(config.checkpoint)
     work = "" if loads else "every rank draws the initial values of all "
     building = f"building the model takes a while: {work}{config.model.num_parameters():,} parameters"

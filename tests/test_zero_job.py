@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from megazero import mpu
+from megazero import comm, mpu, training
 from megazero.arguments import load_config
 from megazero.data.build import build_tokenizer_from
 from megazero.job import Job, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets
 from megazero.job_checkpoints import has_something_to_load, load, save
 from megazero.logging import table
-from megazero.plan import Setup, plan_job
+from megazero.plan import Limits, Setup, plan_job
 from megazero.reporting import describe_memory, describe_start
 from megazero.training import train_step
 from megazero.zero import ReleasedParameter
@@ -187,6 +187,24 @@ def resume_case(flags: list[str]) -> None:
 
 def test_sharded_runs_resume_bit_for_bit_with_dropout(corpus, tmp_path):
     run_ranks(2, resume_case, [*corpus, "--data-cache-path", str(tmp_path)])
+
+
+def small_host_case(flags: list[str]) -> str:
+    """What a job says on this rank if it does not fit the host of the last one."""
+    is_small = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    real = training.refuse_what_cannot_fit
+    limits = Limits(disk=1000 if is_small else 1 << 40)
+    training.refuse_what_cannot_fit = lambda *job: real(*job, limits)
+    config = load_config([*TINY_MODEL, *flags], torch.distributed.get_world_size())
+    with pytest.raises((ValueError, comm.OtherRankError)) as caught:
+        training.pretrain(config, build_tokenizer_from(config.data), make_model, forward_step)
+    return str(caught.value)
+
+
+def test_a_job_that_does_not_fit_one_host_ends_on_all_with_its_reason(corpus, tmp_path):
+    nvme = ["--zero-stage", "1", "--offload-optimizer", "nvme", "--nvme-path", str(tmp_path)]
+    told = run_ranks(2, small_host_case, [*corpus, *nvme])
+    assert "of disk per node, and" in told[1] and told[0] == f"rank 1 failed: ValueError: {told[1]}"
 
 
 def test_a_checkpoint_that_disappears_while_the_model_is_built_ends_the_job(corpus, tmp_path, one_rank):
