@@ -49,7 +49,8 @@ def _why_unreachable() -> str | None:
     others = ", ".join(interface for interface in here if interface != "lo")
     interfaces = f"; its interfaces are {others}" if others else ""
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        absent = [interface for interface in named.split(",") if interface not in here]
+        # "eth0:1" is a second address of eth0.
+        absent = [interface for interface in named.split(",") if interface and interface.partition(":")[0] not in here]
         return f"GLOO_SOCKET_IFNAME={named} names {absent[0]!r}, which is not there{interfaces}" if absent else None
     name, known = socket.gethostname(), []
     with suppress(OSError):

@@ -71,7 +71,7 @@ def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, address
     ("hosts", "ranks_per_host", "named"),
     [
         ((("a", LOOPBACK), ("a", LOOPBACK)), 1, ()),  # two torchruns on one host, to try things
-        ((("a", LOOPBACK), ("b", LOOPBACK)), 1, ("lo", "lo")),  # the user has named an interface
+        ((("a", LOOPBACK), ("b", LOOPBACK)), 1, ("lo", "lo,")),  # the user has named an interface
         ((("a", LOOPBACK), ("b", LOOPBACK)), 2, ()),  # torchrun says that all ranks are on one node
     ],
 )
