@@ -45,6 +45,11 @@ class Runs:
             handle.remove()
         self._leaf_handles.clear()
 
+    def close(self) -> None:
+        """Ends no unit any more, and lets go of `end`, whose owner holds this: in a cycle, buckets would outlive their engine."""
+        self.forget()
+        self._end = lambda index: None
+
     # ---- what the inputs of a unit tell
 
     def watch(self, index: int, unit: nn.Module) -> RemovableHandle:

@@ -155,7 +155,7 @@ class Schedule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._forget_forwards()
+        self._runs.close()
         for bucket in self.buckets:
             bucket.schedule = None
 
