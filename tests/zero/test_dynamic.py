@@ -600,7 +600,8 @@ def test_an_engine_that_trains_nothing_keeps_nothing_of_its_forwards(one_rank):
     image = torch.ones(2, 4, requires_grad=True)
     for _ in range(2):
         engine(image).sum().backward()
-    assert not engine.schedule._runs and not engine.schedule._leaf_handles
+    runs = engine.schedule._runs
+    assert not runs._order and not runs._left and not runs._leaf_handles
     assert not image._backward_hooks
 
 
