@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Accelerator:
             if not name.startswith("_") and hasattr(owner, name):
                 return getattr(owner, name)
         raise AttributeError(f"the accelerator has no attribute {name!r}, and neither has torch.{self._kind}.")
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager:
+        """A `with` block in which this GPU is the current one; without a GPU, one in which nothing changes."""
+        return nullcontext() if self._kind == "cpu" else torch.cuda.device(device_index)
 
     def device_name(self, device_index: int | None = None) -> str:
         """The device string for `tensor.to`: "cuda:1", or "cuda" without an index; always "cpu" on the CPU."""

@@ -505,7 +505,8 @@ def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
     state, drawn = accelerator.get_rng_state(), torch.rand(3, device=name)
     accelerator.set_rng_state(state)
     assert torch.equal(torch.rand(3, device=name), drawn) and accelerator.FloatTensor([1.0]).device == engine.device
-    accelerator.synchronize()
+    with accelerator.device(engine.device.index):
+        accelerator.synchronize()
     accelerator.empty_cache()
     with pytest.raises(AttributeError, match="the accelerator has no attribute 'create_op_builder', and neither has"):
         accelerator.create_op_builder("x")
