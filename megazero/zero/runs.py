@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,11 @@ from megazero.zero.hooks import Hook
 from megazero.zero.reductions import Reductions
 
 
-class _Run:
-    """A run of a unit. Only hooks of its inputs keep it, so it is gone with a graph that no backward will go through."""
+class Run:
+    """A run of a unit. Only hooks in its graph keep it, so it is gone with a graph that no backward will go through."""
+
+
+_Order = list[tuple[int, Callable[[], Run | None]]]
 
 
 class Runs:
@@ -37,8 +40,9 @@ class Runs:
 
     def forget(self) -> None:
         """Forgets which units have run: their backward is over, and a graph from before it tells nothing any more."""
-        self._order: list[int] = []  # units around which `begin` is called, in the order in which their runs began
-        self._left: dict[int, WeakSet[_Run]] = {}  # of each, those with inputs of which no gradient has come yet
+        # Units around which `begin` is called, in the order in which their runs began, and what tells if the run is gone.
+        self._order: _Order = []
+        self._left: dict[int, WeakSet[Run]] = {}  # of each, those with inputs of which no gradient has come yet
         self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
         self._again: set[int] = set()  # that run again in the backward, for a reentrant checkpoint
         for handle in self._leaf_handles:
@@ -62,7 +66,7 @@ class Runs:
         gradient ends when the backward of an earlier unit begins (`end_later`), or with its graph.
         """
 
-        def on_input_grad(left: dict[int, WeakSet[_Run]], run: _Run, _: Tensor) -> None:
+        def on_input_grad(left: dict[int, WeakSet[Run]], run: Run, _: Tensor) -> None:
             # Skips a graph from before the last backward, a backward that is not this engine's, and a run's further gradients.
             if left is not self._left or not self._reductions.is_open or run not in left[index]:
                 return
@@ -86,7 +90,7 @@ class Runs:
             is_detached = in_backward() and any(t.is_leaf and not isinstance(t, nn.Parameter) for t in inputs)
             if is_detached or not made:
                 self._ends_with_graph.add(index)
-            run, left = _Run(), self._left.setdefault(index, WeakSet())
+            run, left = Run(), self._left.setdefault(index, WeakSet())
             if inputs:
                 left.add(run)
             handles = [t.register_hook(partial(on_input_grad, self._left, run)) for t in made or inputs]
@@ -109,18 +113,28 @@ class Runs:
 
     # ---- units without inputs that could tell
 
-    def begin(self, index: int) -> None:
-        """A unit is about to run."""
+    def begin(self, index: int) -> Run | None:
+        """A unit is about to run. The hooks that `end_later` makes for its output keep what is returned."""
         if in_backward():
-            if index in self._order:  # its last run is recomputed: those after it are over
-                self._end_after(self._order, len(self._order) - self._order[::-1].index(index))
+            places = [place for place, (unit, _) in enumerate(self._order) if unit == index]
+            if places:  # its last run is recomputed: those after it are over
+                self._end_after(self._order, places[-1] + 1)
         elif self._reductions.trains and self._forwards.train:
-            self._order.append(index)
+            while self._order and self._order[-1][1]() is None:
+                self._order.pop()  # any number of forwards may be dropped before a backward
+            run = Run()
+            # The graph of a reentrant checkpoint has no place for a hook yet, so such a run counts until the backward is over.
+            self._order.append((index, ref(run) if torch.is_grad_enabled() else lambda: run))
+            return run
+        return None
 
-    def end_later(self) -> Callable[[Any], None]:
-        """A hook for a node that is made now: ends the units without an input whose runs all begin after now."""
-        order, place = self._order, len(self._order)
-        return lambda _: self._end_after(order, place)
+    def end_later(self, run: Run | None) -> Callable[[Any], None]:
+        """A hook for a node that is made now: ends the units without an input whose runs all begin after now.
+
+        Args:
+            run: the one that has made the node, if a unit has.
+        """
+        return partial(self._end_after, self._order, len(self._order), run)
 
     def begin_backward(self, index: int) -> None:
         """The backward of a unit begins; one without inputs ends with its graph, which may be that of a checkpoint's own."""
@@ -130,14 +144,16 @@ class Runs:
     def _end_with_graph(self, index: int) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
 
-    def _end_after(self, order: list[int], place: int) -> None:
+    def _end_after(self, order: _Order, place: int, *_: Any) -> None:
         """Ends units without an input, of which all runs began after this place in the order.
 
         Ranks that use all of such a unit's parameters have reduced it by now, and may wait for the others to do so before they
         gather anything more.
         """
         if order is self._order and self._reductions.is_open:  # not a graph from before the last backward
-            later = self._ends_with_graph.intersection(order[place:])
-            for index in sorted(later.difference(order[:place]) if later else (), reverse=True):
+            later = self._ends_with_graph.intersection(index for index, _ in order[place:])
+            if later:
+                later -= {index for index, run in order[:place] if run() is not None}
+            for index in sorted(later, reverse=True):
                 self._end(index)
             del order[place:]

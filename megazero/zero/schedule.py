@@ -40,7 +40,7 @@ from megazero.zero.parameter import refuse_loading
 from megazero.zero.reductions import Reductions
 from megazero.zero.registry import bucket_of
 from megazero.zero.residency import Residency
-from megazero.zero.runs import Runs
+from megazero.zero.runs import Run, Runs
 from megazero.zero.units import ROOT, units_of_parameters
 from megazero.zero.waiting import Waiting
 
@@ -263,13 +263,14 @@ class Schedule:
 
         inputs: list[tuple[Tensor, Node | None]] = []  # as `makers` before the module ran
         was_wanted = False  # before the module ran
+        run: Run | None = None
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal was_wanted
+            nonlocal was_wanted, run
             if self._first is None and index is not None and self.forwards.train and not in_backward():
                 self._first = index
             if index is not None:
-                self._runs.begin(index)
+                run = self._runs.begin(index)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs[:] = makers((args, kwargs))
             self._gather(buckets, index)
@@ -282,12 +283,14 @@ class Schedule:
                         bucket.weights.release()
             # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
             for node in first_nodes(output, inputs):
-                node.register_prehook(self._runs.end_later())
+                node.register_prehook(self._runs.end_later(run))
                 node.register_prehook(partial(self._gather_for_backward, buckets, index))
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
+            nonlocal run
             inputs.clear()
+            run = None
 
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))

@@ -9,6 +9,7 @@ from megazero import mpu
 from megazero.comm import channel
 from tests.ranks import run_ranks
 from tests.zero.models import Toy, make_engine, token_batches
+from tests.zero.test_dynamic import Conditioned
 
 
 def other_order_case() -> None:
@@ -44,3 +45,21 @@ def other_order_over_nccl_case() -> None:
 
 def test_units_in_another_order_over_nccls_lane_are_named_by_the_first_step():
     run_ranks(2, other_order_over_nccl_case)
+
+
+def dropped_forward_case() -> None:
+    """Units fed with raw data, of which one rank does not use all parameters."""
+    channel.backend_of = lambda _: "native"  # of this rank's process alone, for `step` to compare the order
+    mpu.initialize_model_parallel(1)
+    torch.manual_seed(0)
+    engine = make_engine(Conditioned("plain", "raw"), 3)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
+    for _ in range(3):
+        engine(x)
+    assert len(engine.schedule._runs._order) == len(engine.module.units), "dropped forwards do not pile up"
+    engine.backward(engine(x))
+    engine.step()
+
+
+def test_a_forward_whose_graph_is_dropped_does_not_change_the_order_on_one_rank():
+    run_ranks(2, dropped_forward_case)
