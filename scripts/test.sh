@@ -13,7 +13,7 @@ use_python test "${PACKAGES[@]}"
 if [ $# -eq 0 ]; then
   "$PYTHON" -m ruff check .
   "$PYTHON" -m ruff format --check .
-  "$PYTHON" -m mypy
+  MYPY_NUM_WORKERS=auto "$PYTHON" -m mypy
   CORES=$(getconf _NPROCESSORS_ONLN)
   set -- -n "$((CORES < 4 ? CORES + 1 : 4))" --dist worksteal --durations=15  # tests in parallel: most wait for their ranks half of the time
 fi

@@ -95,7 +95,11 @@ RECOMPUTED = ["--checkpoint-activations", "--partition-activations"]
 
 @pytest.mark.parametrize(
     "world_size, flags, recomputed",
-    [(2, [], []), (4, ["--model-parallel-size", "2"], []), (4, ["--model-parallel-size", "2"], RECOMPUTED)],
+    [
+        (2, [], []),
+        pytest.param(4, ["--model-parallel-size", "2"], [], marks=pytest.mark.slow),
+        (4, ["--model-parallel-size", "2"], RECOMPUTED),
+    ],
     ids=["2 ranks", "2 x 2 ranks", "2 x 2 ranks, recomputed"],
 )
 def test_every_stage_starts_and_trains_alike_bit_for_bit(corpus, world_size, flags, recomputed):

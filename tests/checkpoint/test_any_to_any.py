@@ -149,7 +149,7 @@ def load_case(directory: str, size: int, tags: list[str], dtype: torch.dtype | N
     "dtype,worlds,thin",
     [
         (None, SOME, 5),
-        (torch.bfloat16, SOME[:3], 7),
+        pytest.param(torch.bfloat16, SOME[:3], 7, marks=pytest.mark.slow),
         pytest.param(None, WORLDS, 1, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, WORLDS, 17, marks=pytest.mark.slow),
     ],

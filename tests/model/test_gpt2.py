@@ -267,7 +267,10 @@ def compiled_case(hidden, attention, is_checkpointed):
     return sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize(("world_size", "attention_dropout", "is_checkpointed"), [(1, 0.3, False), (2, 0.0, True)])
+@pytest.mark.parametrize(
+    ("world_size", "attention_dropout", "is_checkpointed"),
+    [(1, 0.3, False), pytest.param(2, 0.0, True, marks=pytest.mark.slow)],
+)
 def test_compiled_blocks_and_loss_equal_eager_ones_without_graph_breaks(world_size, attention_dropout, is_checkpointed):
     assert run_ranks(world_size, compiled_case, 0.3, attention_dropout, is_checkpointed) == [0] * world_size
 

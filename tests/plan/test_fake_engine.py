@@ -150,7 +150,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"tiles, recomputed"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_a_rank_of_a_few_wide_layers_holds_what_was_planned(case):
     check(*CASES[case], layers=2 if "tiles" in case else 3)  # tiles are many modules
 

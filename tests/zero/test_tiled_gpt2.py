@@ -100,7 +100,7 @@ def equal_case(model_parallel_size: int) -> None:
     mpu.partition_activations_in_checkpoint(False)
 
 
-@pytest.mark.parametrize("world_size, model_parallel_size", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("world_size, model_parallel_size", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_a_tiled_gpt2_starts_and_trains_as_the_whole_one(world_size, model_parallel_size):
     run_ranks(world_size, equal_case, model_parallel_size)
 
