@@ -104,7 +104,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     except RuntimeError as error:
         if any(text in str(error) for text in LOST_RANK):
             if match := LOST_ADDRESS.search(str(error)):
-                what = f"lost the connection to a rank at {match[1]}, in {' > '.join(_our_calls(error)[-4:])}"
+                what = f"lost the connection to a rank at {match[1]}, in {_our_calls(error)}"
                 why = "It has ended, or its host or the network has failed"
                 # Those who lose this rank in turn say the same of it, so an address may be that of a host which is well.
                 ways = "Ranks that have lost another end too: look for the cause on a host that says something else, or nothing."
@@ -121,8 +121,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
             _exit(RuntimeError(f"{what}. {ways}"), rank, waits=is_later)
         if not any(text in str(error) for text in TIMED_OUT):
             raise
-        where = " > ".join(_our_calls(error)[-4:])
-        what = f"waited in vain for another rank, in {where}: {str(error).rstrip('.')}"
+        what = f"waited in vain for another rank, in {_our_calls(error)}: {str(error).rstrip('.')}"
         why = "That rank hangs or is cut off, runs something else, or needs longer than the time limit"
         _exit(RuntimeError(f"{what}. {why} (in training, --distributed-timeout-s)."), rank, waits=is_later)
 
@@ -181,11 +180,12 @@ def _is_ours(error: Exception) -> bool:
     return _module(frame).split(".")[0] in OURS
 
 
-def _our_calls(error: Exception) -> list[str]:
-    """This project's calls that led to the error, innermost last, as module, function and line; other libraries' are left out."""
+def _our_calls(error: Exception) -> str:
+    """This project's last calls that led to the error, as module, function and line; other libraries' are left out."""
     frames = traceback.walk_tb(error.__traceback__)
     every = [(_module(frame), frame.f_code.co_name, line) for frame, line in frames]
-    return [f"{module}.{name}:{line}" for module, name, line in every if module.split(".")[0] in OURS]
+    ours = [f"{module}.{name}:{line}" for module, name, line in every if module.split(".")[0] in OURS]
+    return " > ".join(ours[-4:])
 
 
 def _module(frame: FrameType) -> str:

@@ -162,17 +162,13 @@ def build_datasets(
 
 def _warn_of_training_data(parts: list[tuple[list[Corpus], list[float]]], num_samples: Sequence[int]) -> None:
     """Warns if --valid-data or --test-data name what a run trains on: such a loss says nothing of other text."""
-    wanted = [
-        bool(shares[part] and count) for part, ((_, shares), count) in enumerate(zip(parts, num_samples, strict=True))
+    paths = [
+        {corpus.path.resolve(): str(corpus.path) for corpus in corpora if shares[part] and num_samples[part]}
+        for part, (corpora, shares) in enumerate(parts)
     ]
-    trained = {corpus.path.resolve() for corpus in parts[0][0] if wanted[0]}
     for part in (1, 2):
-        corpora, shares = parts[part]
-        is_separate = shares[part] == 1  # else it is what --split cuts off
-        both = [
-            str(corpus.path) for corpus in corpora if wanted[part] and is_separate and corpus.path.resolve() in trained
-        ]
-        if both:
+        both = [path for place, path in paths[part].items() if place in paths[0]]
+        if both and parts[part][1][part] == 1:  # else it is what --split cuts off
             logger.warning(
                 "--%s-data names what --train-data names too: %s; its loss is one of text that the model has seen",
                 *(_PARTS[part], ", ".join(both)),

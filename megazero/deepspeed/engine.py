@@ -172,11 +172,11 @@ class DeepSpeedEngine(CheckpointingEngine):
                 rank=groups.data_parallel_rank,
                 shuffle=route == "train",
             )
-            again = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-            if route != "train" and again > 0:
+            samples = len(dataset)  # type: ignore[arg-type]
+            if route != "train" and samples < sampler.total_size:
                 logger.warning(
                     "%d samples do not divide by %d data-parallel ranks: %d come again, and count again in a mean over all ranks",
-                    *(sampler.total_size - again, groups.data_parallel_size, again),
+                    *(samples, groups.data_parallel_size, sampler.total_size - samples),
                     extra=ALIKE,
                 )
         return DataLoader(
