@@ -182,9 +182,18 @@ class _Checkpoint(torch.autograd.Function):
     ) -> tuple[Tensor, ...] | None:
         ctx.checkpointer, ctx.call = checkpointer, call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.held(tensors))
+        held = call.held(tensors)
+        versions = [x._version for x in held]
+        ctx.save_for_backward(*held)
         with checkpointer.measured("checkpoint forward"):
-            return call.take_outputs(call.run(tensors))
+            outputs = call.take_outputs(call.run(tensors))
+        for x, version in zip(held, versions, strict=True):  # autograd looks at them only from now on
+            if x._version != version:
+                raise RuntimeError(
+                    f"checkpoint: the function has modified an argument of shape {list(x.shape)} by an inplace operation, so it "
+                    "would find other values when it runs again. Let it work on a copy (clone())."
+                )
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

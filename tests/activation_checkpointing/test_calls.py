@@ -295,6 +295,14 @@ def test_an_argument_that_was_changed_since_is_refused(one_rank, checkpoint):
 
 
 @BOTH
+def test_a_function_that_changes_its_argument_is_refused(one_rank, checkpoint):
+    """Its second run would begin with other values, and gradients would be wrong."""
+    x, counter = torch.ones(3, requires_grad=True), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="modified .*by an inplace operation"):
+        checkpoint(lambda x, counter: x * counter.add_(1), x, counter).sum().backward()
+
+
+@BOTH
 def test_activations_are_freed_until_the_backward(blocks, checkpoint):
     inner = []
 
