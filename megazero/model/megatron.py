@@ -93,6 +93,7 @@ class BertParallelSelfAttention(nn.Module):
         Args:
             attention_mask: [b or 1, 1, s or 1, s], added to the scores (0 or a large negative number), or bool (True = may read).
         """
+        group = self.query_key_value.group
         q, k, v = split_heads(self.query_key_value(hidden_states.transpose(0, 1)), self.head_size)
         context = attend(
             q,
@@ -101,10 +102,10 @@ class BertParallelSelfAttention(nn.Module):
             attention_mask,
             is_causal=False,
             dropout=self.dropout if self.training else 0.0,
-            model_parallel_size=mpu.get_model_parallel_world_size(),
+            model_parallel_size=group.size(),
         )
         own = merge_heads(context).transpose(0, 1)  # [b, s, h/t]
-        return own if self.output_parallel else mpu.gather_from_model_parallel_region(own)
+        return own if self.output_parallel else mpu.gather_from_model_parallel_region(own, group)
 
 
 class BertParallelTransformerOutput(nn.Module):

@@ -119,6 +119,17 @@ def test_output_weights_are_scaled_down_by_depth_unless_it_is_said(one_rank):
     assert deviations == [[pytest.approx(0.01, rel=0.2)] * 2, [pytest.approx(0.02, rel=0.2)] * 2]
 
 
+def test_layers_of_groups_that_are_forgotten_keep_working(one_rank):
+    layer, attention = (
+        BertParallelTransformerLayer(H, 20, HEADS, 0.0, 0.0, F.relu, 1e-12),
+        BertParallelSelfAttention(H, HEADS, 0.0),
+    )
+    x = hidden_states()
+    want = layer(x, None), attention(x, None)
+    mpu.destroy_model_parallel()
+    assert_close((layer(x, None), attention(x, None)), want)
+
+
 def test_mpu_hands_out_the_classes():
     assert mpu.GPT2ParallelTransformer is GPT2ParallelTransformer
     assert mpu.BertParallelSelfAttention is BertParallelSelfAttention
