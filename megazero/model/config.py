@@ -111,14 +111,15 @@ class GPT2Config:
             raise ValueError(
                 f"--checkpoint-activations is --recompute full, and --recompute {self.recompute} was given too. Give one of them."
             )
-        if (self.recompute == "auto") != (self.recompute_budget_gb is not None):
+        budget = self.recompute_budget_gb
+        if (self.recompute == "auto") != (budget is not None):
             raise ValueError(
                 f"--recompute is {self.recompute or 'not given'} and --recompute-budget-gb is "
-                f"{self.recompute_budget_gb or 'not given'}: auto works within a budget. Give --recompute auto and a number of "
+                f"{'not given' if budget is None else budget}: auto works within a budget. Give --recompute auto and a number of "
                 "GB, or neither."
             )
-        if self.recompute_budget_gb is not None and not 0 < self.recompute_budget_gb < math.inf:
-            raise ValueError(f"--recompute-budget-gb is {self.recompute_budget_gb}; it is a number of GB above 0.")
+        if budget is not None and not 0 < budget < math.inf:
+            raise ValueError(f"--recompute-budget-gb is {budget}; it is a number of GB above 0.")
         if self.recompute == "auto" and self.checkpoint_num_layers > 1:
             raise ValueError(
                 f"--recompute auto decides for each block by itself, and --checkpoint-num-layers {self.checkpoint_num_layers} "

@@ -111,6 +111,7 @@ def test_the_flags_say_one_thing():
         ("--recompute none --checkpoint-activations", "--recompute none was given too"),
         ("--recompute auto", "--recompute is auto and --recompute-budget-gb is not given"),
         ("--recompute-budget-gb 2", "--recompute is not given and --recompute-budget-gb is 2"),
+        ("--recompute-budget-gb 0", "--recompute is not given and --recompute-budget-gb is 0"),
         ("--recompute auto --recompute-budget-gb -1", "a number of GB above 0"),
         ("--recompute auto --recompute-budget-gb 1 --checkpoint-num-layers 2", "--checkpoint-num-layers 2"),
     ):
