@@ -142,15 +142,13 @@ class _ChunkedLoss(torch.autograd.Function):
         rows = x.reshape(-1, x.size(-1))
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = torch.zeros_like(rows, dtype=z.dtype) if needs_x else None  # this rank's part of the sum
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        if grad_weight is not None:
-            grad_weight[ctx.columns :] = 0.0
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        # One product is its own sum. A sum of several in 16 bits would be rounded at each of them.
+        sum_dtype = weight.dtype if rows.size(0) <= ctx.token_chunk else z.dtype
         scale = grad.reshape(-1)  # [tokens], with the loss scale: 16-bit d is as large as without chunks
         for part, column, is_here in _chunks(ids, ctx.columns, ctx.chunk_size):
             own = weight[part]
-            total = (
-                None if grad_weight is None else _sum_like(grad_weight[part], is_one=rows.size(0) <= ctx.token_chunk)
-            )
+            total = None if grad_weight is None else grad_weight[part].to(sum_dtype)  # zeros
             for some in _slices(rows.size(0), ctx.token_chunk):
                 d = rows[some].mm(own.t())  # [some tokens, chunk] logits, then their gradient
                 targets = column[some], is_here[some]
@@ -158,7 +156,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 if grad_x is not None:
                     grad_x[some] += d.mm(own)
                 if total is not None:
-                    _add_product(total, d.t(), rows[some], is_first=some.start == 0)
+                    if total.dtype == d.dtype:
+                        total.addmm_(d.t(), rows[some])
+                    else:
+                        total += d.t().mm(rows[some])
                 del d
             if grad_weight is not None and total is not None and total.dtype != grad_weight.dtype:
                 grad_weight[part] = total
@@ -167,26 +168,9 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _sum_like(part: Tensor, is_one: bool) -> Tensor:
-    """Where products are added up: `part` itself if there is one only, or its dtype is precise enough; else in fp32."""
-    dtype = torch.promote_types(part.dtype, torch.float32)
-    return part if is_one or dtype == part.dtype else torch.empty_like(part, dtype=dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """Adds a b to `total`, which has no value yet if it `is_first`."""
-    if total.dtype != a.dtype:
-        product = a.mm(b)
-        total.copy_(product) if is_first else total.add_(product)
-    elif is_first:
-        torch.mm(a, b, out=total)
-    else:
-        total.addmm_(a, b)
-
-
 def _slices(length: int, step: int) -> Iterator[slice]:
-    """Of at most `step` each, in order; one empty one if `length` is 0."""
-    for start in range(0, max(length, 1), step):
+    """Of at most `step` each, in order."""
+    for start in range(0, length, step):
         yield slice(start, start + step)
 
 
