@@ -62,11 +62,11 @@ class _Place:
 
 
 class _Arena:
-    """One storage with a slot for each of `count` calls that keep `nbytes` each. It lives as long as what lies in it."""
+    """One storage [calls, bytes] with a slot for each call, all of which keep as much. It lives as long as what lies in it."""
 
-    def __init__(self, count: int, nbytes: int, memory: Tensor) -> None:
-        self.nbytes, self.count, self.memory = nbytes, count, memory
-        self.free = list(range(count))[::-1]
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.free = list(range(memory.size(0)))[::-1]
 
     def take(self) -> tuple[Tensor, Callable[[], None]]:
         """The bytes of a free slot, and what gives the slot back.
@@ -75,14 +75,15 @@ class _Arena:
             RuntimeError: all slots are in use.
         """
         if not self.free:
+            count, nbytes = self.memory.shape
             raise RuntimeError(
-                f"contiguous checkpointing has room for num_checkpoints={self.count} calls that keep {self.nbytes} bytes each, "
+                f"contiguous checkpointing has room for num_checkpoints={count} calls that keep {nbytes} bytes each, "
                 "and this is one more before their backward. Raise num_checkpoints (--num-checkpoints; number_checkpoints in the "
                 "file); after forwards without a backward call reset(); a second model can have an ActivationCheckpointer of its "
                 "own."
             )
         index = self.free.pop()
-        return self.memory[index * self.nbytes : (index + 1) * self.nbytes], lambda: self.free.append(index)
+        return self.memory[index], lambda: self.free.append(index)
 
 
 class _InMemory(MemoryVector):
@@ -276,7 +277,7 @@ class Storage:
         if arena is None:
             count = self.settings.num_checkpoints
             assert count is not None  # the settings were checked
-            arena = self._arenas[nbytes] = _Arena(count, nbytes, self._memory(count * nbytes))
+            arena = self._arenas[nbytes] = _Arena(self._memory(count * nbytes).view(count, nbytes))
         return arena
 
     def _memory(self, nbytes: int) -> Tensor:
