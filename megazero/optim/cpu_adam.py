@@ -143,9 +143,9 @@ class CPUAdam(torch.optim.Optimizer):
         is_fp32 = self.defaults["fp32_optimizer_states"] if moments is None else moments.dtype == torch.float32
         return parameter.dtype in SIXTEEN_BITS and is_fp32
 
-    def _advanced(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _advanced(self, parameter: nn.Parameter, is_mixed: bool) -> dict[str, Any]:
         """The parameter's state, counting one more step; made if there is none. The moments are contiguous."""
-        state, is_mixed = self.state[parameter], self._is_mixed(parameter)
+        state = self.state[parameter]
         if "step" not in state:
             dtype = torch.float32 if is_mixed else parameter.dtype
             for key in MOMENTS:
@@ -163,7 +163,7 @@ class CPUAdam(torch.optim.Optimizer):
     def _step_fused(self, settings: AdamSettings, parameters: list[nn.Parameter]) -> None:
         weights = [parameter.detach().contiguous() for parameter in parameters]
         grads = [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None]
-        states = [self._advanced(parameter) for parameter in parameters]
+        states = [self._advanced(parameter, is_mixed=False) for parameter in parameters]
         exp_avgs, exp_avg_sqs, steps = ([state[key] for state in states] for key in (*MOMENTS, "step"))
         fused(settings, weights, grads, exp_avgs, exp_avg_sqs, steps)
         for parameter, weight in zip(parameters, weights, strict=True):
@@ -173,7 +173,8 @@ class CPUAdam(torch.optim.Optimizer):
     def _step_sixteen_bits(self, settings: AdamSettings, parameter: nn.Parameter) -> None:
         """Tile by tile through an fp32 copy of the weights."""
         assert parameter.grad is not None
-        weights, grads, state = parameter.detach().contiguous(), parameter.grad.contiguous(), self._advanced(parameter)
+        state = self._advanced(parameter, is_mixed=True)
+        weights, grads = parameter.detach().contiguous(), parameter.grad.contiguous()
         step = float(state["step"])
         flat = (tensor.view(-1) for tensor in (weights, grads, state["exp_avg"], state["exp_avg_sq"]))
         numel = THREAD_NUMEL * max(4, torch.get_num_threads())  # enough for every thread
