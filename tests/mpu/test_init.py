@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.init import kaiming_uniform_, normal_, xavier_normal_
 
-from megazero import comm, mpu
+from megazero import mpu
+from megazero.model.state_dict import merge_full
 from megazero.mpu.init import init_weight_
 from tests.ranks import run_ranks
 
@@ -35,12 +36,7 @@ def init_case(dtype):
     after = torch.get_rng_state()
     cuts = mpu.partitions(layers)
     assert {name for name, p in layers.named_parameters() if name not in cuts} == {"row.bias"}
-    full = {
-        n: cuts[n].merge(comm.all_gathered(p.detach(), dist.group.WORLD))
-        for n, p in layers.named_parameters()
-        if n in cuts
-    }
-    full["replicated"] = replicated
+    full = {**merge_full(dict(layers.named_parameters()), cuts, dist.group.WORLD), "replicated": replicated.detach()}
     torch.manual_seed(1234)
     build(dist.group.WORLD, device="meta")
     assert torch.equal(torch.get_rng_state(), after), "the meta device must advance the generator alike"

@@ -10,29 +10,16 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import comm, mpu
-from tests.mpu.values import shared
+from megazero.model.state_dict import merge_full
+from tests.mpu.values import load, shared
 from tests.ranks import run_ranks
 
 S, B, IN, OUT = 5, 2, 12, 24  # IN and OUT are multiples of 1 to 4 ranks, OUT of 3 x 1, 2 and 4 ranks too
 
 
-def load(layer, weight, bias):
-    """Puts this rank's part of full values into the layer."""
-    group, cuts = layer.group, layer.partitions
-    with torch.no_grad():
-        for name, full in (("weight", weight), ("bias", bias)):
-            parameter = getattr(layer, name)
-            if parameter is not None:
-                cut = cuts.get(name)
-                parameter.copy_(full if cut is None else cut.slice(full, group.rank(), group.size()))
-
-
 def merged_grads(layer):
     grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {
-        name: layer.partitions[name].merge(comm.all_gathered(grad, layer.group)) if name in layer.partitions else grad
-        for name, grad in grads.items()
-    }
+    return merge_full(grads, layer.partitions, layer.group)
 
 
 def run_and_compare(layer, x, part, weight, bias, tolerance=1e-5):

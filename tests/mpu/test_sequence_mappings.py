@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import mpu
-from tests.mpu.values import shared
+from tests.mpu.values import load, shared
 from tests.ranks import run_ranks
 
 
@@ -128,11 +128,8 @@ def layers_case():
     for needs_x, needs_weight, low in ((1, 1, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1)):
         column = mpu.ColumnParallelLinear(5, 12, gather_output=False, group=group, sequence_parallel=True)
         row = mpu.RowParallelLinear(12, 5, input_is_parallel=True, group=group, sequence_parallel=True)
-        with torch.no_grad():
-            for layer, weight, bias in ((column, weight_1, bias_1), (row, weight_2, bias_2)):
-                for name, full in (("weight", weight), ("bias", bias)):
-                    cut = layer.partitions.get(name)
-                    getattr(layer, name).copy_(full if cut is None else cut.slice(full, r, t))
+        load(column, weight_1, bias_1)
+        load(row, weight_2, bias_2)
         column.weight.requires_grad_(bool(needs_weight))
         own = x.chunk(t)[r].clone().requires_grad_(bool(needs_x))
         whole = x.clone().requires_grad_(bool(needs_x))
