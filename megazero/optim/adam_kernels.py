@@ -51,10 +51,12 @@ class AdamSettings:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings | None:
         """The settings of a group of CPUAdam, or of one of TORCH_ADAMS that is fused; None for any other optimizer or variant."""
-        kind, is_other = type(optimizer), group.get("amsgrad") or group.get("maximize")
+        kind = type(optimizer)
+        if group.get("amsgrad") or group.get("maximize"):
+            return None
         if "adamw_mode" in group:  # CPUAdam's
             is_decoupled, corrects_bias = bool(group["adamw_mode"]), bool(group["bias_correction"])
-        elif kind in TORCH_ADAMS and group.get("fused") and not is_other:
+        elif kind in TORCH_ADAMS and group.get("fused"):
             is_decoupled, corrects_bias = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")), True
         else:
             return None

@@ -85,7 +85,7 @@ class CPUAdam(torch.optim.Optimizer):
 
         Raises:
             AssertionError: a parameter lies on another device than the CPU, without `on_any_device`.
-            ValueError: a gradient is sparse, or a parameter's dtype is not floating.
+            ValueError: a gradient is sparse, a parameter's dtype is not floating, or a group has amsgrad or maximize.
         """
         loss = None
         if closure is not None:
@@ -93,7 +93,11 @@ class CPUAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             settings = AdamSettings.of(self, group)
-            assert settings is not None, "these groups say what they are"
+            if settings is None:  # of a state that another optimizer has saved, for example
+                raise ValueError(
+                    f"{type(self).__name__} has no AMSGrad and only minimizes, and a parameter group has "
+                    f"amsgrad={group['amsgrad']} and maximize={group.get('maximize', False)}. Use torch.optim.AdamW."
+                )
             alike: dict[Any, list[nn.Parameter]] = defaultdict(list)  # one call of the fused kernel each
             for parameter in group["params"]:
                 if parameter.grad is not None:

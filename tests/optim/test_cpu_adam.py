@@ -420,6 +420,16 @@ def test_amsgrad_and_bad_numbers_are_refused():
             CPUAdam(random_parameters([3]), **bad)
 
 
+@pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
+def test_a_state_of_an_update_that_it_does_not_make_is_refused(setting):
+    ours, theirs = random_parameters([3]), random_parameters([3])
+    optimizer, other = CPUAdam(ours), torch.optim.AdamW(theirs, **{setting: True})
+    train(other, 1)
+    optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match=f"CPUAdam has no AMSGrad and only minimizes, .*{setting}=True"):
+        train(optimizer, 1)
+
+
 def test_a_parameter_on_another_device_is_deepspeeds_error():
     parameter = nn.Parameter(torch.empty(4, device="meta"))
     parameter.grad = torch.empty(4, device="meta")
