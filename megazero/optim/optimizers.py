@@ -137,7 +137,8 @@ def _check_number(what: str, value: Any, default: Any) -> None:
         for position, each in enumerate(value):
             _check_number(f"{what}[{position}]", each, default[0])
     elif isinstance(value, str):
-        raise ValueError(f"{what} must be a number, got {value!r}, a string.")
+        wanted = "true or false" if default is None or isinstance(default, bool) else "a number"
+        raise ValueError(f"{what} must be {wanted}, got {value!r}, a string.")
     elif isinstance(value, bool) and isinstance(default, (int, float)) and not isinstance(default, bool):
         raise ValueError(f"{what} must be a number, got {value}, a truth value.")
     elif isinstance(value, float) and not math.isfinite(value):
@@ -165,6 +166,11 @@ def muon_groups(
 
 def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     classes, lower = {cls.__name__.lower(): cls for cls in TORCH_ELEMENTWISE}, name.lower()
+    if "betas" in params:
+        betas = params["betas"]
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise ValueError(f"{name}: betas must be two numbers, got {betas!r}.")
+        params["betas"] = tuple(betas)
     if lower == "muon":  # torch's, if there is one, needs whole parameters
         return Muon, {**MUON_DEFAULTS, **params}
     if lower in REFUSED:
@@ -172,11 +178,6 @@ def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.o
     if lower not in classes:
         offered = [Muon.__name__, *(cls.__name__ for cls in TORCH_ELEMENTWISE)]
         raise ValueError(f"there is no optimizer {name!r}. {did_you_mean(name, offered)}")
-    if "betas" in params:
-        betas = params["betas"]
-        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-            raise ValueError(f"{name}: betas must be two numbers, got {betas!r}.")
-        params["betas"] = tuple(betas)
     if lower in ("adam", "adamw"):
         return _adam(name, params)
     return classes[lower], params

@@ -275,7 +275,8 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
         if parameter.default is inspect.Parameter.empty and name not in params:
             raise ValueError(f"{type} needs the parameter {name!r}.")
         if type in TORCH_SCHEDULES and isinstance(params.get(name), str) and not isinstance(parameter.default, str):
-            raise ValueError(f"{type}: {name} must be a number, got {params[name]!r}, a string.")
+            wanted = "true or false" if isinstance(parameter.default, bool) else "a number"
+            raise ValueError(f"{type}: {name} must be {wanted}, got {params[name]!r}, a string.")
     if type in TORCH_SCHEDULES:
         schedule = _with_its_own_parameters(schedule)
     # A trial of one step, so that bad values show before anything is built. It has as many groups as a list of rates in `params`

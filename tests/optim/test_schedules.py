@@ -209,6 +209,11 @@ def test_warmup_num_steps_must_be_a_positive_integer(name, steps):
         ("LRRangeTest", {"lr_range_test_staircase": 1}, "true or false"),
         ("StepLR", {}, "needs the parameter 'step_size'"),
         ("CosineAnnealingLR", {"T_max": "4"}, "T_max must be a number, got '4', a string"),
+        (
+            "CyclicLR",
+            {"base_lr": 0.1, "max_lr": 1, "cycle_momentum": "no"},
+            "cycle_momentum must be true or false, got 'no'",
+        ),
         ("CyclicLR", {"base_lr": 0.1, "max_lr": 1, "step_size_up": None}, "CyclicLR does not take .*step_size_up"),
         ("StepLR", {"step_size": 0}, "StepLR does not take {'step_size': 0}: .*zero"),
         ("CosineAnnealingLR", {"T_max": 0}, "CosineAnnealingLR does not take {'T_max': 0}: .*zero"),
