@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,16 +26,15 @@ from data_tools.dedup_index import CHUNK, Search, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
-from data_tools.done_marker import read_marker, write_marker
+from data_tools.done_marker import made_once, read_marker
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import describe, run_lines
-from megazero.files import append_suffix, locked, write_whole
+from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import ID_KEYS, Block
-from megazero.lines.outputs import full_disk_named
 from megazero.lines.resumable import Reason
 
 
@@ -124,8 +123,7 @@ class CopySearch:
             files, signed = sign(self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports)
             workers, keys = options.workers_in_memory, folder / "keys"
             search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys)
-            with full_disk_named(f"to {folder}"):
-                first = _find(files, search, self._result, self.settings["all_inputs"])
+            first = _find(files, search, self._result, self.settings["all_inputs"])
             yield files, first, signed
 
     def summary(self) -> dict[str, int]:
@@ -136,13 +134,15 @@ class CopySearch:
 
 def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> Documents:
     """For each document the first one of its group, as it is stored in `path`; searched for where it is not."""
-    if read_marker(path, identity, [path]) is not None:
-        return np.fromfile(path, dtype="<i8")
-    found = find_copies(files, search)
-    write_whole(path, found.first.data)
-    summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
-    write_marker(path, identity, [path], {"summary": summary})
-    return found.first
+
+    def make(file: BinaryIO) -> dict[str, Any]:
+        found = find_copies(files, search)
+        file.write(found.first.data)
+        summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
+        return {"summary": summary}
+
+    made_once(path, identity, make)
+    return np.fromfile(path, dtype="<i8")
 
 
 def _count_groups(first: Documents) -> int:

@@ -81,8 +81,10 @@ def made_once(output: Path, key: str, make: Callable[[BinaryIO], dict[str, Any]]
         try:
             with written_aside(output) as file:
                 content = make(file)
+                marker_path(output).unlink(missing_ok=True)  # an old one would vouch for the new file
         except BaseException:
-            claim.unlink(missing_ok=True)
+            if marker_path(output).exists() or not output.exists():  # else the claim alone vouches for the old file
+                claim.unlink(missing_ok=True)
             raise
         write_marker(output, key, [output], content)
         claim.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from data_tools import dedup, dedup_signing
+from data_tools import dedup, dedup_signing, done_marker
 from tests.data_tools.planted import planted_documents, score
 from tests.data_tools.steps import read_documents, run_step
 from tests.data_tools.test_dedup_minhash import jaccard
@@ -156,6 +156,24 @@ def test_killed_run_goes_on_from_the_last_commit(tmp_path, monkeypatch):
     assert 20 < len(signed) <= blocks, "no block was signed twice"
     for name in ("a.jsonl", "b.jsonl", "a.jsonl.dropped.jsonl", "b.jsonl.dropped.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
+
+
+def test_the_result_of_a_search_that_was_stopped_is_not_taken_for_that_of_other_settings(tmp_path, monkeypatch):
+    write_lines(tmp_path / "a.jsonl", [document.line for document in planted_documents(60, seed=2)])
+    work = ("--work-folder", tmp_path / "work", "--similarity")
+    deduplicate([tmp_path / "a.jsonl"], tmp_path / "want.jsonl", *work, "0.7")
+    write_marker = done_marker.write_marker
+
+    def dies(record, *arguments):
+        if record.name == "copies":
+            raise KeyboardInterrupt
+        write_marker(record, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(done_marker, "write_marker", dies)
+        deduplicate([tmp_path / "a.jsonl"], tmp_path / "other.jsonl", *work, "1")
+    deduplicate([tmp_path / "a.jsonl"], tmp_path / "out.jsonl", *work, "0.7")
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "want.jsonl").read_bytes()
 
 
 def test_signatures_of_another_version_are_made_again(tmp_path, monkeypatch):

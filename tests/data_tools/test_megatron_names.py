@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import runpy
 import subprocess
@@ -185,6 +186,30 @@ def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replac
     assert (tmp_path / "groups.jsonl").exists() and not (tmp_path / "groups.jsonl.done.json").exists()
     assert not run_step("group_duplicates", *flags)["skipped"] and run_step("group_duplicates", *flags)["skipped"]
     assert sorted(path.name for path in tmp_path.glob("groups*")) == ["groups.jsonl", "groups.jsonl.done.json"]
+
+
+def test_no_marker_vouches_for_what_a_run_that_was_stopped_has_put_in_place(tmp_path, monkeypatch):
+    """It is of another input, and as long as what was there before."""
+    monkeypatch.chdir(tmp_path)
+    flags = ("--input", "copies.jsonl", "--output", "groups.jsonl")
+
+    def stops(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(copy):
+        (tmp_path / "copies.jsonl").write_text(f'{{"a": [{{"{copy}": 0.9}}]}}\n')
+
+    for name, stays in (("data_tools.done_marker.write_marker", "c"), ("megazero.files.os.fsync", "b")):
+        write("b")
+        run_step("group_duplicates", *flags)
+        write("c")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(name, stops)
+            run_step("group_duplicates", *flags)
+        assert read_documents(tmp_path / "groups.jsonl") == [{"0": ["a", stays]}]
+        write("b")
+        assert not run_step("group_duplicates", *flags)["skipped"]
+        assert read_documents(tmp_path / "groups.jsonl") == [{"0": ["a", "b"]}]
 
 
 def test_wrong_command_lines_are_explained():
