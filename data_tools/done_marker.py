@@ -75,6 +75,7 @@ def made_once(output: Path, key: str, make: Callable[[BinaryIO], dict[str, Any]]
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
         if (content := read_marker(output, key, [output])) is not None:
+            claim.unlink(missing_ok=True)  # of a run with other settings that was killed
             return content, True
         check_made_here(output, [output])
         claim.touch()

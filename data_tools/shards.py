@@ -25,7 +25,7 @@ from data_tools.shard_plan import plan_shards
 from megazero.files import append_suffix, locked, sync_folder
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import full_disk_named
-from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Place, Shard
+from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Place, Shard, give_up
 from megazero.lines.progress import Progress
 from megazero.lines.results import Counts, check_strict, report_empty
 from megazero.lines.resumable import BlockWork, Drops, fill, useful_workers
@@ -166,11 +166,14 @@ def finish(partial: PartialShard, description: dict[str, Any]) -> None:
 def finished(shard: Shard, key: str, strict: bool) -> Counts | None:
     """What was counted when the shard was made, if it is there, whole, and of the same input and settings; else None.
 
+    In the first case, what another run that was stopped has left of it is removed.
+
     Raises:
         ValueError: an output exists that no run of a step has made; or `strict` is set, and lines were left out.
     """
     content = read_marker(shard.record, key, shard.outputs)
     if content is not None:
+        give_up(shard)  # else the folder would count as one whose step has not finished
         counts = Counts(**content["counts"])
         check_strict(counts.errors, strict, f"when {shard.record} was made")
         return counts

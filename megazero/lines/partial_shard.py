@@ -128,12 +128,22 @@ class PartialShard:
             logger.warning("%s is damaged (%s): starting over", self._journal, error)
             return None
         if key != self._key:
-            logger.info("%s is of another run (other input or settings): starting over", self._journal)
+            logger.info("%s is of another run (other input or settings), which is given up", self._journal)
             return None
         if len(sizes) != len(found) or any(have < want for have, want in zip(found, sizes, strict=True)):
             logger.warning("%s: the files beside it are shorter than it says: starting over", self._journal)
             return None
         return sizes, position, counts
+
+
+def give_up(shard: Shard) -> None:
+    """Removes what a run that was stopped has left, if anything, of a shard that another run has finished.
+
+    Raises:
+        ValueError: another process makes the same shard.
+    """
+    if append_suffix(shard.record, JOURNAL).exists():
+        PartialShard(shard, "of no run").remove()
 
 
 def _lock(record: Path, held: ExitStack) -> None:

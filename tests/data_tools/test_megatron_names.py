@@ -186,6 +186,8 @@ def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replac
     assert (tmp_path / "groups.jsonl").exists() and not (tmp_path / "groups.jsonl.done.json").exists()
     assert not run_step("group_duplicates", *flags)["skipped"] and run_step("group_duplicates", *flags)["skipped"]
     assert sorted(path.name for path in tmp_path.glob("groups*")) == ["groups.jsonl", "groups.jsonl.done.json"]
+    (tmp_path / "groups.jsonl.partial.json").touch()  # as a run over another list leaves it, if it is killed
+    assert run_step("group_duplicates", *flags)["skipped"] and len(list(tmp_path.glob("groups*"))) == 2
 
 
 def test_no_marker_vouches_for_what_a_run_that_was_stopped_has_put_in_place(tmp_path, monkeypatch):

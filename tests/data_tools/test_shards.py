@@ -343,6 +343,25 @@ def test_finished_shards_are_skipped_until_input_settings_or_output_change(tmp_p
     assert (out / "part2.jsonl.gz").stat().st_size > 3
 
 
+def test_a_finished_shard_is_whole_although_a_run_with_other_settings_was_stopped(tmp_path):
+    inputs = make_files(tmp_path / "in", count=1)
+    run(inputs, tmp_path / "out", workers=1)
+    before = hashes(tmp_path / "out", markers=True)
+
+    def stops(document):
+        if document["id"] == "0-59":
+            raise KeyboardInterrupt
+        return shout(document)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(inputs, tmp_path / "out", stops, workers=1, max_line_bytes=60_000)
+    with pytest.raises(ValueError, match="part0.jsonl.gz has not finished. Start it again"):
+        list_inputs([tmp_path / "out"])
+    assert run(inputs, tmp_path / "out", workers=1)["shards_skipped"] == 1
+    assert list_inputs([tmp_path / "out"]) == [tmp_path / "out" / "part0.jsonl.gz"]
+    assert hashes(tmp_path / "out", markers=True) == before
+
+
 def test_an_output_that_is_an_input_is_refused(tmp_path):
     inputs = make_files(tmp_path / "in", count=1)
     with pytest.raises(ValueError, match="is an input too"):
