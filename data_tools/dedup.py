@@ -141,7 +141,7 @@ def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> D
         summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
         return {"summary": summary}
 
-    made_once(path, identity, make)
+    made_once(path, [path], identity, make)
     return np.fromfile(path, dtype="<i8")
 
 

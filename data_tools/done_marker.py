@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megazero.files import append_suffix, locked, write_json, written_aside
 from megazero.lines.outputs import check_ours, full_disk_named
@@ -61,32 +62,39 @@ def check_made_here(record: Path, outputs: Sequence[Path], flag: str = "--output
     check_ours(outputs, flag, marker_path(record), append_suffix(record, JOURNAL))
 
 
-def made_once(output: Path, key: str, make: Callable[[BinaryIO], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """What is recorded of the file `output`, and whether an earlier run has made it. Of two runs at a time one makes it.
+def made_once(
+    record: Path, outputs: Sequence[Path], key: str, make: Callable[..., dict[str, Any]], flag: str = "--output"
+) -> tuple[dict[str, Any], bool]:
+    """What is recorded of the outputs, and whether an earlier run has made them. Of two runs at a time one makes them.
 
     Args:
+        record: beside which the done-marker lies.
         key: hash of input and settings.
-        make: writes it, and returns what to record, as JSON values.
+        make: is given a file to write for each of the outputs, and returns what to record, as JSON values.
+        flag: that names the outputs, for messages.
 
     Raises:
         ValueError: a file is there that no run of a step has made. FullDiskError: the disk is full.
     """
-    claim = append_suffix(output, JOURNAL)  # vouches for the output until the marker does
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with locked(append_suffix(output, ".lock")), full_disk_named(str(output)):
-        if (content := read_marker(output, key, [output])) is not None:
+    claim = append_suffix(record, JOURNAL)  # vouches for the outputs until the marker does
+    for path in (record, *outputs):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(append_suffix(record, ".lock")), full_disk_named(str(record), "which makes it anew"):
+        if (content := read_marker(record, key, outputs)) is not None:
             claim.unlink(missing_ok=True)  # of a run with other settings that was killed
+            logger.info("%s is there already, from the same input and settings", record)
             return content, True
-        check_made_here(output, [output])
+        check_made_here(record, outputs, flag)
         claim.touch()
         try:
-            with written_aside(output) as file:
-                content = make(file)
-                marker_path(output).unlink(missing_ok=True)  # an old one would vouch for the new file
+            with ExitStack() as files:
+                content = make(*(files.enter_context(written_aside(path)) for path in outputs))
+                marker_path(record).unlink(missing_ok=True)  # an old one would vouch for the new files
         except BaseException:
-            if marker_path(output).exists() or not output.exists():  # else the claim alone vouches for the old file
+            # Else the claim alone vouches for what is there.
+            if marker_path(record).exists() or not any(path.exists() for path in outputs):
                 claim.unlink(missing_ok=True)
             raise
-        write_marker(output, key, [output], content)
+        write_marker(record, key, outputs, content)
         claim.unlink(missing_ok=True)
     return content, False

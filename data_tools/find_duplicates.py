@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             file.writelines(in_pieces(_listed(files, first, counts), output))
         return {**counts, **{name: signed[name] for name in ("documents", "bad_lines", "first_errors")}}
 
-    content, skipped = made_once(output, search.settings["all_inputs"], make)
+    content, skipped = made_once(output, [output], search.settings["all_inputs"], make)
     check_strict(content["first_errors"], args.strict, f"when {output} was made")
     if content["same_name"]:
         logger.warning(

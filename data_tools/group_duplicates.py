@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         file.writelines(in_pieces(lines, output))
         return {"groups": len(groups), "copies": sum(map(len, groups)) - len(groups)}
 
-    content, skipped = made_once(output, key, make)
+    content, skipped = made_once(output, [output], key, make)
     return {**content, "skipped": skipped}
 
 

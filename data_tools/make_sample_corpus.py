@@ -134,5 +134,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         found = {"bytes": len(corpus), "sha256": hashlib.sha256(corpus).hexdigest(), "documents": len(chosen)}
         return {**settings, **found, "planted": planted, "documents_available": len(documents), **counts}
 
-    content, skipped = made_once(args.output, key, make)
+    content, skipped = made_once(args.output, [args.output], key, make)
     return {"output": str(args.output), **content, "skipped": skipped}

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from data_tools.done_marker import marker_path, read_marker, write_marker
+from data_tools.done_marker import made_once
 from data_tools.inputs import list_inputs
 from data_tools.optional import version_of
 from data_tools.options import add_run_options, number
 from data_tools.train_sample import Sample, sample_documents
 from data_tools.train_vocabulary import train_byte_level_bpe, train_sentencepiece
 from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer
-from megazero.files import append_suffix, locked, sync_folder, write_whole, written_aside
+from megazero.files import append_suffix, written_aside
 from megazero.lines.contents import check_unchanged, describe_files, key_of
-from megazero.lines.outputs import check_ours, full_disk_named
+from megazero.lines.partial_shard import DROPPED_SUFFIX
 from megazero.lines.results import NO_TEXT, check_strict
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,6 @@ MODEL_TYPES = ("bpe", "unigram", BYTE_LEVEL)
 PROBE = "Round  trip:\n\n\ttabs, 1234, \u00fcber, \u4e2d\u6587, \u2581 and <|endoftext|> \r\n"
 """Text with everything that sentencepiece's usual settings would change."""
 
-_DROPPED, _ASIDE = "dropped.jsonl", ".partial"
 # What the step takes for a byte of the sample: 10, 20 and 6 were measured on English text, and half as much is added. And what it
 # takes without a sample, with the copies of the longest line.
 _BYTES_PER_BYTE = {"bpe": 15, "unigram": 30, BYTE_LEVEL: 9}
@@ -64,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains and writes the vocabulary, and returns the statistics."""
     _check_memory(args)
-    paths = list_inputs(args.input)
+    paths, prefix = list_inputs(args.input), Path(args.model_prefix)
     package = "tokenizers" if args.model_type == BYTE_LEVEL else "sentencepiece"
     contents = describe_files(paths)
     description = {
@@ -73,12 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(args, name) for name in ("json_key", "vocab_size", "model_type", "sample_mb", "max_line_mb")},
         "package": f"{package} {version_of(package, f'--model-type {args.model_type}')}",
     }
-    prefix, key = Path(args.model_prefix), key_of(description)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with locked(append_suffix(prefix, ".lock")):
-        if (done := _finished(args, key)) is not None:
-            return done
-        check_ours(_outputs(args), "--model-prefix", marker_path(prefix), append_suffix(prefix, _ASIDE))
+
+    def make(*files: BinaryIO) -> dict[str, Any]:
         sample = sample_documents(paths, args.json_key, args.sample_mb, args.strict, int(args.max_line_mb * (1 << 20)))
         check_unchanged(paths, contents)
         if not sample.texts:
@@ -86,8 +79,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"no line of {', '.join(map(str, paths))} holds a text under the key {args.json_key!r} (--json-key){why}"
             )
-        with full_disk_named(f"{prefix}.*", "which trains it anew"):
-            return _make(args, sample, key)
+        return {"result": _write(args, sample, files)}
+
+    content, skipped = made_once(prefix, _outputs(args), key_of(description), make, "--model-prefix")
+    result: dict[str, Any] = content["result"]
+    check_strict(result["first_errors"], args.strict, f"when {prefix} was made")
+    return {**result, "skipped": skipped}
 
 
 def _check_memory(args: argparse.Namespace) -> None:
@@ -101,57 +98,27 @@ def _check_memory(args: argparse.Namespace) -> None:
         )
 
 
-def _finished(args: argparse.Namespace, key: str) -> dict[str, Any] | None:
-    """The statistics of the run that made what is there, if it is whole and of the same input and settings; else None."""
-    content = read_marker(Path(args.model_prefix), key, _outputs(args))
-    if content is None:
-        return None
-    result: dict[str, Any] = content["result"]
-    try:
-        if _load(args, _outputs(args)[0].parent).sha256 != result["sha256"]:
-            return None
-    except (ValueError, KeyError, TypeError):
-        return None  # damaged: it is made again
-    check_strict(result["first_errors"], args.strict, f"when {args.model_prefix} was made")
-    logger.info("%s is there already, from the same input and settings", result["model"])
-    return {**result, "skipped": True}
+def _outputs(args: argparse.Namespace) -> list[Path]:
+    if args.model_type == BYTE_LEVEL:
+        return [Path(args.model_prefix, name) for name in ("vocab.json", "merges.txt", "tokenizer.json")]
+    return [append_suffix(args.model_prefix, ".model")]
 
 
-def _make(args: argparse.Namespace, sample: Sample, key: str) -> dict[str, Any]:
-    """Trains into a folder aside; what is whole, and loses no text, comes to its place."""
-    prefix, outputs = Path(args.model_prefix), _outputs(args)
-    aside = append_suffix(prefix, _ASIDE)
-    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
-    aside.mkdir()
-    try:
-        result = _train_aside(args, sample, aside)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    # The folder aside, as long as it is there, vouches for what lies at the places of the outputs.
-    for path in (marker_path(prefix), *outputs):
-        path.unlink(missing_ok=True)
-    outputs[0].parent.mkdir(exist_ok=True)
-    for path in outputs:
-        os.replace(aside / path.name, path)
-    os.replace(aside / _DROPPED, append_suffix(prefix, f".{_DROPPED}"))
-    sync_folder(outputs[0].parent)
-    write_marker(prefix, key, outputs, {"result": result})
-    shutil.rmtree(aside)
-    return {**result, "skipped": False}
-
-
-def _train_aside(args: argparse.Namespace, sample: Sample, aside: Path) -> dict[str, Any]:
-    """The statistics of the vocabulary that is made in the folder `aside`."""
+def _write(args: argparse.Namespace, sample: Sample, files: Sequence[BinaryIO]) -> dict[str, Any]:
+    """Writes the vocabulary into the files of the outputs, and returns its statistics; a ValueError if it loses text."""
     megabytes = sum(len(text.encode()) for text in sample.texts) / 1e6
     logger.info("training on %d documents, %.1f MB of text", len(sample.texts), megabytes)
-    for name, content in _train(args, sample.texts).items():
-        write_whole(aside / name, content)
-    with written_aside(aside / _DROPPED) as file:
-        file.writelines(sample.left_out)
-    tokenizer = _load(args, aside)
+    for file, content in zip(files, _train(args, sample.texts), strict=True):
+        file.write(content)
+        file.flush()  # it is read below
+    names = [file.name for file in files]
+    is_byte_level = args.model_type == BYTE_LEVEL
+    tokenizer: Tokenizer = GPT2BPETokenizer(*names[:2]) if is_byte_level else SentencePieceTokenizer(*names)
+    bytes_per_token = _check_round_trip(tokenizer, sample.texts, args.model_prefix)
+    with written_aside(append_suffix(args.model_prefix, DROPPED_SUFFIX)) as dropped:
+        dropped.writelines(sample.left_out)
     return {
-        "model": args.model_prefix if args.model_type == BYTE_LEVEL else f"{args.model_prefix}.model",
+        "model": args.model_prefix if is_byte_level else f"{args.model_prefix}.model",
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "model_type": args.model_type,
@@ -163,29 +130,17 @@ def _train_aside(args: argparse.Namespace, sample: Sample, aside: Path) -> dict[
         "empty_documents": sample.counts.dropped.get(NO_TEXT, 0),
         "surrogates_replaced": sample.replaced,
         "first_errors": sample.counts.errors,
-        "bytes_per_token": _check_round_trip(tokenizer, sample.texts, args.model_prefix),
+        "bytes_per_token": bytes_per_token,
     }
 
 
-def _outputs(args: argparse.Namespace) -> list[Path]:
-    if args.model_type == BYTE_LEVEL:
-        return [Path(args.model_prefix, name) for name in ("vocab.json", "merges.txt", "tokenizer.json")]
-    return [append_suffix(args.model_prefix, ".model")]
-
-
-def _train(args: argparse.Namespace, texts: Sequence[str]) -> dict[str, bytes]:
-    """The content of each output, by the name of its file."""
+def _train(args: argparse.Namespace, texts: Sequence[str]) -> list[bytes]:
+    """The content of each output."""
     texts = [piece for text in texts for piece in _LONG_RUN.split(text) if piece]
     if args.model_type == BYTE_LEVEL:
         return train_byte_level_bpe(texts, args.vocab_size)
     lines = [line for text in texts for line in text.split("\n") if line]
-    return {_outputs(args)[0].name: train_sentencepiece(lines, args.vocab_size, args.model_type)}
-
-
-def _load(args: argparse.Namespace, folder: Path) -> Tokenizer:
-    if args.model_type == BYTE_LEVEL:
-        return GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt")
-    return SentencePieceTokenizer(folder / _outputs(args)[0].name)
+    return [train_sentencepiece(lines, args.vocab_size, args.model_type)]
 
 
 def _check_round_trip(tokenizer: Tokenizer, texts: Sequence[str], prefix: str) -> float:

@@ -63,8 +63,8 @@ def train_sentencepiece(lines: Sequence[str], vocab_size: int, model_type: str) 
     return model.getvalue()
 
 
-def train_byte_level_bpe(texts: Sequence[str], vocab_size: int) -> dict[str, bytes]:
-    """The files of a byte-level BPE by name: vocab.json, merges.txt and tokenizer.json.
+def train_byte_level_bpe(texts: Sequence[str], vocab_size: int) -> list[bytes]:
+    """The contents of the files of a byte-level BPE: vocab.json, merges.txt and tokenizer.json.
 
     Laid out as GPT-2's: 256 bytes, then the merges in their order, `<|endoftext|>` last; words are cut by GPT-2's pattern.
 
@@ -94,8 +94,8 @@ def train_byte_level_bpe(texts: Sequence[str], vocab_size: int) -> dict[str, byt
     content = json.loads(model.to_str())
     vocabulary = {**content["model"]["vocab"], END_OF_TEXT: found}
     merges = ["#version: 0.2", *(" ".join(pair) for pair in content["model"]["merges"])]
-    return {
-        "vocab.json": json.dumps(vocabulary, ensure_ascii=False).encode(),
-        "merges.txt": "\n".join(merges).encode() + b"\n",
-        "tokenizer.json": model.to_str(pretty=True).encode(),
-    }
+    return [
+        json.dumps(vocabulary, ensure_ascii=False).encode(),
+        "\n".join(merges).encode() + b"\n",
+        model.to_str(pretty=True).encode(),
+    ]

@@ -500,8 +500,8 @@ def test_of_two_runs_at_a_time_one_makes_the_file_and_the_other_waits_for_it(tmp
         return {"bytes": 4}
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(made_once, tmp_path / "a.txt", "key", make)
+        first = pool.submit(made_once, tmp_path / "a.txt", [tmp_path / "a.txt"], "key", make)
         begun.wait(60)
-        second = pool.submit(made_once, tmp_path / "a.txt", "key", make)
+        second = pool.submit(made_once, tmp_path / "a.txt", [tmp_path / "a.txt"], "key", make)
     assert (first.result(), second.result(), made) == (({"bytes": 4}, False), ({"bytes": 4}, True), [4])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.done.json"]
