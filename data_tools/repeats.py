@@ -23,9 +23,10 @@ from data_tools.documents import document_blocks
 from data_tools.options import RunOptions
 from megazero.files import append_suffix
 from megazero.lines.contents import describe_files, key_of
-from megazero.lines.jsonl import Block, LineError, block_lines
+from megazero.lines.jsonl import Block, LineError
 from megazero.lines.partial_shard import Shard
 from megazero.lines.progress import Progress
+from megazero.lines.results import BlockResult, filled_lines
 from megazero.lines.resumable import Reason
 from megazero.lines.workers import ordered_map
 
@@ -35,7 +36,7 @@ Places = npt.NDArray[np.int64]
 
 _PARTITIONS = 256
 _OFFSET_BITS = 44  # 16 TB of text in a file, and half a million files
-_STRETCH_BITS = 24  # 16 MB of text, hence 128 MB of places at most, where all lines are blank
+_STRETCH_BITS = 24  # 16 MB of text, hence 64 MB of places at most, where every line is a single character
 
 DigestFunction = Callable[[bytes], bytes | None]
 """Picklable: a line -> what must not repeat, or None for a line that takes no part. What raises a LineError is listed too."""
@@ -94,7 +95,7 @@ def _repeats(records: np.ndarray) -> Places:
 
 
 class RepeatedLines:
-    """Lines to drop because they repeat an earlier one, and lines that hold no document or nothing: the drops of `run_blocks`.
+    """Lines to drop because they repeat an earlier one, and lines that hold no document: the drops of `run_blocks`.
 
     Args:
         folder: of the places, in a file for each stretch of the text that has any.
@@ -153,9 +154,9 @@ def repeated_lines(
     try:
         with Progress(f"{step}: looking for repeats", total) as progress:
             with closing(ordered_map(partial(_digests, digest), _blocks(paths, options), workers)) as results:
-                for block, (records, others) in results:
+                for block, (records, bad) in results:
                     finder.add(records)
-                    found.add(others)
+                    found.add(bad)
                     progress.update(len(records), block.stop - block.start, block.disk_bytes)
         for places in finder.repeats():
             found.add(places)
@@ -170,16 +171,14 @@ def _blocks(paths: Sequence[Path], options: RunOptions) -> Iterator[Block]:
 
 
 def _digests(digest: DigestFunction, block: Block) -> tuple[np.ndarray, Places]:
-    """The `RECORD`s of the lines of a block, and the places of those that hold no document or nothing at all."""
-    digests, places, others = [], [], []
-    for offset, line in block_lines(block):
+    """The `RECORD`s of the lines of a block, and the places of those that hold no document."""
+    digests, places, bad = [], [], []
+    for _, offset, line in filled_lines(block, BlockResult()):
         place = (block.file << _OFFSET_BITS) + offset
         try:
-            if not line or line.isspace():
-                raise LineError("a blank line")
             content = digest(line)
         except LineError:
-            others.append(place)
+            bad.append(place)
             continue
         if content is not None:
             digests.append(hashlib.blake2b(content, digest_size=16).digest())
@@ -187,4 +186,4 @@ def _digests(digest: DigestFunction, block: Block) -> tuple[np.ndarray, Places]:
     records = np.empty(len(places), RECORD)
     pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
     records["high"], records["low"], records["place"] = pairs[:, 0], pairs[:, 1], places
-    return records, np.array(others, np.int64)
+    return records, np.array(bad, np.int64)
