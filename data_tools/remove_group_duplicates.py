@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     first: dict[str, str] = {}
     for content in named_groups(args.groups, str):
         for names in content.values():
-            first |= dict.fromkeys(names[1:], names[0])
+            for name in names[1:]:
+                first[name] = names[0]
     check_unchanged([args.groups], contents, options.workers)
     function = partial(check_is_first, args.json_key, args.id_keys, first)
     settings = {"id_keys": args.id_keys, "groups": contents}

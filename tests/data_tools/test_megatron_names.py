@@ -152,6 +152,8 @@ def test_names_that_no_document_has_are_told(tmp_path, monkeypatch, caplog):
     assert run_step("remove_group_duplicates", *flags, "--id-keys", "cc_id")["kept"] == 1 and not caplog.text
     run_step("remove_group_duplicates", *flags)
     assert "none of the 1 copies in groups.jsonl is among the documents" in caplog.text
+    (tmp_path / "groups.jsonl").write_text('{"0": []}\n{"1": ["b", "a"]}\n')
+    assert run_step("remove_group_duplicates", *flags, "--id-keys", "cc_id")["dropped"] == {"copy": 1}
 
 
 def test_what_is_read_is_not_overwritten(tmp_path, monkeypatch):
