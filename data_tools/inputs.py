@@ -84,22 +84,27 @@ def check_named_once(paths: Sequence[Path], flag: str = "--input") -> None:
 
 def _files_in(folder: Path) -> list[Path]:
     """Sorted; also behind links to folders, and an OSError where a subfolder cannot be read: no document is lost silently."""
+    roots = [folder.resolve()]  # and the targets of links that were followed
 
     def fail(error: OSError) -> NoReturn:
         raise error
 
+    def leads_back(path: Path) -> bool:
+        """Whether it is a link to what is found anyway (`latest -> part7`), or around the folder, perhaps for ever."""
+        if not path.is_symlink():
+            return False
+        target = path.resolve()
+        if any(map(target.is_relative_to, roots)) or roots[0].is_relative_to(target):
+            return True
+        roots.append(target)
+        return False
+
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = [name for name in folders if not _leads_back(Path(parent, name), folder)]
+        folders[:] = [name for name in sorted(folders) if not leads_back(Path(parent, name))]
         paths += (Path(parent, name) for name in names)
     # A broken link is for its reader to report.
     return sorted(path for path in paths if path.is_file() or path.is_symlink())
-
-
-def _leads_back(path: Path, folder: Path) -> bool:
-    """Whether it is a link to what is found in the folder anyway (`latest -> part7`), or around it, perhaps for ever."""
-    target = path.resolve()
-    return path.is_symlink() and (target.is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(target))
 
 
 def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:

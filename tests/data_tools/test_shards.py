@@ -417,7 +417,12 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     (elsewhere,) = make_files(tmp_path / "elsewhere", count=1)
     (tmp_path / "in" / "linked").symlink_to(elsewhere.parent)
     (tmp_path / "in" / "latest").symlink_to(".")
-    assert list_inputs([tmp_path / "in"]) == [tmp_path / "in" / "linked" / elsewhere.name, inputs]
+    for name, target in {"latest": ".", "again": "part", "back": tmp_path / "in"}.items():
+        (elsewhere.parent / name).symlink_to(target)
+    (elsewhere.parent / "part").mkdir()
+    (elsewhere.parent / "part" / "a.jsonl").touch()
+    linked = tmp_path / "in" / "linked"
+    assert list_inputs([tmp_path / "in"]) == [linked / "part" / "a.jsonl", linked / elsewhere.name, inputs]
     (tmp_path / "in" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="gone.jsonl"):
         run([tmp_path / "in"], tmp_path / "out.jsonl", workers=1)
