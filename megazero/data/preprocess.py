@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megazero.data.encoding import SURROGATES, BlockEncoder, Surrogates
+from megazero.data.encoding import BlockEncoder, Surrogates
 from megazero.data.indexed_dataset import IndexedDataset, published
 from megazero.data.mmidx import Part, token_dtype
 from megazero.data.sidecar import (
@@ -73,8 +73,6 @@ def tokenize_json(
     """
     options = options or WorkOptions()
     paths, prefix = [Path(path) for path in inputs], Path(prefix)
-    if surrogates not in SURROGATES:
-        raise ValueError(f"--surrogates {surrogates!r} is not one of {', '.join(SURROGATES)}")
     source = {
         "inputs": describe(paths),
         "key": key,
