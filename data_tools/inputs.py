@@ -19,6 +19,7 @@ OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
 _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".wet", ".warc")
 _ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, JOURNAL, ".lock", ".bin", ".idx")
+_ENDS_UNFINISHED = (".partial", ".partial.0", ".partial.1", ".writing")  # of tokens, when `_check_finished` was passed
 _NAMES_SHOWN = 5
 
 
@@ -58,7 +59,7 @@ def list_inputs(
             if not found:
                 raise ValueError(f"{flag} {value}: the folder holds no files of the kinds {kinds}")
             others = (path for path in files if uncompressed_name(path).suffix not in suffixes)
-            if aside := [path for path in others if not is_beside(path)]:
+            if aside := [path for path in others if not (is_beside(path) or path.name.endswith(_ENDS_UNFINISHED))]:
                 names = ", ".join(str(path.relative_to(value)) for path in aside[:_NAMES_SHOWN])
                 more = ", ..." if len(aside) > _NAMES_SHOWN else ""
                 logger.warning("%s %s: left out %d files of other kinds: %s%s", flag, value, len(aside), names, more)

@@ -226,7 +226,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_makes_nothing_that_looks_whole(f
     assert made == {".partial.json", ".partial.0", ".partial.1", ".dropped.partial"}
 
 
-def test_what_a_run_writes_into_the_folder_of_its_input_is_no_input(folder, capsys):
+def test_what_a_run_writes_into_the_folder_of_its_input_is_no_input(folder, capsys, caplog):
     (folder / "in").mkdir()
     write_jsonl(folder / "in" / "a.jsonl", make_texts(5))
     (folder / "in" / "b.jsonl.zst").write_bytes(zstandard.compress(b"{}")[:-1])
@@ -235,6 +235,7 @@ def test_what_a_run_writes_into_the_folder_of_its_input_is_no_input(folder, caps
     with pytest.raises(SystemExit, match="cut off"):
         main(["tokenize", *flags])
     assert (folder / "in" / "c_text_document.partial.json").exists() and list_inputs(["in"]) == before
+    assert "of other kinds" not in caplog.text
     (folder / "in" / "b.jsonl.zst").unlink()
     run(capsys, *flags)
     (folder / "in" / "manifest.json").write_text("{}")  # of a pipeline
