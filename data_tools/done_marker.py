@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megazero.files import append_suffix, locked, write_json, written_aside
+from megazero.files import append_suffix, locked, remove_asides, write_json, written_aside
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import JOURNAL
 
@@ -80,8 +80,11 @@ def made_once(
     for path in (record, *outputs):
         path.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(record, ".lock")), full_disk_named(str(record), "which makes it anew"):
+        if claim.exists():  # of a run that was killed
+            for path in (marker_path(record), *outputs):
+                remove_asides(path)
         if (content := read_marker(record, key, outputs)) is not None:
-            claim.unlink(missing_ok=True)  # of a run with other settings that was killed
+            claim.unlink(missing_ok=True)
             logger.info("%s is there already, from the same input and settings", record)
             return content, True
         check_made_here(record, outputs, flag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -38,6 +39,13 @@ def aside_name(path: Path) -> Path:
 def is_aside(path: Path) -> bool:
     """Whether `aside_name` gave the file its name: it is being written, or a killed process has left it."""
     return re.fullmatch(r"\.tmp[0-9a-f]{8}", path.suffix) is not None
+
+
+def remove_asides(path: Path) -> None:
+    """Removes what killed processes have written aside for `path`, which no other process may be writing."""
+    for aside in path.parent.glob(f"{glob.escape(path.name)}.tmp*"):
+        if is_aside(aside):
+            aside.unlink(missing_ok=True)
 
 
 def nearest_there(path: str | Path) -> Path:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.files import append_suffix, locked, write_whole
+from megazero.files import append_suffix, locked, remove_asides, write_whole
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -68,6 +68,9 @@ class PartialShard:
         self._journal = append_suffix(shard.record, JOURNAL)
         with ExitStack() as held:  # the lock and the files, until `close` or an error below
             _lock(shard.record, held)
+            if self._journal.exists():  # of a run that was killed
+                for path in (self._journal, *shard.outputs):
+                    remove_asides(path)
             committed = self._committed()
             self.sizes, self.position, self.counts = committed or ([0] * len(self.paths), Position(), Counts())
             self._files = [_cut(path, size, held) for path, size in zip(self.paths, self.sizes, strict=True)]

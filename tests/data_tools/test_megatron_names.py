@@ -188,7 +188,8 @@ def test_a_kill_before_the_marker_is_written_leaves_what_the_next_run_may_replac
     assert (tmp_path / "groups.jsonl").exists() and not (tmp_path / "groups.jsonl.done.json").exists()
     assert not run_step("group_duplicates", *flags)["skipped"] and run_step("group_duplicates", *flags)["skipped"]
     assert sorted(path.name for path in tmp_path.glob("groups*")) == ["groups.jsonl", "groups.jsonl.done.json"]
-    (tmp_path / "groups.jsonl.partial.json").touch()  # as a run over another list leaves it, if it is killed
+    for ending in ("partial.json", "tmp0123abcd"):  # as a run over another list leaves them, if it is killed
+        (tmp_path / f"groups.jsonl.{ending}").touch()
     assert run_step("group_duplicates", *flags)["skipped"] and len(list(tmp_path.glob("groups*"))) == 2
 
 

@@ -213,6 +213,7 @@ def test_a_killed_run_goes_on_and_equals_an_uninterrupted_one(tmp_path, format, 
     for uncommitted in (f"part1.{format}.partial.0", f"part1.{format}.dropped.partial"):
         with open(tmp_path / "killed" / uncommitted, "ab") as file:
             file.write(b"written after the last commit " * 30_000)
+    (tmp_path / "killed" / f"part1.{format}.tmp0123abcd").write_bytes(b"written aside")
     caplog.set_level("INFO")
     statistics = run(inputs, tmp_path / "killed", workers=1, format=format)
     assert statistics["shards_skipped"] == 1 and f"part1.{format}: continuing after" in caplog.text
