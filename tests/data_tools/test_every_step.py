@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS, list_inputs
 from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare
 from tests.data_tools.memory import descendants, peak_bytes
 from tests.data_tools.steps import run_step
@@ -247,3 +249,64 @@ def test_what_standard_output_cannot_take_ends_no_step(tmp_path, output):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
     subprocess.run(shell, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "größe2.jsonl").read_text() == line
+
+
+OTHER_SETTINGS = {
+    **dict.fromkeys(("merge", "filter_urls", "clean", "quality", "remove_group_duplicates"), ("--max-line-mb", 3)),
+    **dict.fromkeys(("shuffle", "split"), ("--seed", 7)),
+    **dict.fromkeys(("dedup", "find_duplicates"), ("--similarity", 0.95)),
+    "decontaminate": ("--ngram", 5),
+    "tokenize": ("--append-eod",),
+    "train_tokenizer": ("--vocab-size", 390),
+}
+
+
+def dies_after(changes: int, step: str, argv: list[str]) -> bool:
+    """Whether a run dies that is killed once it has made so many changes to files, because it makes that many."""
+    child = os.fork()
+    if not child:
+        left = changes
+
+        def counted(change):
+            def wrapper(*args, **kwargs):
+                nonlocal left
+                result = change(*args, **kwargs)
+                left -= 1
+                if not left:
+                    os._exit(9)
+                return result
+
+            return wrapper
+
+        for name in ("replace", "fsync", "unlink", "rmdir", "ftruncate"):
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            run_step(step, *argv)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", OTHER_SETTINGS)
+def test_a_run_with_other_settings_that_dies_after_any_change_of_files_spoils_neither_result(folder, step):
+    case = prepare(step, folder)
+    both = case.argv(), case.argv(*OTHER_SETTINGS[step])
+    formats = URL_FORMATS if step == "filter_urls" else OUTPUT_FORMATS
+    wanted = []
+    for argv in both:
+        run_step(step, *argv)
+        wanted.append(outputs_of(case))
+    for changes in count(1):
+        run_step(step, *both[0])
+        died = dies_after(changes, step, both[1])
+        for argv, outputs in zip(both, wanted, strict=True):
+            run_step(step, *argv)
+            assert outputs_of(case) == outputs, f"after {changes} changes"
+            list_inputs([folder], formats)  # raises where a step that will not go on has left something unfinished
+        if not died:
+            break
+    assert changes > 3
