@@ -248,19 +248,19 @@ def _adopt_open_mpi(port: int) -> None:
 
 
 def _join_by_environment(backend: str, timeout: timedelta) -> None:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its own
+    # restarts, so that they would look for each other under different keys until the timeout.
+    if attempt and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        raise OtherRankError(
+            f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
+            "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
+        )
     # Then torch makes each further group by a split of the world's communicator. One rank gains nothing by that, and NCCL 2.29,
     # which comes with torch 2.13, may fail to split a communicator of one ("device not ready", DeepSpeed's issue 8248).
     is_bound = backend == "nccl" and int(os.environ["WORLD_SIZE"]) > 1
     how: dict[str, Any] = {"timeout": timeout, "device_id": local_device() if is_bound else None}
     try:
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its own
-        # restarts, so that they would look for each other under different keys until the timeout.
-        if attempt and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-            raise OtherRankError(
-                f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
-                "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
-            )
         if attempt or 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < int(os.environ["WORLD_SIZE"]):
             store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
@@ -271,22 +271,29 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
                 refuse_unreachable(apart, how["rank"], how["world_size"], timeout.total_seconds())
             how["store"] = dist.PrefixStore(f"megazero/attempt/{attempt}", store)
         dist.init_process_group(backend, **how)
-    except (RuntimeError, dist.DistNetworkError) as error:
-        if "Duplicate GPU" in str(error):  # as NCCL says it
-            raise ValueError(
-                f"rank {os.environ['RANK']}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start "
-                f"as many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
-                "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
-            ) from error
-        if isinstance(error, dist.DistNetworkError) and "trying to connect" in str(error):
-            raise OSError(f"rank {os.environ['RANK']}: {_why_unanswered()} ({str(error).rstrip('.')})") from error
-        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-            raise
-        port = os.environ.get("MASTER_PORT", "unset")
-        raise OSError(
-            f"rank {os.environ['RANK']}: MASTER_PORT={port} is already in use on this host, so the ranks cannot meet there. "
+    except RuntimeError as error:
+        if explained := _explained(error):
+            raise explained from error
+        raise
+
+
+def _explained(error: RuntimeError) -> Exception | None:
+    """An error that says what to do about this one of torch's; None if it is not known."""
+    who, text = f"rank {os.environ['RANK']}", str(error)
+    if "Duplicate GPU" in text:  # as NCCL says it
+        return ValueError(
+            f"{who}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start as "
+            f"many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
+            "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
+        )
+    if isinstance(error, dist.DistNetworkError) and "trying to connect" in text:
+        return OSError(f"{who}: {_why_unanswered()} ({text.rstrip('.')})")
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return OSError(
+            f"{who}: MASTER_PORT={os.environ['MASTER_PORT']} is already in use on this host, so the ranks cannot meet there. "
             "Choose a free port (MASTER_PORT=29501), or let torchrun choose one with --standalone."
-        ) from error
+        )
+    return None
 
 
 def _why_unanswered() -> str:
