@@ -85,41 +85,12 @@ def step_moments(
     rest = states.at_rest + (states.gradients if has_earlier else 0)
     # Between forward and backward.
     between = rest + (root.gathered if settings.zero.gather_limits == GatherLimits() else states.gathered)
-
-    def being_kept(index: int) -> int:
-        """When a unit's gradient is complete, pending reductions are waited for, and this rank's part gets memory of its own."""
-        under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
-        return sum(other.reduced for other in under_way) if settings.sharding.gradients else 0
-
-    backward = 0
-    together = min(settings.recomputed_together, num_layers)
-    start_of: dict[int, int] = {}  # the index of the first unit of each piece
-    for index, unit in enumerate(units):
-        piece = unit.last_block // together  # the piece that is recomputed at a time
-        start = start_of.setdefault(piece, index) if together > 1 else index  # from there on units are whole
-        end = min((piece + 1) * together, num_layers)
-        recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
-        kept = work.kept * end // num_layers + recomputed + work.block_working + work.head_gradient
-        here = sum(other.gathered for other in units[start:index] if not other.is_linear_tile) + unit.gathered
-        if settings.zero.overlap_comm:
-            fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
-            here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
-        # G is allocated with a weight's first gradient; when it is complete, activations of earlier units' blocks still exist.
-        earlier_blocks = units[index - 1].last_block + 1 if index else 0
-        complete = work.kept * earlier_blocks // num_layers + work.head_gradient + being_kept(index)
-        held = max(kept - min(unit.gradient, work.freed_early), complete)
-        backward = max(backward, here + held + _gradients(units, root, index, settings, adding))
-    embedding = _gradients(units, root, -1, settings, adding)
-    # Autograd adds up the gradients of both uses of the tied weight; then the root's gradient is made from the sum, and sent.
-    made = root.gradient - root.early
-    embedding += max(2 * work.head_gradient, work.head_gradient + made, made + max(root.wire, being_kept(-1)))
-    embedding += units[FIRST].gathered if has_earlier else 0  # the next micro-batch begins with it
     last_to_go = _last_to_go([root, *units])
     return {
         # The last unit stays, because its backward comes next.
         "loss": between + units[-1].gathered + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
-        "blocks' backward": between + backward,
-        "embedding's backward": between + embedding,
+        "blocks' backward": between + _blocks_backward(units, root, settings, work, num_layers, adding),
+        "embedding's backward": between + _embedding_backward(units, root, settings, work, adding),
         "update": states.resident + max(states.updating + update_working, last_to_go),
     }
 
@@ -140,6 +111,55 @@ def _units(needs: Sequence[BucketBytes], settings: StateSettings, num_layers: in
     per_block = sum(counts.values()) // num_layers  # parameters; blocks are equal
     ends = accumulate(counts.values())
     return [_Unit.of(by_unit[u], settings, (end - 1) // per_block) for u, end in zip(counts, ends, strict=True)], root
+
+
+def _blocks_backward(
+    units: list[_Unit], root: _Unit, settings: StateSettings, work: Activations, num_layers: int, adding: int
+) -> int:
+    """The most that the backward of any unit takes, besides what exists between forward and backward.
+
+    Args:
+        adding: as in `_gradients`.
+    """
+    most = 0
+    together = min(settings.recomputed_together, num_layers)
+    start_of: dict[int, int] = {}  # the index of the first unit of each piece
+    for index, unit in enumerate(units):
+        piece = unit.last_block // together  # the piece that is recomputed at a time
+        start = start_of.setdefault(piece, index) if together > 1 else index  # from there on units are whole
+        end = min((piece + 1) * together, num_layers)
+        recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
+        kept = work.kept * end // num_layers + recomputed + work.block_working + work.head_gradient
+        here = sum(other.gathered for other in units[start:index] if not other.is_linear_tile) + unit.gathered
+        if settings.zero.overlap_comm:
+            fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
+            here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
+        # G is allocated with a weight's first gradient; when it is complete, activations of earlier units' blocks still exist.
+        earlier_blocks = units[index - 1].last_block + 1 if index else 0
+        complete = work.kept * earlier_blocks // num_layers + work.head_gradient + _being_kept(units, index, settings)
+        held = max(kept - min(unit.gradient, work.freed_early), complete)
+        most = max(most, here + held + _gradients(units, root, index, settings, adding))
+    return most
+
+
+def _embedding_backward(
+    units: list[_Unit], root: _Unit, settings: StateSettings, work: Activations, adding: int
+) -> int:
+    """What the embedding's backward takes, besides what exists between forward and backward.
+
+    Autograd adds up the gradients of both uses of the tied weight; then the root's gradient is made from the sum, and sent.
+    """
+    made = root.gradient - root.early
+    sent = made + max(root.wire, _being_kept(units, -1, settings))
+    taken = max(2 * work.head_gradient, work.head_gradient + made, sent)
+    next_gather = units[FIRST].gathered if settings.micro_batches > 1 else 0  # the next micro-batch begins with it
+    return _gradients(units, root, -1, settings, adding) + taken + next_gather
+
+
+def _being_kept(units: list[_Unit], index: int, settings: StateSettings) -> int:
+    """When a unit's gradient is complete, pending reductions are waited for, and this rank's part gets memory of its own."""
+    under_way = units[index + 1 : index + 1 + settings.reductions_under_way]
+    return sum(other.reduced for other in under_way) if settings.sharding.gradients else 0
 
 
 def _gradients(units: list[_Unit], root: _Unit, index: int, settings: StateSettings, adding: int) -> int:

@@ -58,6 +58,7 @@ def plan_traffic(
     # are sent, which costs as much as both.
     matrices = sum(need.plan.layout.numel for need in trained if need.plan.has_matrices)
     directions, directions_across = 2 * matrices, 2 * matrices // n * (sets - 1) // sets
+    sent = reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES
     between_sets = across * wire + directions_across * BF16_BYTES
     split = matrices // settings.data_parallel_size * (shape.model_parallel_size - 1)
     away = [need for need in trained if need.settings.optimizer_home != "accelerator"]
@@ -78,10 +79,10 @@ def plan_traffic(
     staged = owned * shape.dtype.itemsize if settings.zero.delays_update else 0
     weights = (owned - owned_away) * shape.dtype.itemsize if params_away else staged
     return Traffic(
-        (reduced + gathered + directions) * (n - 1) // n + across + directions_across,
-        (reduced * wire + gathered * shape.dtype.itemsize + directions * BF16_BYTES) * (n - 1) // n + between_sets,
-        between_sets,
-        _model_parallel(model, shape) * m + split * BF16_BYTES,
+        data_parallel_elements=(reduced + gathered + directions) * (n - 1) // n + across + directions_across,
+        data_parallel=sent * (n - 1) // n + between_sets,
+        between_sets=between_sets,
+        model_parallel=_model_parallel(model, shape) * m + split * BF16_BYTES,
         # New weights cross the link if O and P rest on different sides of it.
         to_host=(gradients + weights) * has_link,
         from_host=(sums + (shards if params_away else owned_away * shape.dtype.itemsize)) * has_link,
