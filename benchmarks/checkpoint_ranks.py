@@ -18,6 +18,8 @@ from harness import forget_peak, status_bytes, trim
 from peers import Job
 from torch import Tensor
 
+from megazero import comm
+
 
 class Ranks:
     """One rank of the measurement; every method is called by all of them together."""
@@ -70,7 +72,7 @@ class Ranks:
         start = time.perf_counter()
         call_s = timed(lambda: way.start_saving(folder))
         beside = []
-        while any(gathered(way.is_writing())):
+        while any(comm.all_gathered_objects(way.is_writing())):
             beside.append(self.step(way))
         way.wait()
         write_s = time.perf_counter() - start
@@ -103,7 +105,7 @@ class Ranks:
             RuntimeError: not every element has come back.
         """
         pairs = zip(way.tensors(), saved, strict=True)
-        if not all(gathered(all(torch.equal(tensor, value) for tensor, value in pairs))):
+        if not all(comm.all_gathered_objects(all(torch.equal(tensor, value) for tensor, value in pairs))):
             raise RuntimeError(f"what {name} has loaded is not what it has saved")
 
     def clear(self, folder: Path) -> None:
@@ -113,19 +115,12 @@ class Ranks:
             shutil.rmtree(folder)
 
 
-def gathered(value: Any) -> list[Any]:
-    """Of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def timed(action: Callable[[], Any]) -> float:
     """Seconds from the first rank's start to the last one's end, on the clock that all processes share."""
     dist.barrier()
     start = time.perf_counter()
     action()
-    starts, ends = zip(*gathered((start, time.perf_counter())), strict=True)
+    starts, ends = zip(*comm.all_gathered_objects((start, time.perf_counter())), strict=True)
     return max(ends) - min(starts)
 
 
@@ -135,7 +130,7 @@ def measured(action: Callable[[], Any]) -> tuple[float, int]:
     before = status_bytes("VmRSS")
     forget_peak()
     seconds = timed(action)
-    return seconds, max(gathered(status_bytes("VmHWM") - before))
+    return seconds, max(comm.all_gathered_objects(status_bytes("VmHWM") - before))
 
 
 def forget_pages(folder: Path) -> None:
