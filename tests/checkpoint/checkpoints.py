@@ -1,11 +1,13 @@
-"""A small checkpoint with every kind of tensor, made without a model and without ranks."""
+"""A small checkpoint with every kind of tensor, made without a model and without ranks; and the commands about it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.offline import write_checkpoint
 from megazero.checkpoint.plain import encode
@@ -89,3 +91,11 @@ def make(
     }
     path = write_checkpoint(directory, tag, whole, blobs, read)
     return Reader(path.parent, path.name)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    """The status of a command of `python -m megazero.checkpoint`, and the lines that it printed."""
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert not err
+    return status, out.splitlines()

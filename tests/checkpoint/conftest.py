@@ -1,11 +1,14 @@
-"""torch.distributed with one rank, where a test makes the groups of ranks itself."""
+"""torch.distributed with one rank, where a test makes the groups of ranks itself; and a checkpoint made without any."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from megazero import comm, mpu
+from tests.checkpoint.checkpoints import make
 
 
 @pytest.fixture
@@ -14,3 +17,10 @@ def world():
     yield
     mpu.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Its directory."""
+    make(tmp_path / "saved")
+    return tmp_path / "saved"

@@ -7,22 +7,12 @@ import re
 import pytest
 import torch
 
-from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.commands.diff import compare
-from tests.checkpoint.checkpoints import CLIENT_STATE, TAG, make, tensors
-
-
-@pytest.fixture
-def saved(tmp_path):
-    make(tmp_path / "saved")
-    return tmp_path / "saved"
+from tests.checkpoint.checkpoints import CLIENT_STATE, TAG, make, run, tensors
 
 
 def diff(capsys, *arguments) -> tuple[int, list[str]]:
-    status = main(["diff", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    assert not err
-    return status, out.splitlines()
+    return run(capsys, "diff", *arguments)
 
 
 def test_diff_of_equal_checkpoints_whatever_ranks_wrote_them(saved, tmp_path, capsys):

@@ -19,20 +19,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
-from tests.checkpoint.checkpoints import TAG, make
-
-
-@pytest.fixture
-def saved(tmp_path):
-    make(tmp_path / "saved")
-    return tmp_path / "saved"
-
-
-def run(capsys, *arguments) -> tuple[int, list[str]]:
-    status = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    assert not err
-    return status, out.splitlines()
+from tests.checkpoint.checkpoints import TAG, make, run
 
 
 def test_ls_lists_the_checkpoints_of_a_directory(saved, capsys):
