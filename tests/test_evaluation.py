@@ -19,9 +19,8 @@ from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_mo
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.state_dict import slice_full
 from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
-from tests.model.plain_gpt2 import PlainGPT2, randomize
+from tests.model.plain_gpt2 import PlainGPT2, load_same
 from tests.ranks import run_ranks
 from tests.vocabularies import make_sentencepiece
 
@@ -52,8 +51,7 @@ class Letters:
 def same_model(model_parallel_size):
     groups = mpu.initialize_model_parallel(model_parallel_size)
     plain, model = PlainGPT2(CONFIG), GPT2Model(CONFIG)
-    randomize(plain)
-    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
+    load_same(model, plain)
     return model, plain, groups
 
 

@@ -1,4 +1,4 @@
-"""A GPT-2 in plain single-process torch, with nothing of megazero but its parameter names: what the tests compare with."""
+"""A GPT-2 in plain single-process torch, with megazero's parameter names: what the tests compare with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from megazero import mpu
+from megazero.model.state_dict import slice_full
 
 
 class PlainBlock(nn.Module):
@@ -73,6 +76,13 @@ def randomize(module: nn.Module, seed: int = 0) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             if "layernorm.weight" in name:
                 parameter.add_(1.0)
+
+
+def load_same(model: nn.Module, plain: nn.Module) -> None:
+    """Fills both with the same numbers of `randomize`: the plain one, and this rank's part of it in a model of ours."""
+    randomize(plain)
+    groups = mpu.get_groups()
+    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
 
 
 def random_tokens(batch: int, length: int, vocab_size: int, seed: int = 1) -> torch.Tensor:

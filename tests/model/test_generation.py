@@ -8,8 +8,8 @@ from megazero import mpu
 from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
 from megazero.model.generation import filter_logits, generate, sample
-from tests.model import test_gpt2
-from tests.model.plain_gpt2 import random_tokens
+from megazero.model.gpt2 import GPT2Model
+from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens
 from tests.ranks import run_ranks
 
 CONFIG = GPT2Config(
@@ -25,7 +25,9 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
 
 def same_model():
     """A GPT2Model over all ranks (dropout configured, in evaluation mode) and a plain one with the same values."""
-    model, plain, _ = test_gpt2.same_model(CONFIG)
+    mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    plain, model = PlainGPT2(CONFIG), GPT2Model(CONFIG)
+    load_same(model, plain)
     return model.eval(), plain
 
 

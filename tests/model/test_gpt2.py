@@ -12,8 +12,8 @@ from megazero.model import block as block_module
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
-from megazero.model.state_dict import merge_full, slice_full
-from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from megazero.model.state_dict import merge_full
+from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens, randomize
 from tests.ranks import run_ranks
 
 VOCAB = 131
@@ -38,10 +38,8 @@ def small_config(**options):
 def same_model(config, **options):
     """A GPT2Model over all ranks and a plain one, with the same random values."""
     groups = mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    plain = PlainGPT2(config)
-    randomize(plain)
-    model = GPT2Model(config, **options)
-    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
+    plain, model = PlainGPT2(config), GPT2Model(config, **options)
+    load_same(model, plain)
     return model, plain, groups.model
 
 
@@ -154,11 +152,9 @@ def test_documents_that_span_the_row_equal_no_documents(one_rank):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_give_a_finite_fp32_loss_near_that_of_fp32(one_rank, dtype):
     config = small_config()
-    plain = PlainGPT2(config)
-    randomize(plain)
-    model = GPT2Model(config, dtype=dtype)
+    plain, model = PlainGPT2(config), GPT2Model(config, dtype=dtype)
     assert all(p.dtype == dtype for p in model.parameters())
-    model.load_state_dict(slice_full(plain.state_dict(), model, 0, 1))
+    load_same(model, plain)
     tokens = random_tokens(2, 10, VOCAB)
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
     assert loss.dtype == torch.float32

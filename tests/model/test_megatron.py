@@ -14,8 +14,8 @@ from megazero.model.megatron import (
     BertParallelTransformerLayer,
     GPT2ParallelTransformer,
 )
-from megazero.model.state_dict import merge_full, slice_full
-from tests.model.plain_gpt2 import PlainBlock, randomize
+from megazero.model.state_dict import merge_full
+from tests.model.plain_gpt2 import PlainBlock, load_same
 from tests.ranks import run_ranks
 
 B, S, H, HEADS = 2, 5, 12, 4
@@ -41,12 +41,6 @@ class PlainBertLayer(nn.Module):
         x = self.self_output["layernorm"](x + self.self_output["dense"](self.attend(x, additive_mask)))
         y = self.output["dense"](self.activation(self.intermediate(x)))
         return self.output["layernorm"](x + y)
-
-
-def load_same(model, plain):
-    randomize(plain)
-    groups = mpu.get_groups()
-    model.load_state_dict(slice_full(plain.state_dict(), model, groups.model_parallel_rank, groups.model_parallel_size))
 
 
 def assert_same(got, want, x, model, plain):
