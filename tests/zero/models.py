@@ -209,6 +209,22 @@ class EmptyBlock(nn.Module):
         return x + self.nothing.sum(0)
 
 
+class Wide(nn.Module):
+    """Units of several tiles: blocks of 20,000 elements."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 67)
+        layers = (nn.Sequential(nn.Linear(67, 149), nn.Tanh(), nn.Linear(149, 67)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return (x @ self.embedding.weight.t()).square().mean()
+
+
 class Mlp(nn.Sequential):
     """OneFlow's example: 256-128-10 on vectors that the token ids choose."""
 
@@ -342,3 +358,15 @@ def run(
     trace = dict(train(engine, token_batches(steps, micro, mpu.get_data_parallel_world_size())))
     engine.destroy()
     return trace
+
+
+def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-6) -> None:
+    """Asserts that two traces, or parts of them, are equal: bit for bit, or nearly."""
+    assert trace.keys() == want.keys()
+    for key, value in want.items():
+        if bitwise:
+            assert torch.equal(trace[key], value), f"{what}: {key} differs by {(trace[key] - value).abs().max()}"
+        else:
+            torch.testing.assert_close(
+                trace[key], value, rtol=1e-5, atol=atol, msg=lambda m, k=key: f"{what}: {k}: {m}"
+            )

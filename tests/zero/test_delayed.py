@@ -13,8 +13,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.utils import safe_get_full_fp32_param
 from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, token_batches
-from tests.zero.test_offload import Wide
+from tests.zero.models import Wide, make_engine, token_batches
 
 STEPS, WARMUP = 6, 2
 

@@ -21,8 +21,19 @@ from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, ZeroConfig
 from tests.ranks import run_ranks
-from tests.zero.models import APART, OPTIMIZERS, SHARING, Block, Toy, call, full_grad, make_engine, token_batches, train
-from tests.zero.test_stages import compare
+from tests.zero.models import (
+    APART,
+    OPTIMIZERS,
+    SHARING,
+    Block,
+    Toy,
+    call,
+    compare,
+    full_grad,
+    make_engine,
+    token_batches,
+    train,
+)
 
 STAGES = (0, 1, 2, 3)
 

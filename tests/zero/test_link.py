@@ -23,10 +23,9 @@ from megazero.zero.link import (
 )
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, run, token_batches, train
+from tests.zero.models import Wide, compare, make_engine, run, token_batches, train
 from tests.zero.streams import DeviceStream, SlowStream, slow_link
-from tests.zero.test_offload import Wide, homes
-from tests.zero.test_stages import compare
+from tests.zero.test_offload import homes
 
 CPU = torch.device("cpu")
 

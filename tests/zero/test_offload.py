@@ -31,25 +31,9 @@ from megazero.zero.memory import plan_memory
 from megazero.zero.units import ROOT
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, full_grad, make_engine, run, token_batches, train
+from tests.zero.models import MODELS, Wide, compare, full_grad, make_engine, run, token_batches, train
 from tests.zero.streams import slow_link
-from tests.zero.test_stages import STEPS, compare
-
-
-class Wide(nn.Module):
-    """Units of several tiles: blocks of 20,000 elements."""
-
-    def __init__(self, blocks=4):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 67)
-        layers = (nn.Sequential(nn.Linear(67, 149), nn.Tanh(), nn.Linear(149, 67)) for _ in range(blocks))
-        self.blocks = nn.ModuleList(layers)
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return (x @ self.embedding.weight.t()).square().mean()
+from tests.zero.test_stages import STEPS
 
 
 def homes(stage: int, path: str) -> list[dict]:

@@ -19,10 +19,8 @@ from megazero.zero.homes import TILE_MULTIPLE
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, run, token_batches
+from tests.zero.models import Wide, compare, make_engine, run, token_batches
 from tests.zero.streams import slow_link
-from tests.zero.test_offload import Wide
-from tests.zero.test_stages import compare
 
 CASES = {  # stage and homes; over a link, except where the states are in a file
     "2, host": (2, {"offload_optimizer": "cpu", "overlap_param_gather": True}),

@@ -17,10 +17,8 @@ from megazero.zero.placement import placed
 from megazero.zero.residency import LIMIT_KEYS, GatherLimits
 from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, token_batches, train
-from tests.zero.test_offload import Wide
+from tests.zero.models import Wide, compare, make_engine, token_batches, train
 from tests.zero.test_residency import Recomputed
-from tests.zero.test_stages import compare
 
 
 class FakeDevice:

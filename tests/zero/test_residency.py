@@ -9,9 +9,7 @@ from megazero import mpu
 from megazero.activation_checkpointing import checkpoint
 from megazero.zero.residency import GatherLimits, Residency
 from tests.ranks import run_ranks
-from tests.zero.models import make_engine, token_batches, train
-from tests.zero.test_offload import Wide
-from tests.zero.test_stages import compare
+from tests.zero.models import Wide, compare, make_engine, token_batches, train
 
 
 def test_one_unit_is_gathered_ahead_by_default_of_any_size():

@@ -13,9 +13,9 @@ from megazero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_sta
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import plan_memory
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, Mlp, Toy, full_grad, make_engine, run, token_batches, trained_names
+from tests.zero.models import MODELS, Mlp, Toy, compare, full_grad, make_engine, run, token_batches, trained_names
 from tests.zero.test_memory import counter_bytes
-from tests.zero.test_stages import ONCE, TWICE, compare
+from tests.zero.test_stages import ONCE, TWICE
 
 STAGES = (1, 2, 3)
 

@@ -7,19 +7,7 @@ import torch
 
 from megazero import mpu
 from tests.ranks import run_ranks
-from tests.zero.models import APART, MODELS, SHARING, run
-
-
-def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-6) -> None:
-    assert trace.keys() == want.keys()
-    for key, value in want.items():
-        if bitwise:
-            assert torch.equal(trace[key], value), f"{what}: {key} differs by {(trace[key] - value).abs().max()}"
-        else:
-            torch.testing.assert_close(
-                trace[key], value, rtol=1e-5, atol=atol, msg=lambda m, k=key: f"{what}: {k}: {m}"
-            )
-
+from tests.zero.models import APART, MODELS, SHARING, compare, run
 
 # The second step trains by moments and weights of the first; a third one would show nothing else.
 STEPS = 2
