@@ -24,6 +24,7 @@ from megazero.training import evaluate, train_step
 from pretrain_gpt2 import count_tokens, forward_step, make_model
 from tests.model.plain_gpt2 import PlainGPT2, decay_groups, random_tokens
 from tests.ranks import run_ranks, run_script
+from tests.test_zero_job import end
 from tests.tiny import TINY_MODEL, make_corpus, run_job
 
 STEPS, GLOBAL_BATCH, LENGTH, VOCABULARY, EOD = 3, 12, 10, 131, 0
@@ -211,11 +212,6 @@ def test_a_step_may_have_more_micro_batches_than_a_process_may_have_files():
     texts = [batch["text"] for batch in (*first, *taken)]
     assert torch.equal(torch.cat(texts), torch.stack([sample["text"] for sample in (samples() * 6)[:151]]))
     assert counts == [int((text[0, :-1] != EOD).sum()) for text in texts[1:]]
-
-
-def end(job: Job) -> None:
-    job.engine.destroy()
-    mpu.destroy_model_parallel()
 
 
 def test_a_run_that_is_resumed_equals_the_whole_run_bit_for_bit(tmp_path):
