@@ -49,3 +49,11 @@ def one_rank() -> Iterator[None]:
     yield
     mpu.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags for a tiny tokenized corpus and its vocabulary."""
+    from tests.tiny import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))

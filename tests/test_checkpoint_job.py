@@ -22,15 +22,9 @@ from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.ranks import run_script
-from tests.tiny import TINY_MODEL, make_corpus, run_job
+from tests.tiny import TINY_MODEL, run_job
 
 FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    """Flags for a tiny tokenized corpus and its vocabulary."""
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def job(corpus: list[str], save: Path, *more: str, ranks: int = 2) -> subprocess.CompletedProcess:

@@ -25,7 +25,7 @@ from megazero.job import build_job, setup_distributed
 from pretrain_gpt2 import forward_step, make_model
 from tests.model.plain_gpt2 import PlainGPT2
 from tests.ranks import run_ranks
-from tests.tiny import make_corpus, run_job
+from tests.tiny import run_job
 
 STEPS, LAYERS, LENGTH, MICRO, GLOBAL_BATCH = 8, 3, 20, 2, 8
 SEEDS = (77, 78)
@@ -121,11 +121,6 @@ def run_plain(
         for optimizer in optimizers:
             optimizer.step()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

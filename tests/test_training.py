@@ -37,15 +37,9 @@ from megazero.timers import Timers
 from megazero.training import _evaluating
 from tests.ranks import run_ranks, run_script
 from tests.test_runner import ends_within
-from tests.tiny import TINY_MODEL, launch_job, make_corpus, make_texts, make_vocabulary, run_command, run_job
+from tests.tiny import TINY_MODEL, launch_job, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    """Flags for a tiny tokenized corpus and its vocabulary."""
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def metrics(save: Path, section: str = "train") -> dict[int, float]:

@@ -24,16 +24,10 @@ from megazero.zero import ReleasedParameter
 from megazero.zero.memory import memory_rows
 from pretrain_gpt2 import forward_step, make_model
 from tests.ranks import run_ranks
-from tests.tiny import TINY_MODEL, make_corpus, run_job
+from tests.tiny import TINY_MODEL, run_job
 
 STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    """Flags for a tiny tokenized corpus and its vocabulary."""
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def start(flags: list[str], model: list[str] = TINY_MODEL) -> Job:

@@ -34,17 +34,11 @@ from megazero.zero.config import ZeroConfig
 from pretrain_gpt2 import check, forward_step, main, make_model
 from tests.ranks import run_ranks
 from tests.test_zero_job import check_equal, end, start, train
-from tests.tiny import TINY_MODEL, make_corpus, run_command, run_job
+from tests.tiny import TINY_MODEL, run_command, run_job
 
 MIB = 1 << 20
 OFFLOADED = [("cpu", "cpu"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]  # homes of O and P
 ON_NVME = ["--zero-stage", "3", "--offload-optimizer", "nvme", "--offload-param", "nvme", "--nvme-path"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    """Flags for a tiny tokenized corpus and its vocabulary."""
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 # ---- a limit of host memory
