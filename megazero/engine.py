@@ -515,13 +515,16 @@ class Engine:
             TypeError: the client state holds something else; the message says where.
             OSError: a file could not be written, on whichever rank. The previous checkpoint stays the latest.
             DirectoryInUseError: another job saves there.
-            ValueError: `exclude_frozen_parameters` without an optimizer: nothing is trained, so nothing would be saved.
+            ValueError: `keep_last` is negative; or `exclude_frozen_parameters` is given without an optimizer: nothing is trained,
+                and nothing would be saved.
         """
         if exclude_frozen_parameters and self.optimizer is None:
             raise ValueError(
                 "save_checkpoint(exclude_frozen_parameters=True): this engine was made without an optimizer, so every parameter "
                 "is frozen, and none would be saved. Drop it."
             )
+        if keep_last < 0:
+            raise ValueError(f"save_checkpoint(keep_last={keep_last}): say how many to keep; 0 keeps all.")
         self._refuse_changed_model("save_checkpoint()")
         comm.meet_world("save_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()

@@ -257,6 +257,15 @@ def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_
     assert list_tags(tmp_path) == ["best", "global_step2"]
 
 
+def test_a_negative_keep_last_is_refused_and_deletes_nothing(world, tmp_path):
+    engine = make_engine(1)
+    for tag in ("global_step1", "global_step2"):
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+    with pytest.raises(ValueError, match=r"save_checkpoint\(keep_last=-1\): .* 0 keeps all"):
+        engine.save_checkpoint(str(tmp_path), tag="global_step3", keep_last=-1)
+    assert list_tags(tmp_path) == ["global_step1", "global_step2"]
+
+
 def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by_time(tmp_path):
     tags = ("global_step30", "best", "global_step5", "global_step20", "mine", "global_step100")
     for time_ns, tag in enumerate(tags):
