@@ -14,6 +14,7 @@ from tqdm import tqdm
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.ranges import holders, shard_shape
+from megazero.checkpoint.tags import checkpoint_path
 from megazero.checkpoint.tensor_file import LazyTensor
 from megazero.checkpoint.writer import Piece, Snapshot, States, whole_index, write_rank_file
 
@@ -50,7 +51,7 @@ def write_checkpoint(
         return {s: LazyTensor(dtype, shape, partial(read_and_count, piece, s)) for s, dtype in states.items()}
 
     folder = CheckpointFolder(directory)
-    if (folder.path / tag).exists():
+    if checkpoint_path(folder.path, tag).exists():
         raise FileExistsError(f"{folder.path / tag} exists already: choose another directory.")
     plan = _plan(index["tensors"], index["model_parallel_size"], index["data_parallel_size"])
     snapshots = [Snapshot({p: states_of(p) for p in pieces}, {} if rank else blobs) for rank, pieces in enumerate(plan)]

@@ -52,6 +52,15 @@ def test_a_tag_stays_though_it_ends_as_names_of_what_is_being_replaced_do(tmp_pa
     assert reshape(Reader(tmp_path / "a", "best.replaced"), tmp_path / "c", 1, 1).name == "best.replaced"
 
 
+def test_a_checkpoint_whose_replacement_died_is_not_replaced(tmp_path):
+    before, other = make(tmp_path / "a"), make(tmp_path / "b", client={"other": True})
+    want = str(client_state(before))
+    before.path.rename(tmp_path / "a" / f".{TAG}.replaced")  # died between its two renames
+    with pytest.raises(FileExistsError, match="exists already"):
+        reshape(other, tmp_path / "a", 1, 1)
+    assert str(client_state(Reader(tmp_path / "a", TAG))) == want
+
+
 def test_files_are_those_of_the_ranks(tmp_path):
     """What is cut lies in the files of the rank that holds it, what is not in those of the first; each has its equal share."""
     reshape(make(tmp_path / "a"), tmp_path / "b", 2, 3)
