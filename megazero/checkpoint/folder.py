@@ -22,7 +22,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import NO_LOCKS, is_still, sync_folder, warn_of_no_locks, write_whole
+from megazero.files import NO_LOCKS, append_suffix, is_still, sync_folder, warn_of_no_locks, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,11 @@ class CheckpointFolder:
                 write_whole(aside / "index.json", index_bytes(index))
             with naming(self.path / SCRIPT):
                 place_script(self.path)
-            if final.exists():  # the same step saved twice: the newer content wins
+            if final.exists() and not _is_ours(final):
+                other = append_suffix(final, ".other")
+                logger.warning("%s is no checkpoint that was saved by this library: it is %s from now on", final, other)
+                os.rename(final, other)
+            elif final.exists():  # the same step saved twice: the newer content wins
                 os.rename(final, replaced)
             os.rename(aside, final)
             sync_folder(self.path)
@@ -207,6 +211,12 @@ class CheckpointFolder:
                     os.rename(self.path / tag, self.aside(tag))
                     leftovers.append(self.aside(tag))
         return leftovers
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a save, and no other system and no user, has put there what is there, even if its index is lost."""
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    return not names or any(name == "index.json" or name.startswith("rank_") for name in names)
 
 
 def _remove(path: Path) -> None:

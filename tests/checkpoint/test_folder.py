@@ -241,6 +241,26 @@ def test_saving_a_step_again_replaces_it(world, tmp_path):
     assert visible(tmp_path) == ["global_step1", "latest", "zero_to_fp32.py"]
 
 
+def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog):
+    theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"weights")
+    (tmp_path / "notes").write_text("a file")
+    (tmp_path / "made").mkdir()  # as scripts do before they save
+    engine = write_one(tmp_path)
+    assert f"{tmp_path}/global_step1.other from now on" in caplog.text
+    for tag in ("notes", "made"):
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+    (tmp_path / "global_step1" / "index.json").unlink()  # one of ours all the same
+    engine.save_checkpoint(str(tmp_path), keep_last=1)
+    engine.wait_for_checkpoint()
+    assert (tmp_path / "global_step1.other" / theirs.name).read_bytes() == b"weights"
+    assert (tmp_path / "notes.other").read_text() == "a file"
+    assert visible(tmp_path) == [
+        *("global_step1", "global_step1.other", "latest", "made", "notes", "notes.other", "zero_to_fp32.py")
+    ]
+
+
 def test_a_directory_that_was_deleted_between_two_saves_is_made_again(world, tmp_path):
     engine = write_one(tmp_path / "save")
     shutil.rmtree(tmp_path / "save")
