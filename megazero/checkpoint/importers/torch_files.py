@@ -185,7 +185,11 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, Record):
         value = vars(value)
     if isinstance(value, dict):
-        items = {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        items = {
+            key: _plain(item, f"{name}[{key!r}]")
+            for key, item in value.items()
+            if _is_data(key, f"the key {key!r} of {name}")
+        }
         return {key: item for key, item in items.items() if item is not _LEFT_OUT}
     if type(value) in (list, tuple):
         parts = [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
@@ -194,9 +198,14 @@ def _plain(value: Any, name: str) -> Any:
         return str(value)
     if isinstance(value, _Array):
         value = np.asarray(value)
+    return value if _is_data(value, name) else _LEFT_OUT
+
+
+def _is_data(value: Any, name: str) -> bool:
+    """Whether a checkpoint of ours can hold it; a warning says why not."""
     try:
         encode(value, name)
     except (TypeError, ValueError) as error:
         logger.warning("left out of the import: %s", error)
-        return _LEFT_OUT
-    return value
+        return False
+    return True

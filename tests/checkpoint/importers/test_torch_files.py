@@ -146,6 +146,7 @@ def test_an_enum_is_its_value_also_as_python_3_11_2_writes_it(tmp_path):
 
 
 def test_what_is_no_data_is_left_out_with_a_warning(caplog):
-    value = {"dtype": torch.float16, "kept": 1, "layout": torch.strided, "list": [1, torch.strided]}
+    value = {"dtype": torch.float16, "kept": 1, "layout": torch.strided, "list": [1, torch.strided], Record(): 2}
     assert plain_data(value, "client") == {"dtype": "torch.float16", "kept": 1}
+    assert "the key Record({}) of client is" in caplog.text
     assert "client['layout']" in caplog.text and "client['list'][1]" in caplog.text
