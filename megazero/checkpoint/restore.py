@@ -17,7 +17,7 @@ from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import Place, TrainingState, set_rng_states
-from megazero.logging import ALIKE, get_logger
+from megazero.logging import ALIKE, get_logger, some
 from megazero.optim.muon import MOMENTUM, Muon
 from megazero.zero.bucket import MASTER
 from megazero.zero.layout import NO_GROUP, Segment
@@ -229,7 +229,7 @@ def _check_tensors(reader: Reader, wanted: list[tuple[str, tuple[int, ...]]], st
         "the checkpoint": [name for name in names if name not in saved],
         "the model": [name for name in saved if name not in names],
     }
-    told = "; ".join(f"{who} has no {_first_of(found)}" for who, found in lacks.items() if found)
+    told = "; ".join(f"{who} has no {some(found)}" for who, found in lacks.items() if found)
     if told and strict:
         raise ValueError(
             f"The checkpoint {reader.path} is not of this model: {told}. Make the model that was saved; or load what both have, "
@@ -237,10 +237,6 @@ def _check_tensors(reader: Reader, wanted: list[tuple[str, tuple[int, ...]]], st
         )
     if told:
         logger.warning("%s is loaded in part: %s", reader.path, told, extra=ALIKE)
-
-
-def _first_of(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_matrices(state: TrainingState, reader: Reader, keys_of: dict[str, list[str]]) -> None:
