@@ -82,27 +82,31 @@ class CheckpointFolder:
         return lock
 
     def _acquire(self, lock: int) -> None:
+        """Waits a while for a job that may be ending."""
         deadline: float | None = None
-        while True:
-            try:  # children do not inherit it, and NFS has it
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # POSIX leaves it to the system which of the two
-                owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
-                if deadline is None:
-                    deadline = time.monotonic() + PATIENCE_S
-                    logger.info("%s: another job (%s) saves here; waiting in case it is ending", self.path, owner)
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
+        while not self._has_got(lock):
+            owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
+            if deadline is None:
+                deadline = time.monotonic() + PATIENCE_S
+                logger.info("%s: another job (%s) saves here; waiting in case it is ending", self.path, owner)
+            elif time.monotonic() >= deadline:
                 raise DirectoryInUseError(
                     f"{self.path}: another job ({owner}) is saving checkpoints here, and one would overwrite the other's. "
                     "Stop it, or give this job another --save."
-                ) from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise OSError(error.errno, f"could not lock {self.path / '.lock'}: {error.strerror}") from error
-                warn_of_no_locks(self.path)
-            return
+                )
+            time.sleep(0.1)
+
+    def _has_got(self, lock: int) -> bool:
+        """Whether this process has the lock now. Where the file system has no locks, it warns, and nobody has."""
+        try:  # children do not inherit it, and NFS has it
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX leaves it to the system which of the two
+            return False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise OSError(error.errno, f"could not lock {self.path / '.lock'}: {error.strerror}") from error
+            warn_of_no_locks(self.path)
+        return True
 
     def release(self) -> None:
         """Lets other jobs save here, when nothing is being deleted any more."""
