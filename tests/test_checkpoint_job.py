@@ -1,4 +1,4 @@
-"""The job's checkpoints as its user meets them: --async-save, --load-fallback, two jobs on one directory, exports."""
+"""The job's checkpoints as its user meets them: saved in the background, damaged, of two jobs; and the scripts that read them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megazero.checkpoint.folder import CheckpointFolder
 from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.checkpoint.checkpoints import flip
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, run_job
 
@@ -139,10 +140,7 @@ def test_a_script_without_checks_of_its_own_does_not_replace_another_runs_checkp
 def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_one_before(corpus, whole, tmp_path):
     subprocess.run(["cp", "-r", f"{whole}/.", str(tmp_path)], check=True)
     os.utime(tmp_path / "global_step4" / "index.json")  # of a copy, whose last file is that of any checkpoint
-    damaged = tmp_path / "global_step12" / "rank_00001.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-1000] ^= 16
-    damaged.write_bytes(content)
+    flip(tmp_path / "global_step12" / "rank_00001.safetensors", -1000)
     (tmp_path / "latest").write_text("../global_step12")
     done = job(corpus, tmp_path, ranks=1)
     assert done.returncode != 0 and "latest should hold the name" in done.stdout and "Traceback" not in done.stdout

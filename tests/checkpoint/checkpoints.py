@@ -38,6 +38,13 @@ def tensors() -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+def flip(path: Path, at: int) -> None:
+    """Flips a bit of the file: that of the byte `at`."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def make(
     directory: Path,
     model_parallel_size: int = 2,

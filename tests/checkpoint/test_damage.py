@@ -236,8 +236,7 @@ def index_bits_case(directory: str, count: int) -> list[str]:
     return found
 
 
-def test_every_flipped_bit_of_the_index_is_found(one_rank, tmp_path):
-    mpu.destroy_model_parallel()
+def test_every_flipped_bit_of_the_index_is_found(world, tmp_path):
     save_case(str(tmp_path), 1 << 20)
     assert set(index_bits_case(str(tmp_path), 300)) == {""}
 

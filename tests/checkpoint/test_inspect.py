@@ -19,7 +19,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
-from tests.checkpoint.checkpoints import TAG, make, run
+from tests.checkpoint.checkpoints import TAG, flip, make, run
 
 
 def test_ls_lists_the_checkpoints_of_a_directory(saved, capsys):
@@ -117,14 +117,11 @@ def test_verify_of_what_is_whole(saved, capsys):
 def test_verify_sees_every_flipped_bit_and_names_what_it_is_in(saved):
     for name, entry in json.loads((saved / TAG / "index.json").read_text())["files"].items():
         path = saved / TAG / name
-        content = bytearray(path.read_bytes())
         for position in range(0, entry["bytes"], 97):
-            content[position] ^= 1
-            path.write_bytes(content)
+            flip(path, position)
             (problem,) = verify(saved, TAG).problems
             assert problem.startswith(f"{name}: bytes 0 to {entry['bytes']:,} are not what was written. In them: ")
-            content[position] ^= 1
-        path.write_bytes(content)
+            flip(path, position)
     assert not verify(saved, TAG).problems
 
 
@@ -132,9 +129,7 @@ def test_verify_names_the_tensors_of_a_damaged_block(tmp_path):
     values = {f"p{i}": {"master": torch.randn(300_000)} for i in range(4)}  # 1.2 MB each, in blocks of 1 MiB
     make(tmp_path, 1, 1, values)
     path = tmp_path / TAG / "rank_00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[(3 << 20) + 5] ^= 1
-    path.write_bytes(content)
+    flip(path, (3 << 20) + 5)
     (problem,) = verify(tmp_path, TAG).problems
     assert problem == (
         "rank_00000.safetensors: bytes 3,145,728 to 4,194,304 are not what was written. In them: master of p2, master of p3"
@@ -144,9 +139,7 @@ def test_verify_names_the_tensors_of_a_damaged_block(tmp_path):
 def test_a_damaged_tensor_of_the_client_state_is_said_once(tmp_path):
     reader = make(tmp_path)
     path = tmp_path / TAG / "rank_00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path, -1)
     with pytest.raises(CheckpointError, match=f"^Checkpoint file {path} is damaged"):
         client_state(reader)
 

@@ -20,7 +20,7 @@ from megazero.checkpoint.plain import client_state, decode
 from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import build_tokenizer
 from megazero.model.config import GPT2Config
-from tests.checkpoint.checkpoints import TAG, make, tensors
+from tests.checkpoint.checkpoints import TAG, flip, make, tensors
 from tests.checkpoint.importers import deepspeed_checkpoints
 from tests.checkpoint.test_store import load_case, save_case
 from tests.ranks import run_ranks
@@ -95,9 +95,7 @@ def test_no_more_than_a_piece_is_in_memory(tmp_path, monkeypatch):
 def test_nothing_is_left_of_a_damaged_source(tmp_path):
     before = make(tmp_path / "a")
     path = tmp_path / "a" / TAG / "rank_00003.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(path, -1)
     with pytest.raises(CheckpointError, match="rank_00003"):
         reshape(before, tmp_path / "b", 1, 1)
     assert {each.name for each in (tmp_path / "b").iterdir()} <= {".lock"}

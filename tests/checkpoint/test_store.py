@@ -29,7 +29,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
-from tests.checkpoint.checkpoints import make, tensors
+from tests.checkpoint.checkpoints import flip, make, tensors
 from tests.checkpoint.engines import Net, make_engine, train, write_one
 from tests.ranks import run_ranks
 
@@ -102,12 +102,6 @@ def test_flipped_bit_is_found_and_the_file_and_parameter_are_named(world, tmp_pa
         CheckpointError, match=r"rank_00000.safetensors is damaged: bytes 0 to \d+ .* \(read for \w+ of [\w.]+\)"
     ):
         engine.load_checkpoint(str(tmp_path))
-
-
-def flip(path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(bytes(content))
 
 
 class FailingDisk:
