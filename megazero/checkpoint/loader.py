@@ -40,12 +40,12 @@ def load(
     All other settings of parameter groups (weight decay, betas, ...) are those of this run. Where an error comes after something
     has been overwritten, the optimizer is torn, on every rank.
     """
-    with_optimizer = load_optimizer_states and not load_module_only
 
     def read(reader: Reader) -> dict[str, Any]:
         if prepare is not None:
             prepare(reader)
         client = client_state(reader)
+        with_optimizer = load_optimizer_states and not load_module_only and reader.index.get("optimizer") is not None
         read_states(state, reader, with_optimizer, strict)
         if not load_module_only:
             continue_run(state, reader, with_optimizer, load_lr_scheduler_states, load_rng)

@@ -7,6 +7,7 @@ they have for a step. Nothing communicates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     """Fills this rank's master weights, optimizer states and buffers. The optimizer is torn from the first of them on.
 
     Args:
+        with_optimizer: the checkpoint has the optimizer's state, and it is to be loaded.
         strict: every parameter must be in the checkpoint; else what is not there keeps its values.
 
     Raises:
@@ -49,10 +51,9 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     buffers = [(_saved_name(reader, aliases, name), buffer) for name, buffer in state.buffers().items()]
     shapes = [(place.name, place.shape) for place in places.values()]
     _check_tensors(reader, [*shapes, *((name, tuple(buffer.shape)) for name, buffer in buffers)], strict)
-    has_optimizer = with_optimizer and reader.index.get("optimizer") is not None
-    keys_of, counters = _saved_optimizer(state, reader, places) if has_optimizer else ({}, {})
+    keys_of, counters = _saved_optimizer(state, reader, places) if with_optimizer else ({}, {})
     state.optimizer.is_torn = True
-    if has_optimizer:
+    if with_optimizer:
         state.optimizer.allocate_state(keys_of, counters)
     keys = sorted({key for of_one in keys_of.values() for key in of_one})
     rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
@@ -134,7 +135,7 @@ def continue_run(
             *(what, reader.path, "without" if schedule is None else "with"),
             extra=ALIKE,
         )
-    if not with_optimizer or index.get("optimizer") is None:
+    if not with_optimizer:
         state.optimizer.allocate_state({}, {})  # what it has is of other weights, or of a damaged checkpoint
         logger.warning(
             "the optimizer starts with empty moments: its state was not loaded from %s", reader.path, extra=ALIKE
@@ -144,17 +145,21 @@ def continue_run(
             cycles = schedule is not None and _cycles_momentum(state.lr_scheduler)  # else momenta are this run's own
             _load_settings(state, reader, (*_RATES, *_MOMENTA) if cycles else _RATES)
     if state.lr_scheduler is not None and schedule is not None:
-        try:
-            state.lr_scheduler.load_state_dict(schedule)
-        except Exception as error:  # its class may be the user's
-            raise ValueError(
-                f"The learning-rate schedule of {reader.path} cannot be continued by this run's "
-                f"{type(state.lr_scheduler).__name__}: {type(error).__name__}: {error}. Use the one that it was trained with, or "
-                "start it anew with load_lr_scheduler_states=False."
-            ) from error
+        _continue_schedule(state.lr_scheduler, schedule, reader.path)
     if load_rng:
         with reader.well_formed("its random generators"):
             _load_rng(state, reader)
+
+
+def _continue_schedule(schedule: Any, saved: Any, path: Path) -> None:
+    try:
+        schedule.load_state_dict(saved)
+    except Exception as error:  # its class may be the user's
+        raise ValueError(
+            f"The learning-rate schedule of {path} cannot be continued by this run's {type(schedule).__name__}: "
+            f"{type(error).__name__}: {error}. Use the one that it was trained with, or start it anew with "
+            "load_lr_scheduler_states=False."
+        ) from error
 
 
 def _cycles_momentum(schedule: Any) -> bool:
