@@ -20,7 +20,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import Place, TrainingState, set_rng_states
 from megazero.logging import ALIKE, get_logger, some
 from megazero.optim.muon import MOMENTUM, Muon
-from megazero.zero.bucket import MASTER
+from megazero.zero.bucket import MASTER, Tile
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.sliced import Counters
 
@@ -56,29 +56,35 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     if with_optimizer:
         state.optimizer.allocate_state(keys_of, counters)
     keys = sorted({key for of_one in keys_of.values() for key in of_one})
-    rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
-    for tile in (tile for bucket in state.buckets for tile in bucket.tiles):
-        with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
-            for segment, part, start in tile.bucket.weight_parts(tile):
-                place = places[segment.name]
-                entry = reader.tensors.get(place.name)
-                if entry is None:
-                    continue
-                # A parameter may have been frozen when it was saved and be trained now, or the other way round.
-                to_read = [(start, entry.weight_state, part)]
-                for key in (key for key in keys if key in entry.states):
-                    parts = state.optimizer.parts_of(states, tile, key, segment)
-                    to_read += [(here.start, key, view) for view, here in parts]
-                to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once
-                for first, key, out in to_read:
-                    at = place.start + first
-                    reader.read_part(place.name, key, out, cut=place.cut, rank=rank, size=size, start=at)
+    for bucket in state.buckets:
+        for tile in bucket.tiles:
+            _read_tile(state, reader, places, tile, keys)
     for name, buffer in buffers:
         if name in reader.tensors:
             values = buffer.reshape(-1)  # its own memory, unless it is not contiguous
             # It may have been a parameter when it was saved.
             reader.read_part(name, reader.entry(name).weight_state, values)
             buffer.copy_(values.view(buffer.shape))
+
+
+def _read_tile(state: TrainingState, reader: Reader, places: dict[str, Place], tile: Tile, keys: Sequence[str]) -> None:
+    """Fills the weights of a tile, and what of the optimizer's tensors `keys` is saved of its parameters."""
+    rank, size = state.groups.model_parallel_rank, state.groups.model_parallel_size
+    with state.optimizer.state_at_hand(tile, keys, writes=True) as states:
+        for segment, part, start in tile.bucket.weight_parts(tile):
+            place = places[segment.name]
+            entry = reader.tensors.get(place.name)
+            if entry is None:
+                continue
+            # A parameter may have been frozen when it was saved and be trained now, or the other way round.
+            to_read = [(start, entry.weight_state, part)]
+            for key in (key for key in keys if key in entry.states):
+                parts = state.optimizer.parts_of(states, tile, key, segment)
+                to_read += [(here.start, key, view) for view, here in parts]
+            to_read.sort(key=lambda each: (each[0], len(each[2])))  # the reader locates what lies alike once
+            for first, key, out in to_read:
+                at = place.start + first
+                reader.read_part(place.name, key, out, cut=place.cut, rank=rank, size=size, start=at)
 
 
 def _saved_optimizer(
