@@ -62,12 +62,15 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     Args:
         name: the text's name, for error messages.
     """
+    plain = strip_comments(text)
     try:
-        document = json.loads(strip_comments(text), object_pairs_hook=_without_duplicates, parse_constant=_constant)
+        document = json.loads(plain, object_pairs_hook=_without_duplicates, parse_constant=_constant)
     except json.JSONDecodeError as error:
-        if not text.strip():
+        if not plain.strip():
             raise DeepSpeedConfigError(f"{name} is empty: write a JSON object, at least {{}}.") from None
-        line = text.splitlines()[error.lineno - 1].strip()
+        if not plain[error.pos :].strip():
+            raise DeepSpeedConfigError(f"{name} ends too early: {error.msg}. Is a }} or a ] missing?") from error
+        line = text.split("\n")[error.lineno - 1].strip()  # the lines that the error counts
         hint = " Often a comma is missing at the end of the line before." if error.lineno > 1 else ""
         raise DeepSpeedConfigError(
             f"{name}, line {error.lineno}, column {error.colno}: {error.msg}: {line!r} is not JSON, even with comments and "
