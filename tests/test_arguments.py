@@ -764,6 +764,12 @@ def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):
             "ratio must lie in",
         ),
         ({"fp16": {"enabled": True}}, "--bf16 --fp16", 1, "--fp16 and --bf16 exclude each other"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "--batch-size 0 --global-batch-size 4",
+            1,
+            "train_micro_batch_size_per_gpu 0 x .* and each at least 1",
+        ),
     ],
 )
 def test_wrong_files_are_one_clear_line_before_anything_is_built(with_file, document, flags, world_size, message):

@@ -117,7 +117,7 @@ def _write_batch(document: dict[str, Any], flags: Flags) -> None:
         document[BATCH_KEYS["batch_size"]] = flags.value("batch_size")
     if flags.given.keys() >= BATCH_KEYS.keys() and STEPS_KEY in document:  # it follows from the two flags
         steps, ranks = document.pop(STEPS_KEY), flags.world_size // flags.value("model_parallel_size")
-        if steps != flags.given["global_batch_size"] / flags.given["batch_size"] / ranks:
+        if steps * flags.given["batch_size"] * ranks != flags.given["global_batch_size"]:
             both = " and ".join(flags.text(field) for field in BATCH_KEYS)
             logger.info("%s win over %s %s of %s", both, STEPS_KEY, show(steps), flags.path)
 
