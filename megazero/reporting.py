@@ -233,8 +233,9 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
             rows.append(("loss plot", str(plot)))
         if tag := latest_tag(save):
             rows.append(("checkpoint", os.path.join(save, tag)))
-            script = os.path.relpath(Path(__file__).parents[1] / "scripts" / "generate_text.sh")
-            rows.append(("generate text", f"LOAD={shlex.quote(save)} bash {shlex.quote(script)}"))
+            script = Path(__file__).parents[1] / "scripts" / "generate_text.sh"
+            if script.exists():  # a wheel has no scripts
+                rows.append(("generate text", f"LOAD={shlex.quote(save)} bash {shlex.quote(os.path.relpath(script))}"))
     return table("summary", rows)
 
 

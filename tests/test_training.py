@@ -1049,7 +1049,7 @@ def _lines_kept() -> int:
     return len(metrics.lines)
 
 
-def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path):
+def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path, monkeypatch):
     save = tmp_path / "it's $mine"
     save.mkdir()
     (save / "latest").write_text("global_step5")
@@ -1057,6 +1057,8 @@ def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_
     job = SimpleNamespace(config=config, iteration=5, first_loss=None)
     command = summary(job, MetricsWriter(None, None, 0), [0]).partition("generate text")[2].strip()
     assert shlex.split(command) == [f"LOAD={save}", "bash", "scripts/generate_text.sh"]
+    monkeypatch.setattr("megazero.reporting.__file__", str(tmp_path / "site-packages/megazero/reporting.py"))
+    assert "generate text" not in summary(job, MetricsWriter(None, None, 0), [0]), "an installed package has no scripts"
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
