@@ -20,7 +20,8 @@ import torch
 from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
 from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
-from megazero.runner import CPU_RANKS, hides_gpus
+from megazero.runner import CPU_RANKS
+from megazero.runner.environment import hides_gpus
 from megazero.stop_signal import StopSignal
 
 logger = get_logger(__name__)
@@ -129,7 +130,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
 def _refuse_idle_gpus() -> None:
     """Raises if the machine has NVIDIA GPUs that PyTorch cannot use: the job would train on the CPU, unnoticed for hours."""
     gpus = [path for path in glob("/dev/nvidia[0-9]*") if _may_open(path)]
-    if hides_gpus() or not gpus or torch.cuda.is_available():
+    if hides_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or not gpus or torch.cuda.is_available():
         return
     why = "it finds none"
     try:

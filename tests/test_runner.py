@@ -143,9 +143,8 @@ def test_wrong_selection_is_told(filters, said):
 def test_slots_count_within_the_visible_devices():
     assert visible_devices([1, 3], None) == "1,3"
     assert visible_devices([0, 2], "4,5,GPU-abc") == "4,GPU-abc"
-    assert visible_devices([0, 1], "") == "" and visible_devices([0], "-1") == "-1", (
-        "GPUs that are switched off stay off"
-    )
+    for hidden in ("", "-1", "NoDevFiles"):
+        assert visible_devices([0, 1], hidden) == hidden, "GPUs that are switched off stay off"
     with pytest.raises(ValueError, match="slot 2 does not exist: CUDA_VISIBLE_DEVICES=4,5 leaves 2 devices"):
         visible_devices([2], "4,5")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -87,13 +86,8 @@ def _hosts(options: argparse.Namespace) -> tuple[dict[str, int], bool]:
     return {"localhost": slots}, gpus > 0
 
 
-def hides_gpus() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs, on purpose: as for CUDA, by a first entry that names no device."""
-    return not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-
-
 def _count_gpus() -> int:
-    if hides_gpus():
+    if environment.hides_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")):
         return 0
     import torch  # takes a second or two, and not every command line gets this far
 

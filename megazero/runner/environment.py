@@ -60,11 +60,16 @@ def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
     """
     if inherited is None:
         return ",".join(map(str, slots))
+    if hides_gpus(inherited):
+        return inherited
     devices = [device for device in inherited.split(",") if device.strip()]
-    if not devices or devices[0].strip() == "-1":
-        return inherited  # GPUs are switched off
     if max(slots) >= len(devices):
         raise ValueError(
             f"slot {max(slots)} does not exist: CUDA_VISIBLE_DEVICES={inherited} leaves {len(devices)} devices."
         )
     return ",".join(devices[slot] for slot in slots)
+
+
+def hides_gpus(visible: str | None) -> bool:
+    """Whether a value of CUDA_VISIBLE_DEVICES hides all GPUs on purpose: as for CUDA, by a first entry that names no device."""
+    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
