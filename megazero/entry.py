@@ -103,28 +103,40 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     except USER_ERRORS as error:
         _exit(error, rank, waits=is_later)
     except RuntimeError as error:
-        if any(text in str(error) for text in LOST_RANK):
-            if match := LOST_ADDRESS.search(str(error)):
-                what = f"lost the connection to a rank at {match[1]}, in {_our_calls(error)}"
-                why = "It has ended, or its host or the network has failed"
-                # Those who lose this rank in turn say the same of it, so an address may be that of a host which is well.
-                ways = "Ranks that have lost another end too: look for the cause on a host that says something else, or nothing."
-                error = RuntimeError(f"{what}. {why}. {ways}")
-            _exit(error, rank, waits=True, has_lost=True)
-        if match := UNCONNECTED.search(str(error)):
-            what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"
-            ways = "name the interface between the hosts (NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME for gloo alone)"
-            why = f"That rank has ended, or its address or a port is closed to this host: open it, or {ways}."
-            _exit(RuntimeError(f"{what}. {why}"), rank, waits=True, has_lost=True)
-        if str(error).startswith(NO_THREADS):
-            what = f"no more threads can be started ({error})"
-            ways = "Raise `ulimit -u` or `ulimit -v`, or the limit on processes of the container (docker run --pids-limit)."
-            _exit(RuntimeError(f"{what}. {ways}"), rank, waits=is_later)
-        if not any(text in str(error) for text in TIMED_OUT):
+        message, has_lost = _explained(error)
+        if message is None:
             raise
-        what = f"waited in vain for another rank, in {_our_calls(error)}: {str(error).rstrip('.')}"
+        _exit(RuntimeError(message), rank, waits=is_later or has_lost, has_lost=has_lost)
+
+
+def _explained(error: RuntimeError) -> tuple[str | None, bool]:
+    """What to say of an error that another rank or the machine has caused, None of any other; and whether that rank is lost."""
+    text = str(error)
+    if any(part in text for part in LOST_RANK):
+        match = LOST_ADDRESS.search(text)
+        if match is None:
+            return text, True
+        what = f"lost the connection to a rank at {match[1]}, in {_our_calls(error)}"
+        why = "It has ended, or its host or the network has failed"
+        # Those who lose this rank in turn say the same of it, so an address may be that of a host which is well.
+        ways = (
+            "Ranks that have lost another end too: look for the cause on a host that says something else, or nothing."
+        )
+        return f"{what}. {why}. {ways}", True
+    if match := UNCONNECTED.search(text):
+        what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"
+        why = "That rank has ended, or its address or a port is closed to this host"
+        ways = "open it, or name the interface between the hosts (NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME for gloo alone)."
+        return f"{what}. {why}: {ways}", True
+    if text.startswith(NO_THREADS):
+        what = f"no more threads can be started ({text})"
+        ways = "Raise `ulimit -u` or `ulimit -v`, or the limit on processes of the container (docker run --pids-limit)."
+        return f"{what}. {ways}", False
+    if any(part in text for part in TIMED_OUT):
+        what = f"waited in vain for another rank, in {_our_calls(error)}: {text.rstrip('.')}"
         why = "That rank hangs or is cut off, runs something else, or needs longer than the time limit"
-        _exit(RuntimeError(f"{what}. {why} (in training, --distributed-timeout-s)."), rank, waits=is_later)
+        return f"{what}. {why} (in training, --distributed-timeout-s).", False
+    return None, False
 
 
 def _refuse_idle_gpus() -> None:
