@@ -120,10 +120,7 @@ def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     _replace_bool(zero, "cpu_offload", "offload_optimizer", offload, path, warnings)
     for spelling in ("cpu_offload_param", "cpu_offload_params"):
         _replace_bool(zero, spelling, "offload_param", offload, path, warnings)
-    unused = zero.get("find_unused_parameters")
     _replace_bool(zero, "find_unused_parameters", "ignore_unused_parameters", False, path, warnings)
-    if unused is False:
-        zero["ignore_unused_parameters"] = True
     return zero
 
 
