@@ -74,6 +74,7 @@ class EvaluationConfig:
 
 
 Checked = tuple[InferenceConfig, EvaluationConfig, Reader, Tokenizer]
+Rows = list[tuple[str, str]]
 
 
 def check(world_size: int) -> Checked:
@@ -97,51 +98,58 @@ def check(world_size: int) -> Checked:
 
 def main(checked: Checked) -> None:
     """Prints the checkpoint's result on the task."""
-    config, task, reader, tokenizer = checked
+    task = checked[1]
+    rows = last_words(*checked) if task.task == "lambada" else perplexity(*checked)
+    logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
+
+
+def last_words(config: InferenceConfig, task: EvaluationConfig, reader: Reader, tokenizer: Tokenizer) -> Rows:
+    """The rows of LAMBADA's result."""
     assert task.valid_data is not None
-    if is_lambada := task.task == "lambada":
-        texts = load_texts(task.valid_data, task.text_key)
-    else:
-        text = read_text(task.valid_data, "--valid-data")
-        original_words = word_count(text, is_wikitext=task.task == "wikitext")
-        tokens = tokenizer.encode(wikitext_detokenize(text) if task.task == "wikitext" else text)
-        if len(tokens) < 2 or not original_words:
-            found = f"{counted(len(tokens), 'token')} and {counted(original_words, 'word')}"
-            raise ValueError(
-                f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
-                "word: give a longer text."
-            )
+    texts = load_texts(task.valid_data, task.text_key)
+    model, groups = load_model(config, reader)
+    assert model.config.vocab_size is not None
+    result = last_word_accuracy(
+        model,
+        texts,
+        tokenizer,
+        seq_length=task.window(client_state(reader), model.config),
+        batch_size=task.batch_size,
+        vocab_size=model.config.vocab_size,
+        groups=groups,
+    )
+    return [("last words", f"{result.correct} of {result.total}"), ("accuracy", f"{result.accuracy:.4f}")]
+
+
+def perplexity(config: InferenceConfig, task: EvaluationConfig, reader: Reader, tokenizer: Tokenizer) -> Rows:
+    """The rows of the result on a text."""
+    assert task.valid_data is not None
+    text, is_wikitext = read_text(task.valid_data, "--valid-data"), task.task == "wikitext"
+    words = word_count(text, is_wikitext)
+    tokens = tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
+    if len(tokens) < 2 or not words:
+        found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
+        raise ValueError(
+            f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
+            "word: give a longer text."
+        )
     model, groups = load_model(config, reader)
     seq_length = task.window(client_state(reader), model.config)
-    if is_lambada:
-        assert model.config.vocab_size is not None
-        words = last_word_accuracy(
-            model,
-            texts,
-            tokenizer,
-            seq_length=seq_length,
-            batch_size=task.batch_size,
-            vocab_size=model.config.vocab_size,
-            groups=groups,
-        )
-        rows = [("last words", f"{words.correct} of {words.total}"), ("accuracy", f"{words.accuracy:.4f}")]
-    else:
-        result = sliding_window_perplexity(
-            model,
-            tokens,
-            seq_length=seq_length,
-            overlapping_eval=task.stride(seq_length),
-            batch_size=task.batch_size,
-            groups=groups,
-            original_word_count=original_words,
-        )
-        rows = [
-            ("tokens", f"{result.tokens:,}, {original_words:,} word{'s' * (original_words != 1)}"),
-            ("loss", f"{result.loss:.4f} nats per token"),
-            ("perplexity", f"{result.ppl:.3f} per token"),
-            ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),
-        ]
-    logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
+    result = sliding_window_perplexity(
+        model,
+        tokens,
+        seq_length=seq_length,
+        overlapping_eval=task.stride(seq_length),
+        batch_size=task.batch_size,
+        groups=groups,
+        original_word_count=words,
+    )
+    return [
+        ("tokens", f"{result.tokens:,}, {words:,} word{'s' * (words != 1)}"),
+        ("loss", f"{result.loss:.4f} nats per token"),
+        ("perplexity", f"{result.ppl:.3f} per token"),
+        ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),
+    ]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Perplexity:
 
     loss: float  # nats per token
     ppl: float  # exp(loss)
-    adjusted_ppl: float | None  # exp(nats per word of the original text): comparable between tokenizers
+    adjusted_ppl: float  # exp(nats per word of the original text): comparable between tokenizers
     tokens: int  # tokens predicted
 
 
@@ -51,7 +51,7 @@ def sliding_window_perplexity(
     overlapping_eval: int,
     batch_size: int,
     groups: mpu.ParallelGroups,
-    original_word_count: int | None = None,
+    original_word_count: int,
 ) -> Perplexity:
     """Perplexity of a token stream in which every token but the first is predicted once.
 
@@ -91,7 +91,7 @@ def sliding_window_perplexity(
     return Perplexity(
         loss=loss_per_token,
         ppl=perplexity(loss_per_token),
-        adjusted_ppl=None if original_word_count is None else perplexity(total / original_word_count),
+        adjusted_ppl=perplexity(total / original_word_count),
         tokens=stream.numel() - 1,
     )
 
