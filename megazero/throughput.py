@@ -1,4 +1,4 @@
-"""The peak speed of a device, and the memory that a rank has used, for the training log."""
+"""How fast a device is, how much memory a rank has used and may still use, and what glibc keeps of freed memory."""
 
 from __future__ import annotations
 
