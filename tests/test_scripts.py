@@ -96,8 +96,7 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
 
 def test_precision_is_what_was_said_else_what_the_gpus_have(tmp_path):
     python = tmp_path / "python"  # of a machine with older GPUs
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} "$@"\necho fp16\n')
-    python.chmod(0o755)
+    stand_in(tmp_path, "python", f'#!/bin/sh\n[ "$1" = -c ] || exec {sys.executable} "$@"\necho fp16\n')
     file = "--deepspeed_config scripts/configs/ds_zero_stage_1.config"
     default = ""  # without a GPU
     if torch.cuda.is_available():
@@ -335,8 +334,7 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
         ("scontrol", '[ "$1" = requeue ] && echo "again $2" || echo n1'),
         ("srun", 'echo "run ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $RDZV_ENDPOINT"; exit 3'),
     ):
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        stand_in(tmp_path, name, f"#!/usr/bin/env bash\n{body}\n")
     slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}  # the port is that job's
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/pretrain_gpt2_distributed.sh").touch()
@@ -351,8 +349,7 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
 
 
 def test_slurm_script_refuses_restarts_that_are_no_number_before_it_runs_anything(tmp_path):
-    (tmp_path / "scontrol").write_text("#!/usr/bin/env bash\necho n1\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_in(tmp_path, "scontrol", "#!/usr/bin/env bash\necho n1\n")
     slurm = {"SLURM_JOB_NODELIST": "n1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     output = run("scripts/pretrain_gpt2.sbatch", **slurm, MAX_RESTARTS="x", EXPECT="2")
     assert output == "error: MAX_RESTARTS=x must be a number, or unset.\n"
@@ -461,9 +458,7 @@ pip.mkdir()
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_a_new_environment_uses_the_pytorch_of_python3_and_installs_one_only_if_there_is_none(tmp_path, has_torch):
     """Without network: a stand-in for pip says what it was asked for."""
-    python3 = tmp_path / "python3"
-    python3.write_text(PYTHON3.format(python=sys.executable, flags=[] if has_torch else ["-S"]))
-    python3.chmod(0o755)
+    stand_in(tmp_path, "python3", PYTHON3.format(python=sys.executable, flags=[] if has_torch else ["-S"]))
     variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     make = f"source {ROOT}/scripts/common.sh; cd {tmp_path}; make_venv data"
     look = ".venv/bin/python -c 'import importlib.util as u; print(u.find_spec(\"torch\").origin)' || true"
