@@ -119,7 +119,7 @@ def split(argv: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[st
             meant = f" Did you mean {near[0]}?" if near else " `megazero --help` lists the options."
             raise ValueError(f"unknown option {name}.{meant} The script's own options belong after the script.")
         if takes_value[name] and not equals:
-            if at + 1 == len(argv):
+            if argv[at + 1 : at + 2] in ([], ["--"]):
                 raise ValueError(f"{name} needs a value.")
             own.append(f"{name}={argv[at + 1]}")  # one word, so that the value may begin with a dash
             at += 2
