@@ -174,6 +174,7 @@ class Engine:
         self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
+        self._is_destroyed = False
 
     # ---- forward, backward, step
 
@@ -637,10 +638,13 @@ class Engine:
     def destroy(self) -> None:
         """Gives the module whole parameters of its own again, and removes every hook. Collective where `module_state_dict` is.
 
-        The torch optimizer has these parameters afterwards, and no state.
+        The torch optimizer has these parameters afterwards, and no state. A second call does nothing: the module may have another
+        engine by then.
 
         Waits for a background save.
         """
+        if self._is_destroyed:
+            return
         try:
             self.saver.close()
         finally:
@@ -648,6 +652,7 @@ class Engine:
 
     def _dissolve(self) -> None:
         self._meet_to_gather("destroy")
+        self._is_destroyed = True
         try:
             self._optimizer.finish()
         finally:  # even if an update has failed

@@ -825,6 +825,17 @@ def test_a_model_has_one_engine_at_a_time(one_rank):
     assert all(p.numel() for p in model.parameters())
 
 
+def test_an_engine_that_is_destroyed_again_leaves_the_models_next_one_and_its_own_optimizer_alone(one_rank):
+    model = Toy()
+    first = make_engine(model, 2)
+    groups = first.optimizer.param_groups
+    first.destroy()
+    second = make_engine(model, 2)
+    first.destroy()
+    one_step(second, my_batch())
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_gets_another_engine_where_the_first_could_not_be_made(stage, is_left, one_rank):
