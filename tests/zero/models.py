@@ -299,6 +299,11 @@ def token_batches(steps: int, micro: int, world_size: int) -> Tensor:
     return torch.randint(0, 11, (steps, micro, world_size, 2, 7), generator=torch.Generator().manual_seed(1))
 
 
+def my_batch(step: int = 0) -> Tensor:
+    """This rank's token ids for one micro-batch of one of three steps."""
+    return token_batches(3, 1, mpu.get_data_parallel_world_size())[step, 0, mpu.get_data_parallel_rank()]
+
+
 # Tiny units share no bucket, so that there are as many as in a large model; or they do, as by default.
 APART, SHARING = {"reduce_bucket_size": 1}, {"reduce_bucket_size": ZeroConfig().reduce_bucket_size}
 
@@ -307,6 +312,23 @@ def make_engine(model: nn.Module, stage: int, *, optimizer: str = "adamw", decay
     zero = ZeroConfig(stage=stage, **{**APART, **options.pop("zero", {})})
     groups = weight_decay_groups(model, decay, use_muon=optimizer == "muon")
     return Engine(model, mpu.get_groups(), OPTIMIZERS[optimizer], *groups, zero=zero, **options)
+
+
+def fresh(stage: int, **options) -> Engine:
+    """An engine of always the same weights: those of `model`, or of a `Toy` with the arguments `toy`."""
+    torch.manual_seed(0)
+    return make_engine(options.pop("model", None) or Toy(**options.pop("toy", {})), stage, **options)
+
+
+def one_step(engine: Engine, batch: Tensor) -> None:
+    engine.backward(engine(batch))
+    engine.step()
+
+
+def step(engine: Engine, micro: int = 1) -> None:
+    """A step of so many micro-batches."""
+    for batch in token_batches(1, micro, mpu.get_data_parallel_world_size())[0]:
+        one_step(engine, batch[mpu.get_data_parallel_rank()])
 
 
 def full_grads(engine: Engine) -> dict[str, Tensor]:
@@ -358,6 +380,10 @@ def run(
     trace = dict(train(engine, token_batches(steps, micro, mpu.get_data_parallel_world_size())))
     engine.destroy()
     return trace
+
+
+# The second step trains by moments and weights of the first; a third one would show nothing else.
+STEPS = 2
 
 
 def compare(trace: dict, want: dict, what: str, bitwise: bool, atol: float = 1e-6) -> None:

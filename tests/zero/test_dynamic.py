@@ -29,27 +29,16 @@ from tests.zero.models import (
     Toy,
     call,
     compare,
+    fresh,
     full_grad,
     make_engine,
+    my_batch,
+    one_step,
     token_batches,
     train,
 )
 
 STAGES = (0, 1, 2, 3)
-
-
-def my_batch(step: int = 0) -> torch.Tensor:
-    return token_batches(3, 1, mpu.get_data_parallel_world_size())[step, 0, mpu.get_data_parallel_rank()]
-
-
-def fresh(stage: int, **options):
-    torch.manual_seed(0)
-    return make_engine(options.pop("model", None) or Toy(**options.pop("toy", {})), stage, **options)
-
-
-def one_step(engine, batch: torch.Tensor) -> None:
-    engine.backward(engine(batch))
-    engine.step()
 
 
 def same_weights(engine, want: dict[str, torch.Tensor]) -> None:

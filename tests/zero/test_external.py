@@ -14,7 +14,7 @@ from megazero import mpu, zero
 from megazero.zero.external import external_parameters
 from megazero.zero.parameter import ReleasedParameter
 from tests.ranks import run_ranks
-from tests.zero.models import Block, Output, Toy, call, make_engine, run, token_batches
+from tests.zero.models import Block, Output, Toy, call, make_engine, my_batch, run, token_batches
 
 
 class Reader(Block):
@@ -160,7 +160,7 @@ def root_case() -> None:
     zero.register_external_parameter(model.blocks[1], weight)
     seen: list[bool] = []
     model.blocks[2].register_forward_hook(lambda *_: seen.append(not isinstance(weight, ReleasedParameter)))
-    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    engine.backward(engine(my_batch()))
     engine.step()
     assert seen == [True]
 
@@ -173,7 +173,7 @@ def outside_case() -> None:
     mpu.initialize_model_parallel(1)
     model = Reading(1, 0)
     engine = make_engine(model, 3)
-    tokens = token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]
+    tokens = my_batch()
     bias = model.blocks[0].down.bias
 
     def refused(action: Callable[[], object]) -> None:
@@ -209,7 +209,7 @@ def by_hand_case() -> None:
     mpu.initialize_model_parallel(1)
     model = Reading(1, 0)
     engine = make_engine(model, 3)
-    tokens = token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]
+    tokens = my_batch()
     zero.register_external_parameter(model.blocks[1], model.blocks[0].down.bias)
     engine.backward(engine(tokens))
     engine.step()

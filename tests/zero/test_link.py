@@ -23,7 +23,7 @@ from megazero.zero.link import (
 )
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import Wide, compare, make_engine, run, token_batches, train
+from tests.zero.models import Wide, compare, make_engine, my_batch, run, token_batches, train
 from tests.zero.streams import DeviceStream, SlowStream, slow_link
 from tests.zero.test_offload import homes
 
@@ -94,7 +94,7 @@ def order_case(offload_param: str, stage: int = 3) -> list:
 
             block[0].register_forward_pre_hook(before)
         log.clear()
-        loss = engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()])
+        loss = engine(my_batch())
         log.append(("backward",))
         engine.backward(loss)
         log.append(("step",))

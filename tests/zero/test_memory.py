@@ -19,7 +19,7 @@ from megazero.engine import Engine
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from tests.ranks import run_ranks
-from tests.zero.models import APART, FrozenToy, HalfUsedBlock, Toy, make_engine, token_batches
+from tests.zero.models import APART, FrozenToy, HalfUsedBlock, Toy, make_engine, step, token_batches
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -106,12 +106,6 @@ def held_now(engine: Engine) -> int:
 def counter_bytes(engine: Engine) -> int:
     """Of the optimizer's state, what is not per element: Adam's step counter, one number for each flat slice."""
     return sum(v.nbytes for state in engine.optimizer.state.values() for v in state.values() if v.ndim == 0)
-
-
-def step(engine: Engine, micro: int = 1) -> None:
-    for batch in token_batches(1, micro, mpu.get_data_parallel_world_size())[0]:
-        backward(engine, batch)
-        engine.step()
 
 
 def backward(engine: Engine, batch: Tensor) -> None:

@@ -13,8 +13,8 @@ from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import hidden_matrices
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import APART, SHARING, Wide, make_engine, token_batches
-from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled, step
+from tests.zero.models import APART, SHARING, Wide, make_engine, step, token_batches
+from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled
 
 STAGES = (0, 1, 2, 3)
 HOMES = ("none", "cpu", "nvme")

@@ -15,8 +15,19 @@ from megazero.engine import Engine, EngineStateError
 from megazero.zero.access import load_state_dict
 from megazero.zero.config import ZeroConfig
 from tests.ranks import run_ranks
-from tests.zero.models import OPTIMIZERS, Block, Toy, compare, full_grad, make_engine, run, token_batches
-from tests.zero.test_dynamic import fresh, my_batch, one_step
+from tests.zero.models import (
+    OPTIMIZERS,
+    Block,
+    Toy,
+    compare,
+    fresh,
+    full_grad,
+    make_engine,
+    my_batch,
+    one_step,
+    run,
+    token_batches,
+)
 
 STAGES = (0, 1, 2, 3)
 

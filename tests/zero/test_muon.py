@@ -21,10 +21,9 @@ from megazero.zero.memory import plan_memory
 from megazero.zero.param_groups import hidden_matrices, weight_decay_groups
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
-from tests.zero.models import APART, MODELS, OPTIMIZERS, Wide, compare, make_engine, run, token_batches, train
+from tests.zero.models import APART, MODELS, OPTIMIZERS, Wide, compare, make_engine, run, step, token_batches, train
 from tests.zero.test_placement import FakeDevice, block_bytes
 from tests.zero.test_stages import stages_case
-from tests.zero.test_traffic import step
 
 NAMES = ["tied head, unused parameter", "frozen layers", "our checkpointing"]
 

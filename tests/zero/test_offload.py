@@ -31,9 +31,8 @@ from megazero.zero.memory import plan_memory
 from megazero.zero.units import ROOT
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, Wide, compare, full_grad, make_engine, run, token_batches, train
+from tests.zero.models import MODELS, STEPS, Wide, compare, full_grad, make_engine, my_batch, run, token_batches, train
 from tests.zero.streams import slow_link
-from tests.zero.test_stages import STEPS
 
 
 def homes(stage: int, path: str) -> list[dict]:
@@ -192,7 +191,7 @@ def access_case(path: str, home: str) -> None:
     with pytest.raises(RuntimeError, match="opened for reading only"), zero.GatheredParameters(weight):
         with torch.no_grad():
             weight.fill_(0.0)
-    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    engine.backward(engine(my_batch()))
     safe_set_full_grad(weight, torch.full((149, 67), 3.0))
     norms = [full_grad(engine, name).double().norm() for name, _ in engine.module.named_parameters()]
     assert engine.optimizer.grad_norm() == pytest.approx(float(torch.stack(norms).norm()), rel=1e-4), "of what was set"
@@ -601,7 +600,7 @@ def read_ahead_case(path: str) -> list[str]:
             inputs[0].register_hook(lambda _: log.append(f"backward {index}"))
 
         block.register_forward_pre_hook(before)
-    engine.backward(engine(token_batches(1, 1, 2)[0, 0, mpu.get_data_parallel_rank()]))
+    engine.backward(engine(my_batch()))
     return log
 
 

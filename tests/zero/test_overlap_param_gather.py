@@ -18,9 +18,8 @@ from megazero.engine import Engine
 from megazero.zero.config import ZeroConfig
 from megazero.zero.parameter import ArrivingParameter
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, Toy, compare, full_grad, make_engine, token_batches, train
+from tests.zero.models import MODELS, STEPS, Toy, compare, full_grad, make_engine, token_batches, train
 from tests.zero.test_external import Reading
-from tests.zero.test_stages import STEPS
 from tests.zero.test_traffic import own_count
 
 ON = {"overlap_param_gather": True}

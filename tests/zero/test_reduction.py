@@ -10,11 +10,7 @@ from torch import nn
 
 from megazero import mpu
 from tests.ranks import run_ranks
-from tests.zero.models import Toy, full_grad, make_engine, run, token_batches
-
-
-def my_batch() -> torch.Tensor:
-    return token_batches(1, 1, mpu.get_data_parallel_world_size())[0, 0, mpu.get_data_parallel_rank()]
+from tests.zero.models import Toy, full_grad, make_engine, my_batch, run
 
 
 def wait_for(path: Path) -> None:

@@ -7,10 +7,7 @@ import torch
 
 from megazero import mpu
 from tests.ranks import run_ranks
-from tests.zero.models import APART, MODELS, SHARING, compare, run
-
-# The second step trains by moments and weights of the first; a third one would show nothing else.
-STEPS = 2
+from tests.zero.models import APART, MODELS, SHARING, STEPS, compare, run
 
 
 def stages_case(names: list[str], options: dict, bitwise: bool) -> None:

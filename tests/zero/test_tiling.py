@@ -19,10 +19,8 @@ from megazero.zero import TiledLinear, TiledLinearReturnBias
 from megazero.zero.units import find_units
 from tests.model.test_sequence_parallel import Counter
 from tests.ranks import run_ranks
-from tests.zero.models import Toy, make_engine, run
-from tests.zero.test_dynamic import my_batch, one_step
+from tests.zero.models import STEPS, Toy, make_engine, my_batch, one_step, run
 from tests.zero.test_memory import check_peak, sampled
-from tests.zero.test_stages import STEPS
 
 SPLITS = [(1, 1), (2, 1), (1, 3), (3, 2), (5, 7), (7, 11)]  # of 7 inputs and 11 outputs
 where = {"dtype": torch.float64}

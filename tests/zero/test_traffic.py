@@ -15,7 +15,7 @@ from megazero.comm import collectives, point_to_point
 from megazero.engine import Engine
 from megazero.zero.units import ROOT
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, FrozenToy, Toy, make_engine, token_batches
+from tests.zero.models import MODELS, FrozenToy, Toy, make_engine, step, token_batches
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 Count = dict[str, tuple[int, int]]  # by kind: collectives, elements sent
@@ -77,12 +77,6 @@ def table_of_the_design(engine: Engine, micro: int) -> Count:
         gathers = [gathers[0] + number, gathers[1] + elements]
     gathers = tuple(gathers)
     return {"all_reduce": none, "reduce_scatter": times(m, trained), "all_gather": gathers}
-
-
-def step(engine: Engine, micro: int) -> None:
-    for batch in token_batches(1, micro, mpu.get_data_parallel_world_size())[0]:
-        engine.backward(engine(batch[mpu.get_data_parallel_rank()]))
-        engine.step()
 
 
 # In these every unit runs once per forward, and what it returns needs a gradient.
