@@ -62,8 +62,8 @@ class Runs:
         Not all inputs tell: one that several units get (a conditioning, an encoder's output) has its gradient only after the
         first of them. A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or
         if it is that of a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's
-        backward, which for such a checkpoint is that of the recomputed graph. A unit without any input that requires a
-        gradient ends when the backward of an earlier unit begins (`end_later`), or with its graph.
+        backward, which for such a checkpoint is that of the recomputed graph. A unit of which no input has told by then ends
+        when the backward of an earlier unit begins (`end_later`), or with its graph.
         """
 
         def on_input_grad(left: dict[int, WeakSet[Run]], run: Run, _: Tensor) -> None:
@@ -111,14 +111,14 @@ class Runs:
         """
         return index in self._ends_with_graph or index in self._again
 
-    # ---- units without inputs that could tell
+    # ---- what the order of the units tells
 
     def begin(self, index: int) -> Run | None:
         """A unit is about to run. The hooks that `end_later` makes for its output keep what is returned."""
         if in_backward():
             places = [place for place, (unit, _) in enumerate(self._order) if unit == index]
             if places:  # its last run is recomputed: those after it are over
-                self._end_after(self._order, places[-1] + 1)
+                self._end_after(self._order, places[-1] + 1, is_recomputed=True)
         elif self._reductions.trains and self._forwards.train:
             while self._order and self._order[-1][1]() is None:
                 self._order.pop()  # any number of forwards may be dropped before a backward
@@ -129,7 +129,7 @@ class Runs:
         return None
 
     def end_later(self, run: Run | None) -> Callable[[Any], None]:
-        """A hook for a node that is made now: ends the units without an input whose runs all begin after now.
+        """A hook for a node that is made now: ends the units whose runs all begin after now.
 
         Args:
             run: the one that has made the node, if a unit has.
@@ -144,16 +144,21 @@ class Runs:
     def _end_with_graph(self, index: int) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, index))
 
-    def _end_after(self, order: _Order, place: int, *_: Any) -> None:
-        """Ends units without an input, of which all runs began after this place in the order.
+    def _end_after(self, order: _Order, place: int, *_: Any, is_recomputed: bool = False) -> None:
+        """Ends the units of which all runs began after this place in the order, unless their inputs have done so.
 
         Ranks that use all of such a unit's parameters have reduced it by now, and may wait for the others to do so before they
         gather anything more.
+
+        Args:
+            is_recomputed: the unit before this place is recomputed, and with it perhaps some after it, whose inputs will tell.
         """
         if order is self._order and self._reductions.is_open:  # not a graph from before the last backward
-            later = self._ends_with_graph.intersection(index for index, _ in order[place:])
+            untold = {index for index, _ in order[place:] if not is_recomputed and not self.have_told(index)}
+            later = untold | self._ends_with_graph.intersection(index for index, _ in order[place:])
             if later:
                 later -= {index for index, run in order[:place] if run() is not None}
             for index in sorted(later, reverse=True):
+                self._left[index] = WeakSet()  # its inputs need not tell any more
                 self._end(index)
             del order[place:]

@@ -617,7 +617,10 @@ class ConditionedMixture(Mixture):
 
 
 class Conditioned(nn.Module):
-    """Mixtures that all get one tensor, which a layer has made or which is a parameter; or raw data, without a gradient."""
+    """Mixtures that all get one tensor, which a layer has made or which is a parameter; or raw data, without a gradient.
+
+    Each gets the output of the one before as well, unless it is a branch of its own beside the others.
+    """
 
     def __init__(self, run: str, kind: str) -> None:
         super().__init__()
@@ -628,11 +631,12 @@ class Conditioned(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         run = {"plain": lambda unit, *args: unit(*args), "ours": ours.checkpoint}.get(self.run, checkpoint)
         more = {"use_reentrant": False} if run is checkpoint else {}
-        condition = {"made": self.first(x), "parameter": self.bias, "raw": x}[self.kind]
+        is_branch = self.kind in ("raw", "made, branches")
+        condition = {"parameter": self.bias, "raw": x}.get(self.kind, self.first(x))
         y = self.first(x)
         for unit in self.units:
-            out = run(unit, x if self.kind == "raw" else y, condition, **more)
-            y = y + out if self.kind == "raw" else out
+            out = run(unit, x if is_branch else y, condition, **more)
+            y = y + out if is_branch else out
         return y.square().mean()
 
 
@@ -672,7 +676,8 @@ def conditioned_case(run: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "kind"), [*product(["plain", "nonreentrant"], ["made", "parameter", "raw"]), ("ours", "raw")]
+    ("run", "kind"),
+    [*product(["plain", "nonreentrant"], ["made", "made, branches", "parameter", "raw"]), ("ours", "raw")],
 )
 def test_units_that_all_get_one_input_are_done_one_by_one(run, kind):
     """Also where one rank does not use all of them, or they are partly frozen; nothing of it is left when the engine is gone."""
