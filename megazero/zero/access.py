@@ -134,15 +134,13 @@ def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: 
     """Writes the state `key`. Every rank calls it with the same full values.
 
     Raises:
-        KeyError: the optimizer has no such state, or has not stepped yet.
+        KeyError: the optimizer has no such state of the parameter, or has not trained it yet.
     """
     if key == MASTER:
         safe_set_full_fp32_param(parameter, values)
         return
     bucket, segment, optimizer = _to_set(parameter, "safe_set_full_optimizer_state", values)
-    keys = optimizer.state_keys_everywhere([bucket])[bucket]
-    if key not in keys:
-        raise KeyError(f"the optimizer has no state {key!r} of this parameter: it has {keys}, after its first step.")
+    _refuse_stateless(bucket, segment, optimizer, key)
     _set_state(bucket, segment, optimizer, key, values.reshape(-1), first=0)
 
 
@@ -174,8 +172,9 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
     found = _find(parameter)
     if found is None or part is None:
         raise KeyError(f"the parameter has no state {key!r} (yet).")
-    _refuse_other_shape(part, values)
     bucket, segment, optimizer = found
+    _refuse_stateless(bucket, segment, optimizer, key)
+    _refuse_other_shape(part, values)
     first = max(segment.start, bucket.owned_range.start) - segment.start
     _set_state(bucket, segment, optimizer, key, values, first)
 
@@ -195,6 +194,15 @@ def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
 def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
     """The sum of scaled gradients that has this mean. In fp32: a loss scale can be too large for fp16 values."""
     return mean.float() * (optimizer.cur_scale / bucket.gradient.to_mean)
+
+
+def _refuse_stateless(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> None:
+    """Raises a KeyError, on every rank, if nothing could be written: one without a part of the parameter cannot tell."""
+    keys = optimizer.state_keys_everywhere([bucket], segment)[bucket]
+    if key not in keys:
+        raise KeyError(
+            f"the optimizer has no state {key!r} of {segment.name}: it has {keys}, after a step that trains it."
+        )
 
 
 def _set_state(

@@ -298,14 +298,23 @@ class SlicedOptimizer:
                 if part.numel():
                     yield part, place
 
-    def state_keys(self, bucket: Bucket) -> list[str]:
-        """Names of the optimizer's elementwise state tensors on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step."""
-        states = (self.state.get(piece.master, {}) for piece in self.slices_of[bucket])
+    def state_keys(self, bucket: Bucket, segment: Segment | None = None) -> list[str]:
+        """Names of the optimizer's elementwise state tensors on this rank: ["exp_avg", "exp_avg_sq"] for Adam after a step.
+
+        Args:
+            segment: of this parameter alone.
+        """
+        pieces = self.slices_of[bucket]
+        if segment is not None:
+            pieces = [piece for piece in pieces if range(*segment.clip(piece.span.start, piece.span.stop))]
+        states = (self.state.get(piece.master, {}) for piece in pieces)
         return sorted({key for state in states for key, value in state.items() if _is_flat(value)})
 
-    def state_keys_everywhere(self, buckets: Sequence[Bucket]) -> dict[Bucket, list[str]]:
+    def state_keys_everywhere(
+        self, buckets: Sequence[Bucket], segment: Segment | None = None
+    ) -> dict[Bucket, list[str]]:
         """`state_keys` of all ranks together: a rank that owns nothing has no state. Collective over the data-parallel group."""
-        mine = [self.state_keys(bucket) for bucket in buckets]
+        mine = [self.state_keys(bucket, segment) for bucket in buckets]
         of_ranks = zip(*comm.all_gathered_objects(mine, self.buckets[0].channel.group), strict=True)
         return {bucket: sorted(set().union(*keys)) for bucket, keys in zip(buckets, of_ranks, strict=True)}
 

@@ -431,6 +431,26 @@ def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
     run_ranks(2, access_case, dtype)
 
 
+def stateless_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for stage in STAGES:
+        engine = make_engine(Toy(), stage)
+        weight = engine.module.blocks[1].up.weight
+        weight.requires_grad_(False)  # in a bucket whose other parameters are trained
+        one_step(engine, my_batch())
+        weight.requires_grad_(True)
+        engine(my_batch())
+        with pytest.raises(KeyError, match=r"no state 'exp_avg' of blocks\.1\.up\.weight: it has \[\], after a step"):
+            utils.safe_set_full_optimizer_state(weight, torch.ones(15, 5), "exp_avg")
+        part = utils.safe_get_local_fp32_param(weight)
+        with pytest.raises(KeyError, match="no state 'exp_avg' of"):
+            utils.safe_set_local_optimizer_state(weight, torch.ones_like(part), "exp_avg")
+
+
+def test_a_state_that_does_not_exist_yet_cannot_be_set():
+    run_ranks(2, stateless_case)
+
+
 def test_a_gradient_that_is_set_in_fp16_does_not_overflow_by_the_loss_scale(one_rank):
     engine = make_engine(Toy(), 2, loss_scaler=LossScaler(65536.0))
     engine.backward(engine(my_batch()))
