@@ -198,7 +198,7 @@ def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
 
 def _refuse_stateless(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> None:
     """Raises a KeyError, on every rank, if nothing could be written: one without a part of the parameter cannot tell."""
-    keys = optimizer.state_keys_everywhere([bucket], segment)[bucket]
+    keys = optimizer.state_keys_everywhere([bucket], segment if segment.numel else None)[bucket]
     if key not in keys:
         raise KeyError(
             f"the optimizer has no state {key!r} of {segment.name}: it has {keys}, after a step that trains it."

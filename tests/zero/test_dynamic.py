@@ -26,6 +26,7 @@ from tests.zero.models import (
     OPTIMIZERS,
     SHARING,
     Block,
+    EmptyUnitToy,
     Toy,
     call,
     compare,
@@ -434,17 +435,19 @@ def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
 def stateless_case() -> None:
     mpu.initialize_model_parallel(1)
     for stage in STAGES:
-        engine = make_engine(Toy(), stage)
-        weight = engine.module.blocks[1].up.weight
+        engine = make_engine(EmptyUnitToy(), stage, zero=SHARING)
+        weight, nothing = engine.module.blocks[0].up.weight, engine.module.blocks[1].nothing
         weight.requires_grad_(False)  # in a bucket whose other parameters are trained
         one_step(engine, my_batch())
         weight.requires_grad_(True)
         engine(my_batch())
-        with pytest.raises(KeyError, match=r"no state 'exp_avg' of blocks\.1\.up\.weight: it has \[\], after a step"):
+        with pytest.raises(KeyError, match=r"no state 'exp_avg' of blocks\.0\.up\.weight: it has \[\], after a step"):
             utils.safe_set_full_optimizer_state(weight, torch.ones(15, 5), "exp_avg")
         part = utils.safe_get_local_fp32_param(weight)
         with pytest.raises(KeyError, match="no state 'exp_avg' of"):
             utils.safe_set_local_optimizer_state(weight, torch.ones_like(part), "exp_avg")
+        if stage < 3:  # its bucket has other parameters
+            utils.safe_set_full_optimizer_state(nothing, torch.ones_like(nothing), "exp_avg")
 
 
 def test_a_state_that_does_not_exist_yet_cannot_be_set():
