@@ -173,6 +173,8 @@ class CheckpointFolder:
                 place_script(self.path)
             if final.exists() and not _is_ours(final):
                 other = append_suffix(final, ".other")
+                while os.path.lexists(other):
+                    other = append_suffix(other, ".other")
                 logger.warning("%s is no checkpoint that was saved by this library: it is %s from now on", final, other)
                 os.rename(final, other)
             elif final.exists():  # the same step saved twice: the newer content wins

@@ -246,6 +246,7 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     theirs.parent.mkdir()
     theirs.write_bytes(b"weights")
     (tmp_path / "notes").write_text("a file")
+    (tmp_path / "notes.other").write_text("an older one")
     (tmp_path / "made").mkdir()  # as scripts do before they save
     engine = write_one(tmp_path)
     assert f"{tmp_path}/global_step1.other from now on" in caplog.text
@@ -255,9 +256,11 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     engine.save_checkpoint(str(tmp_path), keep_last=1)
     engine.wait_for_checkpoint()
     assert (tmp_path / "global_step1.other" / theirs.name).read_bytes() == b"weights"
-    assert (tmp_path / "notes.other").read_text() == "a file"
+    assert (tmp_path / "notes.other").read_text() == "an older one"
+    assert (tmp_path / "notes.other.other").read_text() == "a file"
     assert visible(tmp_path) == [
-        *("global_step1", "global_step1.other", "latest", "made", "notes", "notes.other", "zero_to_fp32.py")
+        *("global_step1", "global_step1.other", "latest", "made", "notes", "notes.other", "notes.other.other"),
+        "zero_to_fp32.py",
     ]
 
 
