@@ -45,15 +45,18 @@ def _collective(what: str) -> Iterator[None]:
         ) from error
 
 
+def _state_keys(bucket: Bucket, optimizer: BucketOptimizer, key: str, segment: Segment | None = None) -> list[str]:
+    """The names of the states that parameters of the bucket, or one of them, have; `key` is what is asked for. Collective."""
+    with _collective(f"reading the optimizer's state {key!r}"):
+        return optimizer.state_keys_everywhere([bucket], segment)[bucket]
+
+
 @contextmanager
 def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
     """The owned range of one state, zeros if this rank has trained nothing yet; None if no rank has the state."""
-    if key != MASTER:
-        with _collective(f"reading the optimizer's state {key!r}"):
-            keys = optimizer.state_keys_everywhere([bucket])[bucket]
-        if key not in keys:
-            yield None
-            return
+    if key != MASTER and key not in _state_keys(bucket, optimizer, key):
+        yield None
+        return
     with optimizer.state_at_hand(Tile(bucket, 0, bucket.owned_numel), [key]) as states:
         device = bucket.optimizer_home.device
         yield states[key] if key in states else torch.zeros(bucket.owned_numel, device=device)
@@ -168,15 +171,14 @@ def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key:
     if key == MASTER:
         safe_set_local_fp32_param(parameter, values)
         return
-    part = safe_get_local_optimizer_state(parameter, key)
     found = _find(parameter)
-    if found is None or part is None:
+    if found is None:
         raise KeyError(f"the parameter has no state {key!r} (yet).")
     bucket, segment, optimizer = found
     _refuse_stateless(bucket, segment, optimizer, key)
-    _refuse_other_shape(part, values)
-    first = max(segment.start, bucket.owned_range.start) - segment.start
-    _set_state(bucket, segment, optimizer, key, values, first)
+    low, high = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)
+    _refuse_other_shape(torch.Size([high - low]), values)
+    _set_state(bucket, segment, optimizer, key, values, first=low - segment.start)
 
 
 def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
@@ -198,7 +200,8 @@ def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
 
 def _refuse_stateless(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> None:
     """Raises a KeyError, on every rank, if nothing could be written: one without a part of the parameter cannot tell."""
-    keys = optimizer.state_keys_everywhere([bucket], segment if segment.numel else None)[bucket]
+    # A parameter without elements lies in no slice: it has what the bucket's others have.
+    keys = _state_keys(bucket, optimizer, key, segment if segment.numel else None)
     if key not in keys:
         raise KeyError(
             f"the optimizer has no state {key!r} of {segment.name}: it has {keys}, after a step that trains it."
@@ -216,13 +219,13 @@ def _set_state(
 
 
 def _set_local(part: Tensor, values: Tensor) -> None:
-    _refuse_other_shape(part, values)
+    _refuse_other_shape(part.shape, values)
     part.detach().copy_(values)
 
 
-def _refuse_other_shape(part: Tensor, values: Tensor) -> None:
-    if part.shape != values.shape:
-        raise ValueError(f"this rank's part of the parameter has shape {tuple(part.shape)}, got {tuple(values.shape)}.")
+def _refuse_other_shape(shape: torch.Size, values: Tensor) -> None:
+    if shape != values.shape:
+        raise ValueError(f"this rank's part of the parameter has shape {tuple(shape)}, got {tuple(values.shape)}.")
 
 
 def _to_set(
