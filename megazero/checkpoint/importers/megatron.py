@@ -1,6 +1,7 @@
-"""Reads GPT-2 checkpoints of Megatron-LM in its format "torch", whatever number of ranks wrote them.
+"""Reads GPT-2 checkpoints of Megatron-LM, whatever number of ranks wrote them.
 
-All releases are read, from the first (2019) to megatron-core; of the distributed optimizer, which saves apart, only the weights.
+All releases are read, from the first (2019) to megatron-core. Its format "torch_dist" is in megatron_dist.py, "torch" here. Of
+the distributed optimizer, which saves apart in this one, only the weights are read.
 
     DIR/latest_checkpointed_iteration.txt            an iteration, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt   one file for each model-parallel rank; or DIR/release/mp_rank_00/...
@@ -28,31 +29,19 @@ from torch import Tensor
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
 from megazero.checkpoint.importers.megatron_cuts import cut_dimension
+from megazero.checkpoint.importers.megatron_dist import read_megatron_dist
+from megazero.checkpoint.importers.megatron_files import WEIGHTS_ONLY, MegatronFiles, our_name
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_optimizer
+from megazero.checkpoint.importers.torch_dist import is_torch_dist
 from megazero.checkpoint.importers.torch_files import load_torch_dict, plain_data
 from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition
+from megazero.zero.bucket import MASTER
 
 logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _QUERY_KEY_VALUE = ".attention.query_key_value."
-# Wrappers and levels that our names do not have, and words that later versions use for the same things.
-_LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
-_LATER_WORDS = (
-    ("encoder.", "transformer."),
-    ("decoder.", "transformer."),
-    # Transformer Engine has a norm in the layer behind it.
-    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
-    (".mlp.linear_fc1.layer_norm_", ".post_attention_layernorm."),
-    (".self_attention.", ".attention."),
-    (".linear_qkv.", ".query_key_value."),
-    (".linear_proj.", ".dense."),
-    (".linear_fc1.", ".dense_h_to_4h."),
-    (".linear_fc2.", ".dense_4h_to_h."),
-    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
-    ("_norm.", "_layernorm."),
-)
 _EXTRA_STATE = "_extra_state"  # of Transformer Engine's layers: scales of fp8
 
 
@@ -78,38 +67,32 @@ def read_megatron(
         ValueError: a size is not known, or the checkpoint is damaged, not complete or of another model.
     """
     folder = _folder(Path(directory), iteration)
-    files = [load_torch_dict(path, "model", "checkpoint of Megatron-LM") for path in _rank_files(folder)]
-    shards = [_flat(file["model"]) for file in files]
-    args = plain_data(files[0].get("args", {}), "args")
-    config = megatron_config(shards, args, vocab_size, num_attention_heads, folder)
+    saved = read_megatron_dist(folder) if is_torch_dist(folder) else _read_ranks(folder)
+    config = megatron_config(saved.shards, saved.args, vocab_size, num_attention_heads, folder)
     shapes = config.full_shapes()
-    cuts = _checked_cuts(shards, shapes, folder)
-    optimizer = _optimizer(files, shards, folder)
-    held = optimizer.states if optimizer else [{name: {"master": shard[name]} for name in shapes} for shard in shards]
-    version = float(files[0].get("checkpoint_version") or 0)
+    cuts = _checked_cuts(saved.shards, shapes, folder)
 
     def read(name: str, state: str) -> Tensor:
-        parts = [rank[name][state] for rank in held]
+        parts = [rank[name][state]() for rank in saved.states]
         if _QUERY_KEY_VALUE in name:
-            parts = [_stacked(part, version, config.head_size) for part in parts]
+            parts = [_stacked(part, saved.version, config.head_size) for part in parts]
         full = cuts[name].merge(parts) if name in cuts else parts[0]
         return full.to(torch.float32, copy=name not in cuts)  # never a view of the file
 
-    steps = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
     tensors = {
-        name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in held[0][name]})
+        name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in saved.states[0][name]})
         for name, shape in shapes.items()
     }
-    weights = ForeignCheckpoint(tensors, global_steps=steps, client_state={"model": asdict(config)})
-    if optimizer is None:
+    weights = ForeignCheckpoint(tensors, global_steps=saved.iteration, client_state={"model": asdict(config)})
+    if saved.optimizer is None:
         return weights
     return replace(
         weights,
         optimizer_type="AdamW",  # apex's FusedAdam, whose weight decay is decoupled
-        optimizer_counters={"step": optimizer.step},
-        optimizer_groups=optimizer.groups,
-        lr_scheduler=_schedule(files[0].get("lr_scheduler"), steps),
-        loss_scaler=optimizer.loss_scaler,
+        optimizer_counters={"step": saved.optimizer.step},
+        optimizer_groups=saved.optimizer.groups,
+        lr_scheduler=saved.lr_scheduler,
+        loss_scaler=saved.optimizer.loss_scaler,
     )
 
 
@@ -128,14 +111,25 @@ def _folder(directory: Path, iteration: int | None) -> Path:
     return directory / ("release" if text == "release" else f"iter_{int(text):07d}")
 
 
+def _read_ranks(folder: Path) -> MegatronFiles:
+    files = [load_torch_dict(path, "model", "checkpoint of Megatron-LM") for path in _rank_files(folder)]
+    shards = [_flat(file["model"]) for file in files]
+    states, optimizer = _optimizer(files, shards, folder)
+    iteration = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
+    return MegatronFiles(
+        shards,
+        [{name: {key: x.detach for key, x in tensors.items()} for name, tensors in rank.items()} for rank in states],
+        plain_data(files[0].get("args", {}), "args"),
+        float(files[0].get("checkpoint_version") or 0),
+        iteration,
+        optimizer,
+        _schedule(files[0].get("lr_scheduler"), iteration),
+    )
+
+
 def _rank_files(folder: Path) -> list[Path]:
     found = {path.name: path / "model_optim_rng.pt" for path in folder.glob("mp_rank_*")}
     wanted = [f"mp_rank_{rank:02d}" for rank in range(len(found))]
-    if not found and any(folder.glob("*.distcp")):
-        raise ValueError(
-            f"{folder} is in Megatron-LM's format torch_dist. Let Megatron-LM convert it: add --ckpt-convert-format torch and "
-            "--ckpt-convert-save DIR to the command that continues the run, and import DIR."
-        )
     if not found:
         raise FileNotFoundError(f"{folder} holds no checkpoint: there is no {folder / 'mp_rank_00'}.")
     if found.keys() != set(wanted):
@@ -155,17 +149,10 @@ def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{key}."))
         elif isinstance(value, Tensor):
-            flat[_our_name(f"{prefix}{key}")] = value.detach()
+            flat[our_name(f"{prefix}{key}")] = value.detach()
         else:
             raise ValueError(f"'model' holds no tensor at {prefix}{key}, but a value of type {type(value).__name__}.")
     return flat
-
-
-def _our_name(name: str) -> str:
-    name = _LEVELS.sub("", name)
-    for later, ours in _LATER_WORDS:
-        name = name.replace(later, ours)
-    return name
 
 
 def _checked_cuts(
@@ -204,18 +191,17 @@ def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:
 
 
 def _optimizer(
-    files: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Tensor]], folder: Path
-) -> MegatronOptimizer | None:
+    files: Sequence[Mapping[str, Any]], shards: Sequence[dict[str, Tensor]], folder: Path
+) -> tuple[Sequence[Mapping[str, Mapping[str, Tensor]]], MegatronOptimizer | None]:
+    """By rank and parameter what is saved of it, and the optimizer."""
     if folder.name == "release" or "optimizer" not in files[0]:
         logger.info("%s: weights only, it has no state of an optimizer", folder)
-        return None
-    try:
-        return read_optimizer([file["optimizer"] for file in files], shards)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        logger.warning(
-            "%s: weights only, the optimizer would start anew: its state is in no known form (%r)", folder, error
-        )
-        return None
+    else:
+        try:
+            return read_optimizer([file["optimizer"] for file in files], shards)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            logger.warning(WEIGHTS_ONLY, folder, f"its state is in no known form ({error!r})")
+    return [{name: {MASTER: weight} for name, weight in shard.items()} for shard in shards], None
 
 
 def _schedule(saved: Any, iteration: int) -> dict[str, Any] | None:

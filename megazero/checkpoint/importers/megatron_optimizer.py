@@ -1,6 +1,6 @@
-"""Adam's state in a checkpoint of Megatron-LM, given the names that it is saved without.
+"""Adam's state in a checkpoint of Megatron-LM; in its format "torch", given the names that it is saved without.
 
-Megatron's optimizer numbers its parameters: first the weights, which decay, then norms and biases, which do not, each in the
+There the optimizer numbers its parameters: first the weights, which decay, then norms and biases, which do not, each in the
 order in which modules are registered. With 16-bit parameters it keeps fp32 copies in the same order: FP16_Optimizer, and the
 optimizers of the releases after v1.1.5, which save the same under other names. The file's own weights are in that order, too
 (megatron-core registers a layer's output projection before its Q, K and V). That a number is given the right name is seen from
@@ -24,23 +24,23 @@ _SAMPLE = 256  # leading elements that are compared
 
 @dataclass(frozen=True)
 class MegatronOptimizer:
-    """What is saved of Adam.
+    """What is saved of Adam beside its tensors.
 
     Attributes:
-        states: for each model-parallel rank, by parameter: "master", "exp_avg" and "exp_avg_sq" of the shape that the rank holds.
         step: how many steps were taken; one number for all parameters.
         groups: the parameter groups, with lr, betas, weight_decay, ...
         loss_scaler: the state of our `LossScaler`; None without --fp16 or with a static scale.
     """
 
-    states: list[dict[str, dict[str, Tensor]]]
     step: float
     groups: list[dict[str, Any]]
     loss_scaler: dict[str, Any] | None
 
 
-def read_optimizer(saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]]) -> MegatronOptimizer:
-    """The optimizer of all ranks.
+def read_optimizer(
+    saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]]
+) -> tuple[list[dict[str, dict[str, Tensor]]], MegatronOptimizer]:
+    """The optimizer of all ranks: for each, by parameter, "master", "exp_avg" and "exp_avg_sq"; and the rest.
 
     Args:
         saved: what each rank saved as "optimizer".
@@ -50,11 +50,25 @@ def read_optimizer(saved: Sequence[Any], weights: Sequence[Mapping[str, Tensor]]
         ValueError, KeyError, TypeError, AttributeError, IndexError: it is not what these optimizers save for this model.
     """
     read = [_read_rank(optimizer, shard) for optimizer, shard in zip(saved, weights, strict=True)]
-    steps = {step for _, rank_steps in read for step in rank_steps}
+    return [states for states, _ in read], _optimizer(saved[0], {step for _, steps in read for step in steps})
+
+
+def read_common(saved: Any) -> MegatronOptimizer:
+    """Of the format torch_dist what is saved beside the optimizer's tensors, where its groups name no parameters.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not what these optimizers save.
+    """
+    adam = _adam(saved)
+    if "common_step" in adam.get("state", {}):
+        return _optimizer(saved, {float(adam["state"]["common_step"])})
+    return _optimizer(saved, {float(group["step"]) for group in adam["param_groups"]})  # of the distributed optimizer
+
+
+def _optimizer(saved: Any, steps: set[float]) -> MegatronOptimizer:
     if len(steps) != 1:
         raise ValueError(f"parameters have taken different numbers of steps: {sorted(steps)[:5]}")
-    states, groups = [states for states, _ in read], _adam(saved[0])["param_groups"]
-    return MegatronOptimizer(states, steps.pop(), groups, _loss_scaler(saved[0]))
+    return MegatronOptimizer(steps.pop(), _adam(saved)["param_groups"], _loss_scaler(saved))
 
 
 def _loss_scaler(optimizer: Mapping[str, Any]) -> dict[str, Any] | None:

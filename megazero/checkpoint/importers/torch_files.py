@@ -7,6 +7,7 @@ module: an argparse.Namespace or a loss scaler becomes a `Record`, the member of
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from pathlib import Path
@@ -138,23 +139,32 @@ def load_torch_file(path: str | Path) -> Any:
     path = Path(path)
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote bare pickles, which cannot be mapped
+    return _load(str(path), is_zip, str(path), path.stat().st_size)
+
+
+def load_torch_bytes(data: bytes, name: str) -> Any:
+    """What `load_torch_file` gives, of a file's content. Messages call it `name`."""
+    return _load(io.BytesIO(data), False, name, len(data))
+
+
+def _load(source: str | io.BytesIO, mmap: bool, name: str, size: int) -> Any:
     try:
         with torch.serialization.safe_globals(_STAND_INS):
-            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=is_zip)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle can raise anything
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted:
             raise ValueError(
-                f"{path} wants to run {wanted[1]!r}, which is not data, and was not read: a checkpoint of unknown origin can "
+                f"{name} wants to run {wanted[1]!r}, which is not data, and was not read: a checkpoint of unknown origin can "
                 "run any program that way. If you trust the file, read it where it was written with torch.load(..., "
                 "weights_only=False), replace such objects by dicts, numbers and tensors, and save it again."
             ) from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as a torch file: {lines[-1] if lines else repr(error)}. "
-            "It is damaged, not complete, or of another kind; copy it again and compare its size."
+            f"{name} ({size} bytes) cannot be read as a torch file: {lines[-1] if lines else repr(error)}. It is damaged, not "
+            "complete, or of another kind; copy it again and compare its size."
         ) from error
 
 

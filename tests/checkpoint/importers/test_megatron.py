@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
+from tests.checkpoint.importers.torch_dist_files import write_torch_dist
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
 
 CONFIG = GPT2Config(
@@ -326,12 +327,97 @@ def test_megatron_core_has_flat_names_in_an_order_of_its_own(tmp_path, layer, ra
     assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
 
 
-def test_the_form_that_only_megatron_reads_is_named_with_what_converts_it(tmp_path):
-    save(tmp_path, [])
-    (tmp_path / "iter_0000012").mkdir()
-    (tmp_path / "iter_0000012" / "__0_0.distcp").touch()
-    with pytest.raises(ValueError, match="format torch_dist.*--ckpt-convert-format torch"):
-        read_megatron(tmp_path, **KNOWN)
+CUT_BY_ROWS = (*COLUMN_PARALLEL, "query_key_value.weight", "query_key_value.bias", "word_embeddings.weight")
+
+
+def save_torch_dist(directory, weights, masters, adam, names, ranks, optimizer):
+    """What megatron-core saves of `ranks` in its format torch_dist: alike layers as one tensor, cut into a piece for each."""
+    theirs = core_names(TRANSFORMER_ENGINE_LAYER)
+    states = {"": weights}
+    if optimizer != "buffers":
+        moments = {key: adam_state(adam, names, key) for key in ("exp_avg", "exp_avg_sq")}
+        copies = {"distributed": {"param": masters}, "plain": {"fp32_param": masters}, "fp32": {}}[optimizer]
+        states |= {f"optimizer.state.{key}.": tensors for key, tensors in (moments | copies).items()}
+    tensors = {}
+    for state, values in states.items():
+        stacks = {}
+        for ours, core in theirs.items():
+            stacks.setdefault(core.replace(".0.", ".").replace(".1.", "."), []).append(ours)
+        for core, layers in stacks.items():
+            full = torch.stack([cut(name, values[name], 0, 1, 3) for name in layers])
+            cuts = (
+                {1: ranks}
+                if layers[0].endswith(CUT_BY_ROWS)
+                else {2: ranks}
+                if layers[0].endswith(ROW_PARALLEL)
+                else {}
+            )
+            if ".layers." in core:
+                tensors[state + core] = full, {0: 2, **cuts}
+            else:
+                tensors[state + core] = full[0], {dim - 1: count for dim, count in cuts.items()}
+    if optimizer == "buffers":
+        tensors["optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.param"] = torch.zeros(64), {0: 2}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in adam["param_groups"]]
+    step = {float(state["step"]) for state in adam["state"].values()}.pop()
+    saved = {"param_groups": groups, "state": {"common_step": torch.tensor(step)}}
+    if optimizer == "distributed":
+        saved = {"param_groups": [group | {"step": step} for group in groups]}
+    folder = directory / "iter_0000012"
+    write_torch_dist(folder, tensors, {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": None})
+    common = {"args": args_of_v1(), "checkpoint_version": 3.0, "iteration": 12}
+    common["optimizer"] = saved if optimizer == "fp32" else {"optimizer": saved}
+    if optimizer == "buffers":
+        common["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
+    torch.save(common, folder / "common.pt")
+    (directory / "latest_checkpointed_iteration.txt").write_text("12")
+    return directory
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [(torch.float32, "fp32"), (torch.bfloat16, "plain"), (torch.bfloat16, "distributed")]
+)
+def test_the_format_torch_dist_has_everything_in_full(tmp_path, ranks, dtype, optimizer):
+    masters, weights, adam, names = trained(dtype)
+    checkpoint = read_megatron(
+        save_torch_dist(tmp_path, weights, masters, adam, names, ranks, optimizer), vocab_size=131
+    )
+    assert_state(checkpoint, "master", {name: masters[name] for name in CONFIG.full_shapes()})
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert_state(checkpoint, key, adam_state(adam, names, key))
+    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
+    assert checkpoint.global_steps == 12 and checkpoint.optimizer_type == "AdamW"
+    assert checkpoint.optimizer_counters == {"step": float(adam["state"][0]["step"])}
+    assert [group["lr"] for group in checkpoint.optimizer_groups] == [group["lr"] for group in adam["param_groups"]]
+    torch.save({}, tmp_path / "iter_0000012" / "common.pt")
+    alone = read_megatron(tmp_path, **KNOWN)
+    assert alone.optimizer_counters is None and alone.global_steps == 0
+    assert_state(alone, "master", {name: weights[name] for name in CONFIG.full_shapes()})
+
+
+def test_of_buffers_of_the_distributed_optimizer_the_weights_are_read_with_a_warning(tmp_path, caplog):
+    masters, weights, adam, names = trained(torch.bfloat16)
+    save_torch_dist(tmp_path, weights, masters, adam, names, 2, "buffers")
+    with caplog.at_level(logging.WARNING):
+        checkpoint = read_megatron(tmp_path, vocab_size=131)
+    assert "weights only" in caplog.text and "--dist-ckpt-optim-fully-reshardable" in caplog.text
+    assert checkpoint.optimizer_counters is None and checkpoint.global_steps == 12
+    assert_state(checkpoint, "master", {name: weights[name] for name in CONFIG.full_shapes()})
+
+
+@pytest.mark.parametrize("damage", [dict.clear, lambda saved: saved["optimizer"]["param_groups"][0].update(step=9.0)])
+def test_an_optimizer_of_torch_dist_that_does_not_fit_is_left_out_with_a_warning(tmp_path, caplog, damage):
+    masters, weights, adam, names = trained(torch.bfloat16)
+    save_torch_dist(tmp_path, weights, masters, adam, names, 1, "distributed")
+    path = tmp_path / "iter_0000012" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    damage(common["optimizer"])
+    torch.save(common, path)
+    with caplog.at_level(logging.WARNING):
+        checkpoint = read_megatron(tmp_path, vocab_size=131)
+    assert "weights only, the optimizer would start anew" in caplog.text and checkpoint.optimizer_counters is None
+    assert_state(checkpoint, "master", {name: weights[name] for name in CONFIG.full_shapes()})
 
 
 def test_the_imported_model_computes_what_megatron_had_trained(tmp_path):

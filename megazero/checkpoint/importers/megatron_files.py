@@ -1,0 +1,62 @@
+"""What a checkpoint of Megatron-LM holds, in whichever of its formats; and our names for its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megazero.checkpoint.importers.foreign import Read
+from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer
+
+WEIGHTS_ONLY = "%s: weights only, the optimizer would start anew: %s"  # a warning: the folder, and why
+
+# Wrappers and levels that our names do not have, and words that later versions use for the same things.
+_LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
+_LATER_WORDS = (
+    ("encoder.", "transformer."),
+    ("decoder.", "transformer."),
+    # Transformer Engine has a norm in the layer behind it.
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".post_attention_layernorm."),
+    (".self_attention.", ".attention."),
+    (".linear_qkv.", ".query_key_value."),
+    (".linear_proj.", ".dense."),
+    (".linear_fc1.", ".dense_h_to_4h."),
+    (".linear_fc2.", ".dense_4h_to_h."),
+    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
+    ("_norm.", "_layernorm."),
+)
+
+
+@dataclass(frozen=True)
+class MegatronFiles:
+    """A checkpoint whose tensors are read later. Lists are by rank, of those that layers were cut over.
+
+    Attributes:
+        shards: by our names, tensors with the shapes of the parameters that the rank holds.
+        states: by our names, what reads a parameter's "master" weights and, with an optimizer, "exp_avg" and "exp_avg_sq".
+        args: Megatron's arguments, as plain data.
+        version: its number for the order of the rows of query_key_value.
+        iteration: how many steps were taken.
+        lr_scheduler: the state of our schedule, where the files show it.
+    """
+
+    shards: Sequence[Mapping[str, Tensor]]
+    states: Sequence[Mapping[str, Mapping[str, Read]]]
+    args: Mapping[str, Any]
+    version: float
+    iteration: int
+    optimizer: MegatronOptimizer | None
+    lr_scheduler: dict[str, Any] | None = None
+
+
+def our_name(name: str) -> str:
+    """Our name of a parameter of any release."""
+    name = _LEVELS.sub("", name)
+    for later, ours in _LATER_WORDS:
+        name = name.replace(later, ours)
+    return name

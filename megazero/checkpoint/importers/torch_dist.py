@@ -1,0 +1,139 @@
+"""Reads folders of torch.distributed.checkpoint (Megatron-LM's "torch_dist", FSDP2) without running anything in them.
+
+    .metadata       a pickle: the shape of each tensor, and of each of its pieces the place, the file and the bytes in it
+    __0_0.distcp    pieces, each as `torch.save` writes it, one behind the other
+
+Places are in full, logical coordinates, so it does not matter how many ranks wrote the pieces.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.importers.torch_files import Record, load_torch_bytes
+
+_METADATA = ".metadata"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Every class and function that the pickle names is an inert `Record`, but for the shapes: nothing is imported."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return tuple if (module, name) == ("torch", "Size") else Record
+
+
+@dataclass(frozen=True)
+class _Piece:
+    place: tuple[int, ...]  # of its first element in the tensor
+    shape: tuple[int, ...]
+    path: Path
+    start: int  # of its bytes in the file
+    length: int
+
+    def read(self) -> Tensor:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.length)
+        tensor = load_torch_bytes(data, f"{self.path}, {self.length} bytes from byte {self.start} on,")
+        if not isinstance(tensor, Tensor) or tensor.numel() != math.prod(self.shape):
+            raise ValueError(
+                f"{self.path} has no tensor of shape {list(self.shape)} at byte {self.start}: it is damaged."
+            )
+        return tensor.detach().reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of which only the shape has been read.
+
+    Attributes:
+        shape: full.
+        pieces: that together cover it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[_Piece, ...]
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU.
+
+        Raises:
+            OSError: a file is missing or cannot be read.
+            ValueError: a piece is missing or damaged.
+        """
+        if not self.pieces or sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+            raise ValueError(
+                f"{self.name} of shape {list(self.shape)} is not complete: it has {len(self.pieces)} pieces."
+            )
+        first, *others = (piece.read() for piece in self.pieces)
+        if not others:
+            return first.reshape(self.shape)
+        full = torch.empty(self.shape, dtype=first.dtype)
+        for piece, tensor in zip(self.pieces, [first, *others], strict=True):
+            full[tuple(slice(a, a + n) for a, n in zip(piece.place, piece.shape, strict=True))] = tensor
+        return full
+
+    def unstacked(self) -> list[SavedTensor]:
+        """The tensors of which it consists along its first dimension.
+
+        Raises:
+            ValueError: a piece belongs to several of them.
+        """
+        if any(piece.shape[:1] != (1,) for piece in self.pieces):
+            raise ValueError(f"{self.name} of shape {list(self.shape)} has pieces of several layers.")
+        rows = range(self.shape[0])
+        pieces = [
+            [replace(p, place=p.place[1:], shape=p.shape[1:]) for p in self.pieces if p.place[0] == row] for row in rows
+        ]
+        return [SavedTensor(f"{self.name}[{row}]", self.shape[1:], tuple(pieces[row])) for row in rows]
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint has written the folder."""
+    return (folder / _METADATA).is_file()
+
+
+def read_torch_dist(folder: Path) -> dict[str, SavedTensor]:
+    """The tensors of the folder by name; what else it holds is left out.
+
+    Raises:
+        OSError: its list of contents cannot be read.
+        ValueError: the list is damaged, or of another kind.
+    """
+    path = folder / _METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        stored = {
+            (key.fqn, key.offset): place for key, place in metadata.storage_data.items() if hasattr(key, "offset")
+        }
+        return {
+            name: SavedTensor(
+                name, tensor.size, tuple(_piece(folder, chunk, stored[name, chunk.offsets]) for chunk in tensor.chunks)
+            )
+            for name, tensor in metadata.state_dict_metadata.items()
+            if hasattr(tensor, "chunks")
+        }
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"{path} cannot be read as the list of what a distributed checkpoint holds ({error!r}). It is damaged, not "
+            "complete, or of another version; copy the folder again."
+        ) from error
+
+
+def _piece(folder: Path, chunk: Any, stored: Any) -> _Piece:
+    if Path(stored.relative_path).name != stored.relative_path:
+        raise ValueError(f"{stored.relative_path!r} is no file of the folder")
+    if getattr(stored, "transform_descriptors", None):
+        raise ValueError(f"{stored.relative_path} is compressed: {stored.transform_descriptors}")
+    return _Piece(chunk.offsets, chunk.sizes, folder / stored.relative_path, stored.offset, stored.length)
