@@ -20,11 +20,11 @@ PIECE_NUMEL = 1 << 20  # elements of a large weight that have a random stream of
 def draw_normal_(weight: Tensor, std: float) -> None:
     """Fills `weight` with values from N(0, std^2), by all of torch's threads: one draws some 0.2 billion per second.
 
-    They depend on the state of the default generator, and not on the number of threads.
+    They depend on the state of the default generator of the weight's device, and not on the number of threads.
     """
     if has_torch_function((weight,)):
         handle_torch_function(draw_normal_, (weight,), weight, std)
-    elif weight.numel() <= PIECE_NUMEL or type(weight) is not Tensor:  # a fake one has no values
+    elif weight.numel() <= PIECE_NUMEL or not _is_on_host(weight):
         nn.init.normal_(weight, std=std)
     else:
         pieces = weight.detach().view(-1).split(PIECE_NUMEL)
@@ -32,6 +32,10 @@ def draw_normal_(weight: Tensor, std: float) -> None:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(lambda piece, generator: piece.normal_(0.0, std, generator=generator), pieces, generators))
+
+
+def _is_on_host(weight: Tensor) -> bool:
+    return type(weight) is Tensor and weight.device.type == "cpu"  # a fake tensor, of another type, has no values
 
 
 def normal_init(config: GPT2Config) -> InitMethod:

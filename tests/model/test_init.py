@@ -56,6 +56,22 @@ def test_a_small_weight_has_the_values_of_torchs_initializer(pieces_of_1000):
         assert weight[3, 7] == torch.empty(10, 100).normal_(0, 0.1, generator=torch.Generator().manual_seed(5))[3, 7]
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "meta",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_a_large_weight_on_a_device_is_drawn_by_the_generator_of_that_device(pieces_of_1000, device):
+    state = torch.get_rng_state()
+    init.draw_normal_(torch.empty(70, 100, device=device), std=0.1)
+    assert torch.equal(torch.get_rng_state(), state), "the CPU's is left alone"
+
+
 def test_no_draws_writes_zeros_into_a_large_weight(pieces_of_1000):
     with NoDraws():
         init.draw_normal_(weight := torch.ones(70, 100), std=0.1)
