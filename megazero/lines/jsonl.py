@@ -13,6 +13,8 @@ from megazero.lines.compressed import COMPRESSED, DAMAGE, decompressed, is_compr
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _KEYS_SHOWN = 8
+# Python reads some 900 to 990 levels, the fewer the more calls it is in: so a worker would read more than a step without workers.
+_DEEPEST = 500
 _PIECE_BYTES = 1 << 20
 _COMPRESSION = 4  # of text, when guessing how much a file holds
 _COMPRESSING = (*COMPRESSED, ".parquet")
@@ -198,8 +200,13 @@ def read_object(line: bytes, key: str) -> dict[str, Any]:
     text = decoded(line)
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        is_too_deep = line.count(b"[") + line.count(b"{") > _DEEPEST and _depth(content) > _DEEPEST
+    except RecursionError:
+        is_too_deep = True
+    except ValueError as error:
         raise LineError(f"bad JSON: {error}") from error
+    if is_too_deep:
+        raise LineError(f"bad JSON: more than {_DEEPEST} lists and objects inside of each other")
     if not isinstance(content, dict):
         raise LineError(f"not a JSON object but {type(content).__name__}")
     if key not in content:
@@ -209,6 +216,15 @@ def read_object(line: bytes, key: str) -> dict[str, Any]:
     if not isinstance(content[key], str):
         raise LineError(f"the value of {key!r} is not a string but {type(content[key]).__name__}")
     return content
+
+
+def _depth(content: Any) -> int:  # noqa: ANN401 (any JSON value)
+    """How many lists and objects lie inside of each other."""
+    depth, level = 0, [content]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def name_of(document: Mapping[str, Any], keys: Sequence[str] = ID_KEYS) -> str | None:

@@ -30,6 +30,7 @@ BAD_LINES = {
     b'{"body": "no text"}': "no key 'text'",
     b'{"text": 5}': "not a string but int",
     b"[1, 2]": "not a JSON object",
+    b'{"text": "", "deep": ' + b"[" * 500 + b"]" * 500 + b"}": "more than 500 lists and objects inside of each other",
     b'{"text": "' + b"x" * 60_000 + b'"}': "a line of 60013 bytes, more than",
 }
 BAD_URLS = {
