@@ -170,11 +170,14 @@ class LossScaler:
                 extra=ALIKE,
             )
         if self.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
+            advice = "Lower the learning rate (--lr), or lengthen its warm-up."
+            if self.scale > 1:  # else there is none, or a smaller one would not help
+                advice += (
+                    f" The loss scale is fixed at {self.scale}; 0 (--loss-scale, fp16.loss_scale) makes it dynamic."
+                )
             raise FloatingPointError(
                 f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, the last time first in "
-                f"{where or 'an unknown place'}, and nothing was learned in them. "
-                f"The loss scale is fixed at {self.scale}. Lower the learning rate (--lr), lengthen its warm-up, or "
-                "let the scale follow the gradients (no --loss-scale)."
+                f"{where or 'an unknown place'}, and nothing was learned in them. {advice}"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,8 +75,15 @@ def test_static_scale_never_moves_and_a_broken_run_ends():
     for overflow in [True, False] * 30 + [True] * 19:
         scaler.update(overflow)
     assert scaler.scale == 8.0
-    with pytest.raises(FloatingPointError, match="20 steps in a row"):
+    with pytest.raises(FloatingPointError, match=r"20 steps in a row.* fixed at 8\.0; 0 \(--loss-scale"):
         scaler.update(True)
+
+
+def test_without_a_loss_scale_none_is_blamed():
+    scaler = LossScaler.from_config(PrecisionConfig(bf16=True))
+    with pytest.raises(FloatingPointError, match=r"20 steps in a row(?!.*scale)"):
+        for _ in range(20):
+            scaler.update(True)
 
 
 def test_a_broken_run_ends_although_it_restarts():
