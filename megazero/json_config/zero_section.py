@@ -83,8 +83,8 @@ class ZeroSection:
     delayed_param_update: int = key(
         0,
         OBEYED,
-        "not DeepSpeed's: from this step on, an offloaded update runs while the next step computes with weights one step older; "
-        "0: never",
+        "not DeepSpeed's: after so many steps, an offloaded update runs while the next step computes with weights one step "
+        "older; 0: never",
         at_least=0,
     )
 

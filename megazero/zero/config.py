@@ -96,7 +96,7 @@ class ZeroConfig:
     )
     delayed_param_update: int = option(
         0,
-        "from this step on, run an offloaded update while the next step computes with weights one step older; 0: never",
+        "after so many steps, run an offloaded update while the next step computes with weights one step older; 0: never",
     )
     nvme_path: str | None = option(
         None, "directory on the drive to which --offload-optimizer nvme and --offload-param nvme swap", per_host=True
