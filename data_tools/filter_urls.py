@@ -42,7 +42,7 @@ class UrlFilter:
     """A line function: keeps the URL of a line.
 
     Args:
-        domains: registered domains ("example.co.uk") to leave out.
+        domains: registered domains ("example.co.uk"), in ASCII, to leave out.
         extensions: endings of file names to leave out, with their dot, in lower case.
     """
 
@@ -77,8 +77,9 @@ def _suffixes() -> Callable[[str], Any]:
 
 @lru_cache(_HOSTS_KNOWN)
 def _registered_domain(host: str) -> str:
-    parts = _suffixes()(host)
-    return f"{parts.domain}.{parts.suffix}" if parts.domain and parts.suffix else host
+    name = _in_ascii(host)[0]
+    parts = _suffixes()(name)
+    return f"{parts.domain}.{parts.suffix}" if parts.domain and parts.suffix else name
 
 
 def _host_and_path(url: str) -> tuple[str, str]:
@@ -87,7 +88,7 @@ def _host_and_path(url: str) -> tuple[str, str]:
         host, path = simple[1].lower().rstrip("."), simple[2] or ""
     else:
         host, path = _split(url)
-    fault = _fault_of_host(host)
+    fault = _in_ascii(host)[1]
     if fault is not None:
         raise Dropped("malformed", url, fault)
     return host, path
@@ -108,14 +109,15 @@ def _split(url: str) -> tuple[str, str]:
 
 
 @lru_cache(_HOSTS_KNOWN)
-def _fault_of_host(host: str) -> str | None:
+def _in_ascii(host: str) -> tuple[str, str | None]:
+    """A host as networks spell it, xn--bcher-kva.example for bücher.example, and what is wrong with it; None for nothing."""
     if ":" in host:
-        return None  # an address, which urlsplit has checked
+        return host, None  # an address, which urlsplit has checked
     try:
         name = host.encode("idna").decode()
     except UnicodeError as error:
-        return f"host: {error}"
-    return None if _HOST.fullmatch(name) else "no valid host"
+        return host, f"host: {error}"
+    return name, None if _HOST.fullmatch(name) else "no valid host"
 
 
 def url_digest(line: bytes) -> bytes | None:

@@ -87,6 +87,15 @@ def test_lists_of_ones_own(tmp_path):
         (tmp_path / "extensions").write_text(f".html\n{entry}\n")
         with pytest.raises(ValueError, match=f"--extensions .*extensions: .* the entry {entry}: write {valid}$"):
             run_step("filter_urls", *flags, "--extensions", tmp_path / "extensions")
+    (tmp_path / "urls.txt").write_text(
+        "http://www.bücher.de/z\nhttp://www.xn--bcher-kva.de/z\n", "utf-8"
+    )  # the same host
+    (tmp_path / "domains").write_text("xn--bcher-kva.de\n")
+    run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
+    assert (tmp_path / "out.txt").read_text() == ""
+    (tmp_path / "domains").write_text("bücher.de\n", "utf-8")
+    with pytest.raises(ValueError, match="no URL is found by the entry bücher.de: write xn--bcher-kva.de"):
+        run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
     (tmp_path / "domains").write_bytes(b"example.com\nb\xfccher.example\n")
     with pytest.raises(ValueError, match="--domains .*domains is not UTF-8 text, at byte 13"):
         run_step("filter_urls", *flags, "--domains", tmp_path / "domains")
