@@ -483,6 +483,21 @@ def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
     assert (engine.module_state_dict()["head.weight"] == 2.0).all()
 
 
+def test_a_tie_that_is_one_memory_of_two_parameters_is_refused_where_it_would_be_lost(one_rank):
+    tied = nn.ModuleDict({"head": nn.Linear(4, 7, bias=False), "embedding": nn.Embedding(7, 4)})
+    tied["head"].weight = tied["embedding"].weight
+    tied.load_state_dict(tied.state_dict(), assign=True)
+    transposed = nn.ModuleList([nn.Linear(4, 7, bias=False), nn.Linear(7, 4, bias=False)])
+    transposed[1].weight.data = transposed[0].weight.data.t()
+    for model, names in ((tied, "'head.weight' and 'embedding.weight'"), (transposed, "'0.weight' and '1.weight'")):
+        for parameter in list(model.parameters())[:2]:
+            with pytest.raises(DeepSpeedConfigError, match=f"^Parameters {names} are two parameters in one memory"):
+                deepspeed.initialize(model=model, config=CONFIG)
+            parameter.requires_grad_(False)
+        frozen = nn.ModuleList([model, nn.Linear(2, 2)])  # nothing changes what they share
+        deepspeed.initialize(model=frozen, config=CONFIG)
+
+
 def expanded_case() -> None:
     model, rank = make_model(), torch.distributed.get_rank()
     model.register_buffer("mask", torch.full((1, 3), float(rank + 1)).expand(2, 3))
