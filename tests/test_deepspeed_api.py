@@ -500,15 +500,17 @@ def test_a_tie_that_is_one_memory_of_two_parameters_is_refused_where_it_would_be
 
 def expanded_case() -> None:
     model, rank = make_model(), torch.distributed.get_rank()
-    model.register_buffer("mask", torch.full((1, 3), float(rank + 1)).expand(2, 3))
+    expanded = torch.full((1, 3), float(rank + 1)).expand(2, 3)
+    model.register_buffer("mask", expanded)
+    model.register_parameter("scale", nn.Parameter(expanded, requires_grad=False))
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     state = engine.module_state_dict()
-    assert state["mask"].tolist() == 2 * [[1.0, 1.0, 1.0]]
+    assert state["mask"].tolist() == state["scale"].tolist() == 2 * [[1.0, 1.0, 1.0]]
     engine.load_module_state_dict({"mask": 2 * state["mask"]}, strict=False)
     assert model.mask.tolist() == 2 * [[2.0, 2.0, 2.0]]
 
 
-def test_an_expanded_buffer_is_that_of_the_first_rank_and_loads():
+def test_an_expanded_buffer_or_parameter_is_that_of_the_first_rank_and_loads():
     run_ranks(2, expanded_case)
 
 

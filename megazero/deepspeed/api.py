@@ -225,15 +225,18 @@ def _refuse_ties_by_memory(model: nn.Module) -> None:
 def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Moves parameters to the device, and buffers to the device and dtype; the engine's buckets cast the parameters."""
     for parameter in model.parameters():
-        if not isinstance(parameter, ReleasedParameter) and parameter.device != device:
-            parameter.data = parameter.data.to(device)
+        if not isinstance(parameter, ReleasedParameter) and (parameter.device != device or 0 in parameter.stride()):
+            parameter.data = _writable(parameter.data.to(device))
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            moved = buffer.to(device, dtype if buffer.is_floating_point() else None)
-            # An expanded one cannot be written to: it gets an element's memory for every element, as a move to a GPU gives it.
-            moved = moved.clone() if 0 in moved.stride() else moved
+            moved = _writable(buffer.to(device, dtype if buffer.is_floating_point() else None))
             if moved is not buffer:  # setting it again would make a parameter of one that is an nn.Parameter
                 setattr(module, name, moved)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or if it is expanded, a copy with memory for every element, as a move to a GPU gives it."""
+    return tensor.clone() if 0 in tensor.stride() else tensor
 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
