@@ -47,7 +47,8 @@ from megazero.zero.waiting import Waiting
 logger = get_logger(__name__)
 
 # What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or of a size of 0.
-_MISSES_MEMORY = re.compile(r"setStorage|\(0\)|\[0\]|\b0x\d|\dx0\b")
+# Or, if its values are on their way, of a version of `ON_THE_WAY` or more.
+_MISSES_MEMORY = re.compile(r"setStorage|\(0\)|\[0\]|\b0x\d|\dx0\b|at version \d{10}\b")
 _READ_UNNOTICED = (
     "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "
     "own it has read it, while the unit happened to be whole: call megazero.zero.register_external_parameter(module, parameter) "

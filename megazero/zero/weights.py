@@ -23,6 +23,8 @@ from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
 
+ON_THE_WAY = 2**31  # added to the versions of parameters that are being gathered; other versions are lower
+
 
 class Weights:
     """P of one bucket.
@@ -83,6 +85,8 @@ class Weights:
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         gather = partial(self._channel.all_gather_, self.flat, self.name)
         self._gather_work = self._arrival.fill(self.shard, self.part, gather)
+        # A backward that no hook has announced would read memory without values. By the version, autograd raises an error.
+        self._set_versions([version + ON_THE_WAY for version in self._versions])
 
     def prefetch(self) -> None:
         """Announces that `gather` comes soon, so that the shard starts on its way from its home."""
@@ -101,6 +105,7 @@ class Weights:
             return
         work, self._gather_work = self._gather_work, None
         work.wait()
+        self._set_versions(self._versions)
         self.is_gathered = True
         self._point_parameters()
 
@@ -272,6 +277,9 @@ class Weights:
         """Records that the master weights agree with P."""
         self._versions = self._current_versions()
 
+    def _set_versions(self, versions: list[int]) -> None:
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters.values()), tuple(versions))
+
     def _current_versions(self) -> list[int]:
         with asked_directly():
-            return [parameter._version for parameter in self.parameters.values()]
+            return [parameter._version % ON_THE_WAY for parameter in self.parameters.values()]

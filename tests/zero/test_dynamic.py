@@ -756,6 +756,34 @@ def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
     run_ranks(2, twice_case)
 
 
+class LeavesAside(Block):
+    """Leaves a term of the loss in an attribute; its backward comes before that of what the block returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        self.aside = self.down(self.up(x)).square().mean()
+        return y
+
+
+def aside_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = make_engine(nn.Sequential(*[LeavesAside(4) for _ in range(3)]), 3)
+    loss = engine(torch.ones(6, 4)).mean() + sum(block.aside for block in engine.module)
+    with pytest.raises(RuntimeError, match=r"other than through what it returns \(an attribute"):
+        engine.backward(loss)
+    engine.zero_grad()
+    with torch.no_grad():
+        engine(torch.ones(6, 4))
+    for block in engine.module:
+        block.aside = 0
+    engine.backward(engine(torch.ones(6, 4)).mean())
+    engine.step()
+
+
+def test_a_backward_of_a_unit_whose_parameters_are_on_their_way_is_refused():
+    run_ranks(2, aside_case)
+
+
 def penalty_case() -> None:
     """A term of the script's own, with its backward inside of GatheredParameters, and outside."""
     mpu.initialize_model_parallel(1)
