@@ -112,6 +112,8 @@ class Engine:
             _refuse_max_norm(model)  # sharded parameters refuse every write in a forward
         cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
+        if self.sharding.gradients:
+            _refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
         plans = plan_buckets(
             model,
             units,
@@ -699,6 +701,16 @@ def _refuse_max_norm(model: nn.Module) -> None:
                 f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which scales the rows "
                 "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
                 "max_norm; to limit norms, scale the rows of all ranks between two steps."
+            )
+
+
+def _refuse_scripted(model: nn.Module, hooked: set[nn.Module], stage: int) -> None:
+    """Raises if one of the modules on which this stage puts hooks takes none."""
+    for name, module in model.named_modules():
+        if module in hooked and isinstance(module, torch.jit.RecursiveScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} was made by torch.jit.script and takes no hooks, which stage {stage} needs there. Give "
+                "the engine the module itself, and compile it with torch.compile; or use stage 0 or 1."
             )
 
 

@@ -398,6 +398,18 @@ def test_gradients_in_parameters_are_dropped_before_an_engine_and_refused_before
     engine.step()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_scripted_modules_train_or_are_refused_where_they_would_need_hooks(stage, one_rank):
+    inside, block = Toy(block=lambda h: nn.Sequential(torch.jit.script(nn.Linear(h, h)), nn.Tanh())), Toy()
+    block.blocks[1] = torch.jit.script(nn.Linear(5, 5))
+    for model, name, lowest in ((inside, "blocks.0.0", 3), (block, "blocks.1", 2)):
+        if stage >= lowest:
+            with pytest.raises(ValueError, match=f"^{name} was made by torch.jit.script .*stage {stage} "):
+                make_engine(model, stage)
+        else:
+            one_step(make_engine(model, stage), my_batch())
+
+
 class Written(Toy):
     """Its forward writes into parameters, in one of three ways."""
 
