@@ -724,14 +724,30 @@ def test_auto_is_what_the_flags_say(with_file):
     assert config.deepspeed.scheduler is None
 
 
-def test_the_files_schedule_is_used_unless_flags_describe_one(with_file):
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10}}
+@pytest.mark.parametrize(
+    "kind, peak, params",
+    [
+        ("WarmupLR", "warmup_max_lr", {"warmup_num_steps": 10}),
+        ("OneCycle", "cycle_max_lr", {"cycle_min_lr": 0.0}),
+        ("OneCycleLR", "max_lr", {"total_steps": 10}),
+        ("CyclicLR", "max_lr", {"base_lr": 0.0, "cycle_momentum": False}),
+    ],
+)
+def test_the_files_schedule_is_used_unless_flags_describe_one(with_file, kind, peak, params):
+    schedule = {"type": kind, "params": {**params, peak: 0.1}}
     config, log = with_file({"scheduler": schedule}, "--lr 1e-3")
-    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params["warmup_max_lr"] == 1e-3
-    assert "--lr 0.001 wins over scheduler.params.warmup_max_lr 0.1 of " in log
+    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params[peak] == 1e-3
+    assert f"--lr 0.001 wins over scheduler.params.{peak} 0.1 of " in log
     config, log = with_file({"scheduler": schedule}, "--warmup 0.1 --lr-decay-style cosine")
     assert config.deepspeed.scheduler is None
-    assert "--warmup 0.1 --lr-decay-style cosine wins over scheduler WarmupLR of " in log
+    assert f"--warmup 0.1 --lr-decay-style cosine wins over scheduler {kind} of " in log
+    config, _ = with_file({"scheduler": {"type": kind, "params": {**params, peak: "auto"}}}, "--train-iters 80")
+    assert config.deepspeed.scheduler is not None and config.deepspeed.scheduler.params[peak] == 1e-4
+
+
+def test_flags_describe_a_schedule_in_place_of_one_of_torch_that_scales_the_rate(with_file):
+    config, log = with_file({"scheduler": {"type": "StepLR", "params": {"step_size": 10}}}, "--lr-decay-style cosine")
+    assert config.deepspeed.scheduler is None and "--lr-decay-style cosine wins over scheduler StepLR of " in log
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.config import ZERO, ZERO_FIELDS
-from megazero.json_config.job_flags import BATCH_KEYS, STEPS_KEY, WARMUP_FIELDS, Flags
+from megazero.json_config.job_flags import BATCH_KEYS, PEAK_LR, STEPS_KEY, WARMUP_FIELDS, Flags
 from megazero.json_config.schema import ALWAYS, every_key
 from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, OptimizerSection
 from megazero.mpu.groups import check_model_parallel_size
@@ -70,8 +70,7 @@ def _auto(flags: Flags) -> dict[str, Any]:
         "optimizer.params.betas": [flags.value("adam_beta1"), flags.value("adam_beta2")],
         **{f"optimizer.params.{key}": flags.value(field) for key, field in ADAM_FIELDS.items()},
         "scheduler.params.warmup_min_lr": 0.0,
-        "scheduler.params.warmup_max_lr": flags.value("lr"),
-        "scheduler.params.cycle_max_lr": flags.value("lr"),
+        **{f"scheduler.params.{key}": flags.value("lr") for key in PEAK_LR.values()},
         "scheduler.params.warmup_num_steps": max(1, int(schedule.warmup_iters(iterations))),
         "scheduler.params.total_num_steps": iterations,
     }

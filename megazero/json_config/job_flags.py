@@ -11,7 +11,7 @@ from megazero.json_config.config import ZERO
 from megazero.json_config.schema import AUTO, join, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.optim.lr_schedule import LRScheduleConfig
-from megazero.optim.schedules import SCHEDULES
+from megazero.optim.schedules import SCHEDULES, TORCH_SCHEDULES
 from megazero.option import as_given
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,13 @@ HOME_KEYS = {
     "offload_param": {"nvme_path": "nvme_path", "pin_memory": "pin_memory"},
 }
 WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
-PEAK_LR = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+PEAK_LR = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+    "OneCycleLR": "max_lr",
+    "CyclicLR": "max_lr",
+}
 
 
 class Flags:
@@ -144,7 +150,7 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
         return  # there is none, or the reader will report what is wrong
     kind, params = section.get("type"), dict(section.get("params", {}))
-    if kind not in SCHEDULES:
+    if kind not in SCHEDULES and kind not in TORCH_SCHEDULES:
         return  # the reader will name the known ones
     others = [field for field in SCHEDULE_FIELDS if field in flags.given]
     if params.get("warmup_num_steps") == AUTO:
