@@ -15,12 +15,12 @@ from megazero.model.state_dict import slice_full
 class PlainBlock(nn.Module):
     """A pre-LN block on [b, s, h] with attention spelled out."""
 
-    def __init__(self, h, heads, f):
+    def __init__(self, h, heads, f, epsilon=1e-5):
         super().__init__()
         self.heads = heads
-        self.input_layernorm = nn.LayerNorm(h)
+        self.input_layernorm = nn.LayerNorm(h, epsilon)
         self.attention = nn.ModuleDict({"query_key_value": nn.Linear(h, 3 * h), "dense": nn.Linear(h, h)})
-        self.post_attention_layernorm = nn.LayerNorm(h)
+        self.post_attention_layernorm = nn.LayerNorm(h, epsilon)
         self.mlp = nn.ModuleDict({"dense_h_to_4h": nn.Linear(h, f), "dense_4h_to_h": nn.Linear(f, h)})
 
     def forward(self, x, mask):
@@ -39,14 +39,14 @@ class PlainGPT2(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        h = config.hidden_size
+        h, epsilon = config.hidden_size, config.layernorm_epsilon
         self.word_embeddings = nn.Embedding(config.vocab_size, h)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, h)
         self.transformer = nn.Module()
         self.transformer.layers = nn.ModuleList(
-            PlainBlock(h, config.num_attention_heads, config.mlp_size) for _ in range(config.num_layers)
+            PlainBlock(h, config.num_attention_heads, config.mlp_size, epsilon) for _ in range(config.num_layers)
         )
-        self.transformer.final_layernorm = nn.LayerNorm(h)
+        self.transformer.final_layernorm = nn.LayerNorm(h, epsilon)
 
     def forward(self, tokens):
         s = tokens.size(1)

@@ -75,6 +75,10 @@ def test_loss_logits_and_gradients_equal_plain_gpt2(world_size):
     run_ranks(world_size, loss_and_gradients_case, small_config())
 
 
+def test_another_epsilon_of_the_norms_equals_plain_gpt2_with_it():
+    run_ranks(2, loss_and_gradients_case, small_config(layernorm_epsilon=0.5))
+
+
 def test_three_ranks_with_three_heads_and_an_odd_mlp_equal_plain_gpt2():
     run_ranks(3, loss_and_gradients_case, small_config(hidden_size=21, num_attention_heads=3, intermediate_size=33))
 

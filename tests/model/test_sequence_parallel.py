@@ -58,6 +58,7 @@ WAYS = [
     {"sequence_chunk_size": 5},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"layernorm_epsilon": 0.5},
 ]
 
 
