@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero import comm, mpu
-from megazero.zero.config import ZeroConfig
+from megazero.zero.config import HOMES, ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import hidden_matrices
 from megazero.zero.residency import GatherLimits
@@ -17,7 +17,6 @@ from tests.zero.models import APART, SHARING, Wide, make_engine, step, token_bat
 from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled
 
 STAGES = (0, 1, 2, 3)
-HOMES = ("none", "cpu", "nvme")
 
 
 @pytest.fixture(params=[1, 8, 64, 1024])
