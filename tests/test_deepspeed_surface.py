@@ -127,6 +127,11 @@ def test_names_of_the_package():
     assert callable(deepspeed.checkpointing.configure) and deepspeed.comm and deepspeed.ops.adam.DeepSpeedCPUAdam
 
 
+def test_modules_inside_ops_and_utils_need_no_import_of_their_own():
+    code = "deepspeed.ops.adam.FusedAdam, deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint"
+    subprocess.run([sys.executable, "-c", f"import megazero as deepspeed; {code}"], check=True)
+
+
 # ---- joining the world
 
 

@@ -1,9 +1,10 @@
-"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, and the logger."""
+"""DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, `zero_to_fp32`, and the logger."""
 
 import logging
 from typing import Any
 
 from megazero.missing_names import missing
+from megazero.utils import zero_to_fp32
 from megazero.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -46,6 +47,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "zero_to_fp32",
 ]
 
 
