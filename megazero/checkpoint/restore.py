@@ -129,6 +129,7 @@ def continue_run(
             raise ValueError(f"{counters}")
     state.global_steps, state.skipped_steps = counters.pop("global_steps"), counters.pop("skipped_steps")
     state.counters.update(counters)
+    state.optimizer.loss_scaler.cur_iter = state.global_steps
     with reader.well_formed("loss_scaler"):
         if index["loss_scaler"] is not None:
             state.optimizer.loss_scaler.load_state_dict(_numbers(index["loss_scaler"]))
