@@ -654,6 +654,24 @@ def test_deepspeeds_further_keywords_of_init_pass_while_they_ask_for_nothing(one
         deepspeed.zero.Init(shard=True)
 
 
+def test_what_initialize_constructs_is_not_sharded_by_the_zero_init_around_it(one_rank):
+    built = nn.ModuleList()
+
+    def make_optimizer(groups):
+        built.append(nn.Linear(2, 2))
+        built.append(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        return torch.optim.AdamW(groups)
+
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init():
+        model = make_model()
+        with pytest.raises(AssertionError, match="neither is given"):
+            deepspeed.initialize(model=model)
+        deepspeed.initialize(model=model, optimizer=make_optimizer, config=config)
+        later = nn.Linear(2, 2)
+    assert hasattr(later.weight, "ds_id") and not any(hasattr(p, "ds_id") for p in built.parameters())
+
+
 def test_init_casts_parameters_alone_and_only_where_it_is_told_to(one_rank):
     class Scaled(nn.Linear):
         def __init__(self) -> None:

@@ -17,6 +17,7 @@ from megazero.deepspeed.optimizer import check_evaluation, client_optimizer, giv
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import ALIKE, get_logger, setup_logging
 from megazero.mpu.groups import ParallelGroups
+from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
@@ -38,6 +39,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+@suspended()  # a zero.Init around it does not shard what the callables among the arguments construct
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

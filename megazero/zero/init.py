@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -40,6 +41,20 @@ _OFF = {
     "zero_quantized_nontrainable_weights": _QUANTIZED,
 }
 _BUFFERS, _BUFFER_NBYTES = 4, 1 << 22  # host buffers on the way to the swap file
+_active: list[Init] = []  # the innermost last
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside the block, modules are constructed as outside of every `zero.Init` around it."""
+    around = [*_active]
+    for init in around:
+        init._stop()
+    try:
+        yield
+    finally:
+        for init in around:
+            init._start()
 
 
 class Init:
@@ -59,6 +74,8 @@ class Init:
     - under `torch.no_grad()` everything (`p.norm()`, `p[0].zero_()`), except functions that hand out memory (`p.numpy()`).
 
     Each such access gathers one bucket, so every rank must make it, and computes in the sharded dtype.
+
+    `megazero.initialize` suspends the context: what its callables construct is not sharded.
 
     Parameters on the meta device, such as those that `from_pretrained` loads, have no values yet. They are sharded at the end of
     the context.
@@ -127,20 +144,13 @@ class Init:
     def __enter__(self) -> Init:
         """Starts to shard modules as they are constructed."""
         if self.enabled:
-            self._handles = [
-                register_module_module_registration_hook(self._on_child),
-                register_module_parameter_registration_hook(self._on_parameter),
-            ]
-            writers.append(_write)
+            self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Shards the modules without a parent, and ends."""
-        for handle in self._handles:
-            handle.remove()
-        if self._handles:
-            writers.remove(_write)
-        self._handles = []
+        if self.enabled:
+            self._stop()
         if kind is None and self.enabled:
             gc.collect()  # what constructors have dropped, in cycles, is gone on every rank, so that all broadcast the same
             for seen in self._seen:
@@ -148,6 +158,22 @@ class Init:
                 if module is not None:
                     self._shard(module)
         self._seen = []
+
+    def _start(self) -> None:
+        """Watches the construction of modules, until `_stop`."""
+        self._handles = [
+            register_module_module_registration_hook(self._on_child),
+            register_module_parameter_registration_hook(self._on_parameter),
+        ]
+        writers.append(_write)
+        _active.append(self)
+
+    def _stop(self) -> None:
+        """Ends what `_start` began; what has been constructed until now is sharded when the context ends."""
+        for handle in self._handles:
+            handle.remove()
+        writers.remove(_write)
+        _active.remove(self)
 
     def _on_child(self, _: nn.Module, __: str, child: nn.Module | None) -> None:
         if child is not None:  # the constructor that attaches it may still write its own parameters
