@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megazero import comm
+from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.storage import is_same_memory, part_of
 
-Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"
+Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"; an int where it is one, and not a tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,7 @@ class SlicedOptimizer:
         self._steps_slices = False  # step_slices() is under way
         self._refusal: RemovableHandle | None = None
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
+        self._counts_in_tensors = isinstance(self.torch_optimizer, TORCH_ELEMENTWISE)
         states = list(self.state.values())  # Adagrad makes its state when it is built, and none for later parameters
         if states and any(bucket.is_trainable and bucket.states[MASTER].resident is None for bucket in buckets):
             raise ValueError(
@@ -80,7 +82,7 @@ class SlicedOptimizer:
             )
         at_birth = states[0].items() if states else ()
         self._flat_at_birth = {key: float(value[0]) for key, value in at_birth if _is_flat(value)}
-        self._scalars_at_birth = {key: float(value) for key, value in at_birth if not _is_flat(value)}
+        self._scalars_at_birth = {key: _as_number(value) for key, value in at_birth if not _is_flat(value)}
         for piece in self.slices:
             self.adopt_state(piece)
 
@@ -221,7 +223,11 @@ class SlicedOptimizer:
             self._vector(bucket, key)
             state[key] = _part_in_memory(bucket, key, piece)
         for key, value in counters.items():
-            if not self._counts_in_group and key not in bucket.states:
+            if self._counts_in_group or key in bucket.states:
+                continue
+            if isinstance(value, int) and not self._counts_in_tensors:
+                state[key] = value
+            else:
                 state[key] = torch.full((), value, dtype=torch.float32, device=self._device_of(key, piece))
 
     def begin_adam(self, piece: Slice) -> None:
@@ -327,8 +333,8 @@ class SlicedOptimizer:
                 values = {key: value for key, value in state.items() if not _is_flat(value) and value is not None}
                 group = self.param_groups[piece.span.group]
                 if self._counts_in_group and "step" in group:
-                    values["step"] = group["step"]
-                mine = {key: float(value) for key, value in values.items()}
+                    values["step"] = float(group["step"])
+                mine = {key: _as_number(value) for key, value in values.items()}
                 found.update(dict.fromkeys(_names_in(piece), mine))
         return found
 
@@ -401,3 +407,7 @@ def _names_in(piece: Slice) -> list[str]:
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1
+
+
+def _as_number(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)

@@ -561,6 +561,44 @@ def test_states_of_16_bits_and_settings_that_json_has_not(world, tmp_path):
         assert torch.equal(Reader(tmp_path).read("0.weight", "momentum").view(-1), part.float())
 
 
+class Adam(torch.optim.Optimizer):
+    """Of a library that counts in an int; and with a scalar tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(key, torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                state["weight"] = 0.999 * state.get("weight", torch.zeros(())) + 1
+                p.sub_(p.grad, alpha=0.1 * (1 - 0.999 ** state["step"]))
+
+
+def test_a_count_that_is_an_int_stays_one(world, tmp_path):
+    engine = simple_engine(optimizer=Adam)
+    for _ in range(3):
+        one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    loaded = simple_engine(optimizer=Adam)
+    loaded.load_checkpoint(str(tmp_path))
+    for each in (engine, loaded):
+        each.module[0].requires_grad_(False)  # the states move to other slices
+        one_step(each)
+        assert {type(state["step"]) for state in each.optimizer.state.values()} == {int}
+        assert {state["weight"].dtype for state in each.optimizer.state.values()} == {torch.float32}
+    assert loaded.optimizer.counters() == engine.optimizer.counters()
+    assert torch.equal(loaded.module[1].weight, engine.module[1].weight)
+    other = simple_engine()  # torch's AdamW counts in a tensor
+    other.load_checkpoint(str(tmp_path))
+    one_step(other)
+    assert all(torch.equal(state["step"], torch.tensor(4.0)) for state in other.optimizer.state.values())
+
+
 @pytest.mark.parametrize("is_part", [False, True])
 def test_cycled_momentum_continues(world, tmp_path, is_part):
     def build() -> Engine:
