@@ -45,16 +45,17 @@ def _collective(what: str) -> Iterator[None]:
         ) from error
 
 
-def _state_keys(bucket: Bucket, optimizer: BucketOptimizer, key: str, segment: Segment | None = None) -> list[str]:
-    """The names of the states that parameters of the bucket, or one of them, have; `key` is what is asked for. Collective."""
+def _state_keys(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> list[str]:
+    """The names of the states that a parameter has on any rank; `key` is what is asked for. Collective."""
+    # A parameter without elements lies in no slice: it has what the bucket's others have.
     with _collective(f"reading the optimizer's state {key!r}"):
-        return optimizer.state_keys_everywhere([bucket], segment)[bucket]
+        return optimizer.state_keys_everywhere([bucket], segment if segment.numel else None)[bucket]
 
 
 @contextmanager
-def _owned_state(bucket: Bucket, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
-    """The owned range of one state, zeros if this rank has trained nothing yet; None if no rank has the state."""
-    if key != MASTER and key not in _state_keys(bucket, optimizer, key):
+def _owned_state(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
+    """The owned range of one state, zeros if this rank has trained nothing yet; None if the parameter has no such state."""
+    if key != MASTER and key not in _state_keys(bucket, segment, optimizer, key):
         yield None
         return
     with optimizer.state_at_hand(Tile(bucket, 0, bucket.owned_numel), [key]) as states:
@@ -83,7 +84,7 @@ def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor |
         return None
     bucket, segment, optimizer = found
     name = "safe_get_full_fp32_param" if key == MASTER else "safe_get_full_optimizer_state"
-    with _owned_state(bucket, optimizer, key) as owned, _collective(f"{name} of {segment.name}"):
+    with _owned_state(bucket, segment, optimizer, key) as owned, _collective(f"{name} of {segment.name}"):
         return None if owned is None else view_of(bucket.whole(owned), segment).clone()
 
 
@@ -111,7 +112,7 @@ def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor 
     if found is None:
         return None
     bucket, segment, optimizer = found
-    with _owned_state(bucket, optimizer, key) as owned:
+    with _owned_state(bucket, segment, optimizer, key) as owned:
         return None if owned is None else bucket.owned_part(owned, segment)[0].detach().clone()
 
 
@@ -200,8 +201,7 @@ def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
 
 def _refuse_stateless(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> None:
     """Raises a KeyError, on every rank, if nothing could be written: one without a part of the parameter cannot tell."""
-    # A parameter without elements lies in no slice: it has what the bucket's others have.
-    keys = _state_keys(bucket, optimizer, key, segment if segment.numel else None)
+    keys = _state_keys(bucket, segment, optimizer, key)
     if key not in keys:
         raise KeyError(
             f"the optimizer has no state {key!r} of {segment.name}: it has {keys}, after a step that trains it."

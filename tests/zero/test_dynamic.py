@@ -439,6 +439,8 @@ def stateless_case() -> None:
         weight, nothing = engine.module.blocks[0].up.weight, engine.module.blocks[1].nothing
         weight.requires_grad_(False)  # in a bucket whose other parameters are trained
         one_step(engine, my_batch())
+        assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
+        assert utils.safe_get_local_optimizer_state(weight, "exp_avg") is None
         weight.requires_grad_(True)
         engine(my_batch())
         with pytest.raises(KeyError, match=r"no state 'exp_avg' of blocks\.0\.up\.weight: it has \[\], after a step"):
@@ -448,9 +450,10 @@ def stateless_case() -> None:
             utils.safe_set_local_optimizer_state(weight, torch.ones_like(part), "exp_avg")
         if stage < 3:  # its bucket has other parameters
             utils.safe_set_full_optimizer_state(nothing, torch.ones_like(nothing), "exp_avg")
+            assert utils.safe_get_full_optimizer_state(nothing, "exp_avg").numel() == 0
 
 
-def test_a_state_that_does_not_exist_yet_cannot_be_set():
+def test_a_state_that_does_not_exist_yet_is_none_and_cannot_be_set():
     run_ranks(2, stateless_case)
 
 
