@@ -24,25 +24,33 @@ class GatheredParameters:
     changes. Parameters that neither an engine nor `zero.Init` holds are left alone.
 
     Args:
-        params: a parameter, or any iterable of them.
+        params: a parameter, or any iterable of them. None, for a bias that a layer does not have, is left alone.
         modifier_rank: rank, in the data-parallel group, whose changes are kept.
         fwd_module: a module that will read these parameters in its forward; they are registered as external to it.
         enabled: False makes the context do nothing.
 
     Raises:
+        TypeError: something else than parameters is given, such as the names that a dict iterates over.
         RuntimeError: some ranks did not enter; an enclosing context has gathered a sharded parameter already; a parameter was
             changed without `modifier_rank`, or was given data of another shape.
     """
 
     def __init__(
         self,
-        params: nn.Parameter | Iterable[nn.Parameter],
+        params: nn.Parameter | Iterable[nn.Parameter | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
         self.modifier_rank = modifier_rank
-        self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        given = [params] if params is None or isinstance(params, Tensor) else list(params)
+        for other in given:
+            if other is not None and not isinstance(other, Tensor):
+                raise TypeError(
+                    f"GatheredParameters: found a {type(other).__name__} among the parameters. Give parameters, such as "
+                    "module.parameters() or the values() of a dict."
+                )
+        self._parameters = [parameter for parameter in given if isinstance(parameter, nn.Parameter)]
         self.buckets: list[Bucket] = []
         for parameter in self._parameters if enabled else []:
             bucket = bucket_of(parameter)

@@ -460,6 +460,12 @@ def gathered_case(dtype: torch.dtype, stage: int) -> None:
         plain.weight.fill_(1.0)
     with zero.GatheredParameters(plain.weight, enabled=False):
         pass
+    bias = nn.Linear(2, 2, bias=False).bias
+    with zero.GatheredParameters([weight, bias, torch.ones(2)]), zero.GatheredParameters(bias):
+        assert weight.shape == (15, 5)
+    for names, kind in ((dict(plain.named_parameters()), "str"), (plain.named_parameters(), "tuple")):
+        with pytest.raises(TypeError, match=rf"found a {kind} among the parameters.*values\(\) of a dict"):
+            zero.GatheredParameters(names)
     with pytest.raises(ValueError, match="modifier_rank=5"):
         zero.GatheredParameters(weight, modifier_rank=5)
 
