@@ -641,6 +641,20 @@ def test_megatrons_groups_and_ours_are_the_same_to_initialize(one_rank):
     assert engine.groups is mpu.get_groups()
 
 
+def test_states_are_read_and_set_by_deepspeeds_keywords(one_rank):
+    engine, utils = initialize(zero_optimization={"stage": 2}), deepspeed.utils
+    one_step(engine, x_of(0))
+    engine.backward(engine(x_of(1)).square().mean())
+    param = next(engine.module.parameters())
+    for extent in ("full", "local"):
+        for what in ("fp32_param", "grad", "optimizer_state"):
+            key = {"optim_state_key": "exp_avg"} if what == "optimizer_state" else {}
+            get, set_ = (getattr(utils, f"safe_{verb}_{extent}_{what}") for verb in ("get", "set"))
+            value = get(param=param, **key) + 1.0
+            set_(param=param, value=value, **key)
+            torch.testing.assert_close(get(param=param, **key), value)
+
+
 def test_deepspeeds_further_keywords_of_init_pass_while_they_ask_for_nothing(one_rank):
     off = {"param_swapper": None, "sequence_data_parallel_group": None, "zero_param_parallel_group": None}
     off.update(zero_quantized_weights=False, zero_quantized_nontrainable_weights=False)

@@ -72,28 +72,28 @@ def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
     return bucket, segment, bucket.gradient.to_mean / optimizer.cur_scale
 
 
-def safe_get_full_fp32_param(parameter: nn.Parameter) -> Tensor | None:
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """A copy of the full fp32 master weight; None if the parameter is not trained. Collective."""
-    return safe_get_full_optimizer_state(parameter, MASTER)
+    return safe_get_full_optimizer_state(param, MASTER)
 
 
-def safe_get_full_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """A copy of the full state `key` ("exp_avg", "exp_avg_sq"); None if there is none (yet). Collective."""
-    found = _find(parameter)
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A copy of the full state `optim_state_key` ("exp_avg", "exp_avg_sq"); None if there is none (yet). Collective."""
+    found = _find(param)
     if found is None:
         return None
     bucket, segment, optimizer = found
-    name = "safe_get_full_fp32_param" if key == MASTER else "safe_get_full_optimizer_state"
-    with _owned_state(bucket, segment, optimizer, key) as owned, _collective(f"{name} of {segment.name}"):
+    name = "safe_get_full_fp32_param" if optim_state_key == MASTER else "safe_get_full_optimizer_state"
+    with _owned_state(bucket, segment, optimizer, optim_state_key) as owned, _collective(f"{name} of {segment.name}"):
         return None if owned is None else view_of(bucket.whole(owned), segment).clone()
 
 
-def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The full mean gradient, fp32, without loss scale; None unless it has been reduced and not been used. Collective.
 
     It is reduced by a step's last backward; at stages 2 and 3 by every backward, as the sum so far.
     """
-    found = _reduced(parameter)
+    found = _reduced(param)
     if found is None:
         return None
     bucket, segment, factor = found
@@ -101,24 +101,24 @@ def safe_get_full_grad(parameter: nn.Parameter) -> Tensor | None:
         return view_of(bucket.whole(owned), segment).float() * factor
 
 
-def safe_get_local_fp32_param(parameter: nn.Parameter) -> Tensor | None:
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """A copy of this rank's part of the fp32 master weight: 1-D, possibly empty."""
-    return safe_get_local_optimizer_state(parameter, MASTER)
+    return safe_get_local_optimizer_state(param, MASTER)
 
 
-def safe_get_local_optimizer_state(parameter: nn.Parameter, key: str) -> Tensor | None:
-    """A copy of this rank's part of the state `key`: 1-D, possibly empty. Collective: a rank may own nothing that has state."""
-    found = _find(parameter)
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A copy of this rank's part of a state: 1-D, possibly empty. Collective: a rank may own nothing that has state."""
+    found = _find(param)
     if found is None:
         return None
     bucket, segment, optimizer = found
-    with _owned_state(bucket, segment, optimizer, key) as owned:
+    with _owned_state(bucket, segment, optimizer, optim_state_key) as owned:
         return None if owned is None else bucket.owned_part(owned, segment)[0].detach().clone()
 
 
-def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the mean gradient, without loss scale; None except between a step's last backward and step()."""
-    found = _reduced(parameter)
+    found = _reduced(param)
     if found is None:
         return None
     bucket, segment, factor = found
@@ -126,72 +126,72 @@ def safe_get_local_grad(parameter: nn.Parameter) -> Tensor | None:
         return bucket.owned_part(owned, segment)[0].float() * factor
 
 
-def safe_set_full_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
-    bucket, segment, _ = _to_set(parameter, "safe_set_full_fp32_param", values)
+    bucket, segment, _ = _to_set(param, "safe_set_full_fp32_param", value)
     with bucket.master_to_write() as master:
-        bucket.write(master, segment, values)
+        bucket.write(master, segment, value)
     bucket.publish_master()
 
 
-def safe_set_full_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
-    """Writes the state `key`. Every rank calls it with the same full values.
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Writes the state `optim_state_key`. Every rank calls it with the same full values.
 
     Raises:
         KeyError: the optimizer has no such state of the parameter, or has not trained it yet.
     """
-    if key == MASTER:
-        safe_set_full_fp32_param(parameter, values)
+    if optim_state_key == MASTER:
+        safe_set_full_fp32_param(param, value)
         return
-    bucket, segment, optimizer = _to_set(parameter, "safe_set_full_optimizer_state", values)
-    _refuse_stateless(bucket, segment, optimizer, key)
-    _set_state(bucket, segment, optimizer, key, values.reshape(-1), first=0)
+    bucket, segment, optimizer = _to_set(param, "safe_set_full_optimizer_state", value)
+    _refuse_stateless(bucket, segment, optimizer, optim_state_key)
+    _set_state(bucket, segment, optimizer, optim_state_key, value.reshape(-1), first=0)
 
 
-def safe_set_full_grad(parameter: nn.Parameter, values: Tensor) -> None:
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
-    bucket, segment, optimizer = _to_set(parameter, "safe_set_full_grad", values)
+    bucket, segment, optimizer = _to_set(param, "safe_set_full_grad", value)
     if not bucket.gradient.is_reduced:
         raise RuntimeError(
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     with bucket.gradient.at_hand(writes=True) as owned:
-        bucket.write(owned, segment, _summed(values, bucket, optimizer))
+        bucket.write(owned, segment, _summed(value, bucket, optimizer))
 
 
-def safe_set_local_fp32_param(parameter: nn.Parameter, values: Tensor) -> None:
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Writes this rank's part of the fp32 master weight: 1-D, with the size that the getter returns. Collective."""
-    bucket, segment, _ = _to_set(parameter, "safe_set_local_fp32_param")
+    bucket, segment, _ = _to_set(param, "safe_set_local_fp32_param")
     with bucket.master_to_write() as master:
-        _set_local(bucket.owned_part(master, segment)[0], values)
+        _set_local(bucket.owned_part(master, segment)[0], value)
     bucket.publish_master()
 
 
-def safe_set_local_optimizer_state(parameter: nn.Parameter, values: Tensor, key: str) -> None:
-    """Writes this rank's part of the state `key`: 1-D, with the size that the getter returns. Collective, like the getter."""
-    if key == MASTER:
-        safe_set_local_fp32_param(parameter, values)
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Writes this rank's part of a state: 1-D, with the size that the getter returns. Collective, like the getter."""
+    if optim_state_key == MASTER:
+        safe_set_local_fp32_param(param, value)
         return
-    found = _find(parameter)
+    found = _find(param)
     if found is None:
-        raise KeyError(f"the parameter has no state {key!r} (yet).")
+        raise KeyError(f"the parameter has no state {optim_state_key!r} (yet).")
     bucket, segment, optimizer = found
-    _refuse_stateless(bucket, segment, optimizer, key)
+    _refuse_stateless(bucket, segment, optimizer, optim_state_key)
     low, high = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)
-    _refuse_other_shape(torch.Size([high - low]), values)
-    _set_state(bucket, segment, optimizer, key, values, first=low - segment.start)
+    _refuse_other_shape(torch.Size([high - low]), value)
+    _set_state(bucket, segment, optimizer, optim_state_key, value, first=low - segment.start)
 
 
-def safe_set_local_grad(parameter: nn.Parameter, values: Tensor) -> None:
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Writes this rank's part of the mean gradient (without loss scale): 1-D, with the size that the getter returns."""
-    found = _find(parameter)
+    found = _find(param)
     if found is None or not found[0].gradient.is_reduced:
         raise RuntimeError(
             "safe_set_local_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     bucket, segment, optimizer = found
     with bucket.gradient.at_hand(writes=True) as owned:
-        _set_local(bucket.owned_part(owned, segment)[0], _summed(values, bucket, optimizer))
+        _set_local(bucket.owned_part(owned, segment)[0], _summed(value, bucket, optimizer))
 
 
 def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
