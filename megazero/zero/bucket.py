@@ -379,6 +379,13 @@ class Bucket:
                 "gradient_clipping."
             )
 
+    def drop_gradients(self) -> None:
+        """Forgets this step's gradients, also one that a backward which has failed there has left in a parameter's `.grad`."""
+        self.gradient.zero()
+        with asked_directly():
+            for segment in self.trained_segments:
+                self.parameters[segment.name].grad = None
+
     def accumulate(self, segment: Segment) -> None:
         """Adds the parameter's `.grad` to G and drops it, so that `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]

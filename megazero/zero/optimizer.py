@@ -199,7 +199,7 @@ class BucketOptimizer(SlicedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last update. `set_to_none` exists for torch's sake and has no effect here."""
         for bucket in self._trained:
-            bucket.gradient.zero()
+            bucket.drop_gradients()
 
     def refuse_torn(self) -> None:
         """Raises if an update or a load has failed in the middle, so that some weights or moments are new and some are old."""

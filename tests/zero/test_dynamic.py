@@ -20,6 +20,7 @@ from megazero import comm, mpu, utils
 from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, ZeroConfig
+from megazero.zero.gradient import Gradient
 from tests.ranks import run_ranks
 from tests.zero.models import (
     APART,
@@ -111,6 +112,10 @@ def exception_case() -> None:
             handle.remove()
             engine.zero_grad()
             engine(my_batch()).backward()  # not the engine's: its gradients are dropped
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(Gradient, "_allocated", lambda _: 1 / 0)  # there is no memory for G
+            engine.backward(engine(my_batch()))
+        engine.zero_grad()  # of a gradient that has not got into G, too
         one_step(engine, my_batch())
         same_weights(engine, want)
         engine.backward(engine(my_batch()))  # has reduced everything at stages 2 and 3
