@@ -106,8 +106,8 @@ class Weights:
         work, self._gather_work = self._gather_work, None
         work.wait()
         self._set_versions(self._versions)
-        self.is_gathered = True
         self._point_parameters()
+        self.is_gathered = True  # last: after an interrupt before it, the next use gathers again
 
     def release(self) -> None:
         """Frees all of P but this rank's shard. Does nothing if P is not sharded, or is held or kept.

@@ -14,6 +14,7 @@ from megazero import mpu, utils, zero
 from megazero.engine import Engine, EngineStateError
 from megazero.zero.access import load_state_dict
 from megazero.zero.config import ZeroConfig
+from megazero.zero.weights import Weights
 from tests.ranks import run_ranks
 from tests.zero.models import (
     OPTIMIZERS,
@@ -185,6 +186,18 @@ def test_after_ctrl_c_in_a_forward_what_a_script_saves_stays_valid(one_rank):
         taken = weight.detach()
     assert taken.untyped_storage().nbytes() > 0
     one_step(engine, my_batch())
+
+
+def test_after_ctrl_c_while_parameters_are_made_whole_the_engine_trains_on(one_rank, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    engine = fresh(3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Weights, "show_parameters", interrupt)
+        engine(my_batch())
+    one_step(engine, my_batch())
+    assert engine.global_steps == 1
 
 
 def held_case() -> None:
