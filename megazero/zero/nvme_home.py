@@ -199,9 +199,8 @@ class SwappedVector:
         try:
             yield part
             if vector is not None:
-                transfer = vector._write(place, buffer)
-                is_kept = True  # until it has been written
-                vector.home.written(transfer)
+                is_kept = True  # until it has been written: an interrupt may come when that has begun
+                vector.home.written(vector._write(place, buffer))
         finally:
             if not is_kept:
                 give_back(buffer)

@@ -152,6 +152,24 @@ def test_after_a_failed_read_all_buffers_are_there(tmp_path, pipelined):
     assert home.nbytes <= 6 * PAGE
 
 
+def test_after_ctrl_c_a_write_that_has_begun_has_its_buffer_to_itself(tmp_path, monkeypatch):
+    home, transport, vectors = gated_home(tmp_path)
+    write = home.swap.write
+
+    def interrupted(*args, **options):
+        write(*args, **options)
+        raise KeyboardInterrupt
+
+    transport.held.add("write")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), vectors[0].at_hand(writes=True) as values:
+        patch.setattr(home.swap, "write", interrupted)
+        values.fill_(10.0)
+    assert values_of(vectors[1:]) == [1, 2, 3, 4, 5]
+    transport.let_all_go()
+    transport.events.wait("write", 0, "ends")
+    assert values_of(vectors) == [10, 1, 2, 3, 4, 5]
+
+
 def test_what_was_read_ahead_of_a_write_is_read_again(tmp_path):
     _, _, vectors = gated_home(tmp_path)
     vectors[0].prefetch()
