@@ -424,7 +424,7 @@ def test_the_imported_model_computes_what_megatron_had_trained(tmp_path):
     model = PlainGPT2(CONFIG)
     randomize(model)
     contents = [
-        {"args": args_of_v1(layernorm_epsilon=1e-5), "checkpoint_version": 2.0, "model": nested(part)}
+        {"args": args_of_v1(), "checkpoint_version": 2.0, "model": nested(part)}
         for part in (rank_weights(model.state_dict(), rank, 2, 2) for rank in range(2))
     ]
     checkpoint = read_megatron(save(tmp_path, contents, "release", "release"), vocab_size=131)
