@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +41,20 @@ class _Piece:
     length: int
 
     def read(self) -> Tensor:
+        size = self.path.stat().st_size
         with self.path.open("rb") as file:
-            file.seek(self.start)
-            data = file.read(self.length)
+            file.seek(min(self.start, size))  # damaged, they may be any numbers
+            data = file.read(min(self.length, size))
         tensor = load_torch_bytes(data, f"{self.path}, {self.length} bytes from byte {self.start} on,")
         if not isinstance(tensor, Tensor) or tensor.numel() != math.prod(self.shape):
             raise ValueError(
                 f"{self.path} has no tensor of shape {list(self.shape)} at byte {self.start}: it is damaged."
             )
         return tensor.detach().reshape(self.shape)
+
+    def overlaps(self, other: _Piece) -> bool:
+        spans = zip(self.place, self.shape, other.place, other.shape, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in spans)
 
 
 @dataclass(frozen=True)
@@ -69,15 +77,18 @@ class SavedTensor:
             OSError: a file is missing or cannot be read.
             ValueError: a piece is missing or damaged.
         """
-        if not self.pieces or sum(math.prod(piece.shape) for piece in self.pieces) != math.prod(self.shape):
+        covered = sum(math.prod(piece.shape) for piece in self.pieces)
+        is_twice = any(a.overlaps(b) for a, b in combinations(self.pieces, 2))
+        if not self.pieces or covered != math.prod(self.shape) or is_twice:
             raise ValueError(
-                f"{self.name} of shape {list(self.shape)} is not complete: it has {len(self.pieces)} pieces."
+                f"{self.name} of shape {list(self.shape)} is not complete: it has {len(self.pieces)} pieces, not side by side."
             )
-        first, *others = (piece.read() for piece in self.pieces)
-        if not others:
+        parts = (piece.read() for piece in self.pieces)
+        first = next(parts)
+        if len(self.pieces) == 1:
             return first.reshape(self.shape)
         full = torch.empty(self.shape, dtype=first.dtype)
-        for piece, tensor in zip(self.pieces, [first, *others], strict=True):
+        for piece, tensor in zip(self.pieces, chain([first], parts), strict=True):
             full[tuple(slice(a, a + n) for a, n in zip(piece.place, piece.shape, strict=True))] = tensor
         return full
 
@@ -85,20 +96,21 @@ class SavedTensor:
         """The tensors of which it consists along its first dimension.
 
         Raises:
-            ValueError: a piece belongs to several of them.
+            ValueError: a piece belongs to several of them, or one of them has none.
         """
         if any(piece.shape[:1] != (1,) for piece in self.pieces):
             raise ValueError(f"{self.name} of shape {list(self.shape)} has pieces of several layers.")
-        rows = range(self.shape[0])
-        pieces = [
-            [replace(p, place=p.place[1:], shape=p.shape[1:]) for p in self.pieces if p.place[0] == row] for row in rows
-        ]
-        return [SavedTensor(f"{self.name}[{row}]", self.shape[1:], tuple(pieces[row])) for row in rows]
+        rows: dict[int, list[_Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            rows[piece.place[0]].append(replace(piece, place=piece.place[1:], shape=piece.shape[1:]))
+        if self.shape[:1] != (len(rows),):
+            raise ValueError(f"{self.name} of shape {list(self.shape)} is not complete: it has {len(rows)} layers.")
+        return [SavedTensor(f"{self.name}[{row}]", self.shape[1:], tuple(rows[row])) for row in sorted(rows)]
 
 
 def is_torch_dist(folder: Path) -> bool:
     """Whether torch.distributed.checkpoint has written the folder."""
-    return (folder / _METADATA).is_file()
+    return (folder / _METADATA).is_file() or any(folder.glob("*.distcp"))  # a copy may have left out the hidden file
 
 
 def read_torch_dist(folder: Path) -> dict[str, SavedTensor]:
@@ -117,23 +129,36 @@ def read_torch_dist(folder: Path) -> dict[str, SavedTensor]:
         }
         return {
             name: SavedTensor(
-                name, tensor.size, tuple(_piece(folder, chunk, stored[name, chunk.offsets]) for chunk in tensor.chunks)
+                name,
+                _numbers(tensor.size),
+                tuple(_piece(folder, tensor.size, chunk, stored[name, chunk.offsets]) for chunk in tensor.chunks),
             )
             for name, tensor in metadata.state_dict_metadata.items()
             if hasattr(tensor, "chunks")
         }
-    except (OSError, MemoryError):
+    except OSError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can raise anything, and ask for any amount of memory
         raise ValueError(
             f"{path} cannot be read as the list of what a distributed checkpoint holds ({error!r}). It is damaged, not "
             "complete, or of another version; copy the folder again."
         ) from error
 
 
-def _piece(folder: Path, chunk: Any, stored: Any) -> _Piece:
+def _piece(folder: Path, full: Any, chunk: Any, stored: Any) -> _Piece:
     if Path(stored.relative_path).name != stored.relative_path:
         raise ValueError(f"{stored.relative_path!r} is no file of the folder")
     if getattr(stored, "transform_descriptors", None):
         raise ValueError(f"{stored.relative_path} is compressed: {stored.transform_descriptors}")
-    return _Piece(chunk.offsets, chunk.sizes, folder / stored.relative_path, stored.offset, stored.length)
+    place, shape = _numbers(chunk.offsets), _numbers(chunk.sizes)
+    if any(a + n > size for a, n, size in zip(place, shape, full, strict=True)):
+        raise ValueError(f"a piece of shape {list(shape)} at {list(place)} is outside of {list(full)}")
+    return _Piece(place, shape, folder / stored.relative_path, *_numbers((stored.offset, stored.length)))
+
+
+def _numbers(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Sizes or places, which a damaged list may have made anything."""
+    numbers = torch.Size(sizes)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"{list(numbers)} are no sizes")
+    return numbers

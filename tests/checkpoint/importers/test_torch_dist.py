@@ -52,6 +52,13 @@ def test_a_stack_gives_its_layers_and_reads_no_other(tmp_path, cuts):
         layers[3].read()
 
 
+def test_a_stack_without_one_of_its_layers_is_refused(tmp_path):
+    write_torch_dist(tmp_path, {"x": (torch.randn(3, 4), {0: 3})}, {})
+    edit_metadata(tmp_path, lambda contents: contents.state_dict_metadata["x"].__dict__.update(size=(10**15, 4)))
+    with pytest.raises(ValueError, match=r"x of shape \[1000000000000000, 4\] is not complete: it has 3 layers"):
+        read_torch_dist(tmp_path)["x"].unstacked()
+
+
 def test_a_piece_of_several_layers_cannot_be_unstacked(tmp_path):
     write_torch_dist(tmp_path, {"x": (torch.randn(6, 4), {0: 3})}, {})
     with pytest.raises(ValueError, match=r"x of shape \[6, 4\] has pieces of several layers"):
@@ -94,9 +101,21 @@ def lose_a_place(contents):
     contents.storage_data.pop(next(iter(contents.storage_data)))
 
 
+def change_place(**changes):
+    return lambda contents: vars(next(iter(contents.storage_data.values()))).update(changes)
+
+
+def change_shape(size):
+    return lambda contents: vars(contents.state_dict_metadata["x"]).update(size=size)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
+        (change_place(offset=-4), r"\[-4, \d+\] are no sizes"),
+        (change_place(length="9"), "TypeError"),
+        (change_shape((4, 4)), r"a piece of shape \[3, 4\] at \[3, 0\] is outside of \[4, 4\]"),
+        (change_shape((6, 4, 1)), "zip"),
         (lead_elsewhere, "'../other' is no file of the folder"),
         (compress, "is compressed.*zstd"),
         (lose_a_place, "KeyError"),
@@ -109,7 +128,10 @@ def test_a_list_of_contents_that_cannot_be_followed_is_refused(tmp_path, edit, m
         read_torch_dist(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", pickle.dumps({}), pickle.dumps(m.Metadata({}))[:-9]])
+ENDLESS = b"\x80\x04\x95" + (2**62).to_bytes(8, "little")  # a pickle that announces so many bytes
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", ENDLESS, pickle.dumps({}), pickle.dumps(m.Metadata({}))[:-9]])
 def test_another_file_in_place_of_the_list_of_contents_is_refused(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=f"{tmp_path}/.metadata cannot be read"):
@@ -143,3 +165,32 @@ def test_a_tensor_without_one_of_its_pieces_is_refused(tmp_path):
     edit_metadata(tmp_path, lambda contents: contents.state_dict_metadata["x"].chunks.pop())
     with pytest.raises(ValueError, match=r"x of shape \[6, 4\] is not complete: it has 1 pieces"):
         read_torch_dist(tmp_path)["x"].read()
+
+
+def test_pieces_that_overlap_are_refused_instead_of_leaving_a_gap(tmp_path):
+    write_torch_dist(tmp_path, {"x": (torch.randn(6, 4), {0: 3})}, {})
+
+    def move(contents):
+        moved, index = contents.state_dict_metadata["x"].chunks[2], m.MetadataIndex("x", (3, 0), 2)
+        contents.storage_data[index] = contents.storage_data.pop(m.MetadataIndex("x", (4, 0), 2))
+        moved.offsets = index.offset
+
+    edit_metadata(tmp_path, move)
+    with pytest.raises(ValueError, match=r"x of shape \[6, 4\] is not complete: it has 3 pieces"):
+        read_torch_dist(tmp_path)["x"].read()
+
+
+@pytest.mark.parametrize("place", [{"offset": 2**70}, {"offset": 8, "length": 2**62}])
+def test_a_place_that_the_file_has_not_is_named_and_asks_for_no_memory(tmp_path, place):
+    write_torch_dist(tmp_path, {"x": (torch.randn(6, 4), {})}, {})
+    edit_metadata(tmp_path, change_place(**place))
+    with pytest.raises(ValueError, match=f"__0_0.distcp, .* from byte {place['offset']} on, .*cannot be read"):
+        read_torch_dist(tmp_path)["x"].read()
+
+
+def test_a_copy_without_the_hidden_list_of_contents_is_told_what_is_missing(tmp_path):
+    write_torch_dist(tmp_path, {"x": (torch.randn(6, 4), {})}, {})
+    (tmp_path / ".metadata").unlink()
+    assert is_torch_dist(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"\.metadata"):
+        read_torch_dist(tmp_path)
