@@ -67,8 +67,13 @@ def read_megatron(
         ValueError: a size is not known, or the checkpoint is damaged, not complete or of another model.
     """
     folder = _folder(Path(directory), iteration)
-    saved = read_megatron_dist(folder) if is_torch_dist(folder) else _read_ranks(folder)
-    config = megatron_config(saved.shards, saved.args, vocab_size, num_attention_heads, folder)
+    try:
+        saved = read_megatron_dist(folder) if is_torch_dist(folder) else _read_ranks(folder)
+        config = megatron_config(saved.shards, saved.args, vocab_size, num_attention_heads, folder)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of data of other types
+        raise ValueError(
+            f"{folder} holds other values than Megatron-LM saves ({error!r}). It is damaged or of another version; copy it again."
+        ) from error
     shapes = config.full_shapes()
     cuts = _checked_cuts(saved.shards, shapes, folder)
 

@@ -526,6 +526,21 @@ def test_arguments_are_believed_and_checked(saved, tmp_path, caplog):
         read_megatron(save(tmp_path, contents, "iter_0000013", "13"), vocab_size=131)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"args": [1]}, {"args": args_of_v1(hidden_dropout="no")}, {"iteration": ()}, {"optimizer": torch.tensor(3)}],
+)
+def test_values_of_other_types_are_refused_in_either_format(saved, tmp_path, damage):
+    contents, _ = saved
+    contents[0].update(damage)
+    masters, weights, adam, names = trained(torch.bfloat16)
+    folder = save_torch_dist(tmp_path / "dist", weights, masters, adam, names, 1, "distributed") / "iter_0000012"
+    torch.save(torch.load(folder / "common.pt", weights_only=False) | damage, folder / "common.pt")
+    for directory in (save(tmp_path / "ranks", contents), folder.parent):
+        with pytest.raises(ValueError, match="iter_0000012 holds other values than Megatron-LM saves"):
+            read_megatron(directory, **KNOWN)
+
+
 def test_norms_of_later_releases_have_other_names_and_their_epsilon_too(saved, tmp_path):
     contents, weights = saved
     args = args_of_v1(norm_epsilon=1e-3)
