@@ -39,6 +39,7 @@ from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
+from megazero.zero.unfit import refuse_max_norm, refuse_scripted, refuse_shared_memory
 from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
@@ -104,16 +105,18 @@ class Engine:
         _check_world(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
+        else:
+            refuse_shared_memory(model)
         self.module = model
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
         self.sharding = self.zero.sharding
         if groups.data_parallel_size > 1 and optimizer_factory is not None and not self.sharding.parameters:
-            _refuse_max_norm(model)  # sharded parameters refuse every write in a forward
+            refuse_max_norm(model)  # sharded parameters refuse every write in a forward
         cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
         if self.sharding.gradients:
-            _refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
+            refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
         plans = plan_buckets(
             model,
             units,
@@ -691,27 +694,6 @@ def _connect(model: nn.Module) -> None:
         own = getattr(module, "checkpointer", None)
         if isinstance(own, activation_checkpointing.ActivationCheckpointer):
             own.connect()  # does nothing the second time
-
-
-def _refuse_max_norm(model: nn.Module) -> None:
-    """Raises if an embedding writes to its own weights in its forward, to the rows that this rank happens to look up."""
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which scales the rows "
-                "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
-                "max_norm; to limit norms, scale the rows of all ranks between two steps."
-            )
-
-
-def _refuse_scripted(model: nn.Module, hooked: set[nn.Module], stage: int) -> None:
-    """Raises if one of the modules on which this stage puts hooks takes none."""
-    for name, module in model.named_modules():
-        if module in hooked and isinstance(module, torch.jit.RecursiveScriptModule):
-            raise ValueError(
-                f"{name or 'the model'} was made by torch.jit.script and takes no hooks, which stage {stage} needs there. Give "
-                "the engine the module itself, and compile it with torch.compile; or use stage 0 or 1."
-            )
 
 
 def _check_world(groups: ParallelGroups) -> None:

@@ -21,7 +21,7 @@ from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
-from megazero.zero.storage import storage_id
+from megazero.zero.unfit import refuse_shared_memory
 
 logger = get_logger(__name__)
 
@@ -101,7 +101,7 @@ def initialize(
     if factory is None:
         check_evaluation(told, lr_scheduler)
     else:
-        _refuse_ties_by_memory(model)
+        refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
     grouped = named_groups(param_groups, model)
     _place(model, groups, told)
     declare_cuts(model, groups)
@@ -206,21 +206,6 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
             raise DeepSpeedConfigError(
                 f"Parameter {name!r} is {parameter.dtype}, but neither fp16 nor bf16 is enabled in the configuration. Add "
                 f'"{wanted}": {{"enabled": true}}, or {remedy}.'
-            )
-
-
-def _refuse_ties_by_memory(model: nn.Module) -> None:
-    """Raises if two parameters are one memory, of which one is trained: here each has its own, and the tie would be lost."""
-    found: dict[Any, tuple[str, nn.Parameter]] = {}  # by where each begins
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, ReleasedParameter) or not parameter.numel():
-            continue
-        first, other = found.setdefault((storage_id(parameter), parameter.storage_offset()), (name, parameter))
-        if other is not parameter and (other.requires_grad or parameter.requires_grad):
-            raise DeepSpeedConfigError(
-                f"Parameters {first!r} and {name!r} are two parameters in one memory, as after a.weight.data = b.weight.data or "
-                "load_state_dict(assign=True), and would be trained apart from each other. Make them one parameter "
-                "(a.weight = b.weight), or give each its own memory (a.weight.data = a.weight.data.clone())."
             )
 
 

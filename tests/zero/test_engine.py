@@ -226,6 +226,13 @@ def test_one_rank_may_scale_an_embedding_by_what_it_looks_up_and_trains_on_that(
     assert engine.state_dict()["weight"][2].norm() <= 1.0 + 1e-6
 
 
+def test_two_parameters_in_one_memory_are_refused(one_rank):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' are two parameters in one memory.*\.clone\(\)"):
+        make_engine(model)
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))

@@ -1,0 +1,48 @@
+"""Models that cannot be trained here as torch would train them: each function raises for one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.zero.parameter import ReleasedParameter
+from megazero.zero.storage import storage_id
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raises if two parameters are one memory, of which one is trained: here each has its own, and the tie would be lost."""
+    found: dict[Any, tuple[str, nn.Parameter]] = {}  # by where each begins
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, ReleasedParameter) or not parameter.numel():
+            continue
+        first, other = found.setdefault((storage_id(parameter), parameter.storage_offset()), (name, parameter))
+        if other is not parameter and (other.requires_grad or parameter.requires_grad):
+            raise ValueError(
+                f"Parameters {first!r} and {name!r} are two parameters in one memory, as after a.weight.data = b.weight.data or "
+                "load_state_dict(assign=True), and would be trained apart from each other. Make them one parameter "
+                "(a.weight = b.weight), or give each its own memory (a.weight.data = a.weight.data.clone())."
+            )
+
+
+def refuse_max_norm(model: nn.Module) -> None:
+    """Raises if an embedding writes to its own weights in its forward, to the rows that this rank happens to look up."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which scales the rows "
+                "that it looks up in place. Data-parallel ranks look up different rows, so their weights would differ. Drop "
+                "max_norm; to limit norms, scale the rows of all ranks between two steps."
+            )
+
+
+def refuse_scripted(model: nn.Module, hooked: Set[nn.Module], stage: int) -> None:
+    """Raises if one of the modules on which this stage puts hooks takes none."""
+    for name, module in model.named_modules():
+        if module in hooked and isinstance(module, torch.jit.RecursiveScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} was made by torch.jit.script and takes no hooks, which stage {stage} needs there. Give "
+                "the engine the module itself, and compile it with torch.compile; or use stage 0 or 1."
+            )
