@@ -389,7 +389,8 @@ class Bucket:
     def accumulate(self, segment: Segment) -> None:
         """Adds the parameter's `.grad` to G and drops it, so that `.grad` never outlives the hook."""
         parameter = self.parameters[segment.name]
-        assert parameter.grad is not None
+        if parameter.grad is None:  # a node behind it gave None, as an autograd.Function may: a gradient of zero
+            return
         if not is_same_memory(parameter, self.weights.views[segment.name]):
             raise RuntimeError(
                 f"Parameter {segment.name!r} has been given other memory since the engine was made (p.data = ..., model.to(), "

@@ -84,6 +84,25 @@ class HalfUsedBlock(Block):
         self.extra = nn.Linear(h, h)
 
 
+class NoGradient(torch.autograd.Function):
+    """Gives its input no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class NoGradientBlock(HalfUsedBlock):
+    """A block whose extra parameters the backward reaches, without a gradient for them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + NoGradient.apply(self.extra(x))
+
+
 @dataclass
 class Output:
     """What a block may return instead of a tensor."""
@@ -267,6 +286,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "block used twice, reentrant": lambda: Toy("reentrant", shared=True),
     "block used twice, non-reentrant": lambda: Toy("nonreentrant", shared=True),
     "unused parameter in every block": lambda: Toy(block=HalfUsedBlock),
+    "parameters that get no gradient": lambda: Toy(block=NoGradientBlock),
     "dataclass outputs": lambda: Toy(block=OutputBlock, picks=lambda out: out.extras["pair"][1]),
     "a cache handed on": CachingToy,
     "residual added in place": InPlaceToy,
