@@ -170,8 +170,8 @@ class Schedule:
         try:
             for bucket in self.buckets:
                 bucket.await_update()  # its gradients go to the home that the update works in
-            # Also waits for weights on their way that no forward has read.
-            self._gather(self.buckets if self._overlaps_param_gather else self._of_unit[ROOT])
+            self._gather(self._of_unit[ROOT])
+            self._await(self.buckets)  # weights on their way that no forward has read
             yield
         except RuntimeError as error:
             if self._sharded and _MISSES_MEMORY.search(str(error)):
@@ -368,6 +368,8 @@ class Schedule:
             for bucket in buckets:
                 bucket.await_update()
                 bucket.weights.gather()
+                if step < 0:
+                    bucket.weights.refuse_reads()
         for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
             if not bucket.is_updating:
                 bucket.weights.prefetch()

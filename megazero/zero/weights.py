@@ -23,7 +23,7 @@ from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
 
-ON_THE_WAY = 2**31  # added to the versions of parameters that are being gathered; other versions are lower
+ON_THE_WAY = 2**31  # added to the versions of parameters that no backward may read yet; other versions are lower
 
 
 class Weights:
@@ -85,8 +85,14 @@ class Weights:
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         gather = partial(self._channel.all_gather_, self.flat, self.name)
         self._gather_work = self._arrival.fill(self.shard, self.part, gather)
-        # A backward that no hook has announced would read memory without values. By the version, autograd raises an error.
-        self._set_versions([version + ON_THE_WAY for version in self._versions])
+
+    def refuse_reads(self) -> None:
+        """Until a gather under way is finished, makes autograd refuse what saved P before: a backward that no hook has announced.
+
+        Not for a gather of a forward, which may save a parameter on its way, as torch's checkpoint does with its arguments.
+        """
+        if self.is_gathering and not self.is_gathered:
+            self._set_versions([version + ON_THE_WAY for version in self._versions])
 
     def prefetch(self) -> None:
         """Announces that `gather` comes soon, so that the shard starts on its way from its home."""

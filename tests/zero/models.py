@@ -211,6 +211,19 @@ class TiedBlocksToy(Toy):
         third.up.weight = first.up.weight
 
 
+class WeightArgumentToy(Toy):
+    """Hands each block's weight to torch's checkpoint, which saves it before the block runs."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(with_weight, block, x, block.up.weight, use_reentrant=False)
+        return x
+
+
+def with_weight(block: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    return block(x) + x @ weight.t() @ weight
+
+
 class EmptyUnitToy(Toy):
     """All that the unit of one block has are parameters without elements."""
 
@@ -297,6 +310,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen layers, non-reentrant": lambda: FrozenToy("nonreentrant"),
     "blocks that share weights": TiedBlocksToy,
     "weights used twice, reentrant": lambda: TiedBlocksToy("reentrant"),
+    "weights that a checkpoint is given": WeightArgumentToy,
     "a unit without elements": EmptyUnitToy,
     "mlp 256-128-10": Mlp,
 }
