@@ -100,8 +100,7 @@ class Schedule:
         if self._sharded:
             self._watch_forwards(model, units)
         self._names_in = names_in = _names_by_unit(units, buckets)
-        self._overlaps_param_gather = zero.overlap_param_gather
-        if self._overlaps_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
+        if zero.overlap_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for unit, (names, following) in zip(units, pairwise([*names_in, {}]), strict=True):

@@ -15,7 +15,6 @@ nest them ("language_model", "embedding", ...) and save "args" and "checkpoint_v
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,15 +29,13 @@ from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTens
 from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
 from megazero.checkpoint.importers.megatron_cuts import cut_dimension
 from megazero.checkpoint.importers.megatron_dist import read_megatron_dist
-from megazero.checkpoint.importers.megatron_files import WEIGHTS_ONLY, MegatronFiles, our_name
-from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_optimizer
+from megazero.checkpoint.importers.megatron_files import MegatronFiles, optimizer_or_none, our_name
+from megazero.checkpoint.importers.megatron_optimizer import read_optimizer
 from megazero.checkpoint.importers.torch_dist import is_torch_dist
 from megazero.checkpoint.importers.torch_files import load_torch_dict, plain_data
 from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition
 from megazero.zero.bucket import MASTER
-
-logger = logging.getLogger(__name__)
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _QUERY_KEY_VALUE = ".attention.query_key_value."
@@ -119,7 +116,8 @@ def _folder(directory: Path, iteration: int | None) -> Path:
 def _read_ranks(folder: Path) -> MegatronFiles:
     files = [load_torch_dict(path, "model", "checkpoint of Megatron-LM") for path in _rank_files(folder)]
     shards = [_flat(file["model"]) for file in files]
-    states, optimizer = _optimizer(files, shards, folder)
+    found = optimizer_or_none(folder, files[0], lambda: read_optimizer([file["optimizer"] for file in files], shards))
+    states, optimizer = found or ([{name: {MASTER: x} for name, x in shard.items()} for shard in shards], None)
     iteration = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
     return MegatronFiles(
         shards,
@@ -193,20 +191,6 @@ def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:
     else:
         rows = part.unflatten(0, (-1, 3, head_size)).movedim(1, 0)
     return rows.reshape(part.shape)
-
-
-def _optimizer(
-    files: Sequence[Mapping[str, Any]], shards: Sequence[dict[str, Tensor]], folder: Path
-) -> tuple[Sequence[Mapping[str, Mapping[str, Tensor]]], MegatronOptimizer | None]:
-    """By rank and parameter what is saved of it, and the optimizer."""
-    if folder.name == "release" or "optimizer" not in files[0]:
-        logger.info("%s: weights only, it has no state of an optimizer", folder)
-    else:
-        try:
-            return read_optimizer([file["optimizer"] for file in files], shards)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            logger.warning(WEIGHTS_ONLY, folder, f"its state is in no known form ({error!r})")
-    return [{name: {MASTER: weight} for name, weight in shard.items()} for shard in shards], None
 
 
 def _schedule(saved: Any, iteration: int) -> dict[str, Any] | None:

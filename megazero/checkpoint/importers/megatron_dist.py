@@ -10,7 +10,6 @@ parameter's shape, and its name after theirs: "optimizer.state.exp_avg.decoder. 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,13 +18,11 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint.importers.megatron_files import WEIGHTS_ONLY, MegatronFiles, our_name
+from megazero.checkpoint.importers.megatron_files import MegatronFiles, optimizer_or_none, our_name
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_common
 from megazero.checkpoint.importers.torch_dist import SavedTensor, read_torch_dist
 from megazero.checkpoint.importers.torch_files import load_torch_file, plain_data
 from megazero.zero.bucket import MASTER
-
-logger = logging.getLogger(__name__)
 
 _WEIGHT = "weight"
 # With 16-bit parameters, the fp32 copies: of the distributed optimizer, and of the other.
@@ -47,7 +44,7 @@ def read_megatron_dist(folder: Path) -> MegatronFiles:
         raise ValueError(f"{folder / 'common.pt'} holds no dict: it is not Megatron-LM's.")
     found = _by_state(read_torch_dist(folder))
     weights = found.pop(_WEIGHT, {})
-    optimizer = _optimizer(common, found, weights, folder)
+    optimizer = optimizer_or_none(folder, common, lambda: _optimizer(common["optimizer"], found, weights))
     states = {name: {MASTER: tensor} for name, tensor in weights.items()}
     if optimizer is not None:
         states = {name: kept | {state: found[state][name] for state in found} for name, kept in states.items()}
@@ -83,24 +80,11 @@ def _unstacked(name: str, tensor: SavedTensor) -> Iterator[tuple[str, SavedTenso
 
 
 def _optimizer(
-    common: Mapping[str, Any],
-    found: Mapping[str, Mapping[str, SavedTensor]],
-    weights: Mapping[str, SavedTensor],
-    folder: Path,
-) -> MegatronOptimizer | None:
-    if folder.name == "release" or "optimizer" not in common:
-        logger.info("%s: weights only, it has no state of an optimizer", folder)
-        return None
-    moments = set(_STATES.values()) - {MASTER}
-    if not moments <= found.keys():
-        why = "its distributed optimizer saved buffers that only it can read, not having --dist-ckpt-optim-fully-reshardable"
-        logger.warning(WEIGHTS_ONLY, folder, why)
-        return None
-    try:
-        for state, tensors in found.items():
-            if {name: x.shape for name, x in tensors.items()} != {name: x.shape for name, x in weights.items()}:
-                raise ValueError(f"{state} has not the model's parameters or shapes")
-        return read_common(common["optimizer"])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        logger.warning(WEIGHTS_ONLY, folder, f"its state is in no known form ({error!r})")
-        return None
+    saved: Any, found: Mapping[str, Mapping[str, SavedTensor]], weights: Mapping[str, SavedTensor]
+) -> MegatronOptimizer:
+    if not set(_STATES.values()) - {MASTER} <= found.keys():
+        raise ValueError("buffers of a distributed optimizer that ran without --dist-ckpt-optim-fully-reshardable")
+    for state, tensors in found.items():
+        if {name: x.shape for name, x in tensors.items()} != {name: x.shape for name, x in weights.items()}:
+            raise ValueError(f"{state} has not the model's parameters or shapes")
+    return read_common(saved)

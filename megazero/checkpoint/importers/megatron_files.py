@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import Read
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer
 
-WEIGHTS_ONLY = "%s: weights only, the optimizer would start anew: %s"  # a warning: the folder, and why
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Wrappers and levels that our names do not have, and words that later versions use for the same things.
 _LEVELS = re.compile(r"^(module\.)*(language_model\.)?(embedding\.)?")
@@ -52,6 +55,24 @@ class MegatronFiles:
     iteration: int
     optimizer: MegatronOptimizer | None
     lr_scheduler: dict[str, Any] | None = None
+
+
+def optimizer_or_none(folder: Path, saved: Mapping[str, Any], read: Callable[[], T]) -> T | None:
+    """What `read` gives; None if there is no optimizer in what was `saved`, or none of a known form. The log says which.
+
+    Args:
+        read: raises a ValueError, KeyError, TypeError, AttributeError or IndexError if its form is not known.
+    """
+    if folder.name == "release" or "optimizer" not in saved:
+        logger.info("%s: weights only, it has no state of an optimizer", folder)
+        return None
+    try:
+        return read()
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        logger.warning(
+            "%s: weights only, the optimizer would start anew: its state is in no known form (%r)", folder, error
+        )
+        return None
 
 
 def our_name(name: str) -> str:
