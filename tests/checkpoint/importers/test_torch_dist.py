@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as m
 
 from megazero.checkpoint.importers.torch_dist import is_torch_dist, read_torch_dist
-from tests.checkpoint.importers.test_torch_files import Reduced
+from tests.checkpoint.importers.test_torch_files import CALLED, call_of
 from tests.checkpoint.importers.torch_dist_files import write_torch_dist
 
 
@@ -66,19 +65,10 @@ def test_a_piece_of_several_layers_cannot_be_unstacked(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-@pytest.mark.parametrize("function", [os.system, eval, getattr, __import__, open, pickle.loads, torch.load])
+@pytest.mark.parametrize("function", CALLED)
 def test_a_call_in_the_list_of_contents_does_not_run(tmp_path, function, protocol):
     marker = tmp_path / "ran"
-    arguments = {
-        os.system: (f"touch {marker}",),
-        eval: (f"open({str(marker)!r}, 'w')",),
-        getattr: (str, "join"),
-        __import__: ("this",),
-        open: (str(marker), "w"),
-        pickle.loads: (pickle.dumps(Reduced(os.system, f"touch {marker}")),),
-        torch.load: (str(marker),),
-    }[function]
-    contents = m.Metadata({}, planner_data=Reduced(function, *arguments), storage_data={})
+    contents = m.Metadata({}, planner_data=call_of(function, marker), storage_data={})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(contents, protocol))
     assert read_torch_dist(tmp_path) == {} and not marker.exists()
 

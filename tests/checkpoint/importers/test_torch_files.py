@@ -35,10 +35,11 @@ def saved(tmp_path: Path, content, **options) -> Path:
     return tmp_path / "file.pt"
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
-@pytest.mark.parametrize("function", [os.system, eval, getattr, __import__, open, pickle.loads, torch.load])
-def test_a_call_in_a_file_does_not_run(tmp_path, function, is_zip):
-    marker = tmp_path / "ran"
+CALLED = [os.system, eval, getattr, __import__, open, pickle.loads, torch.load]
+
+
+def call_of(function, marker: Path) -> Reduced:
+    """What pickles as a call of one of CALLED, which would leave `marker` if it can leave anything."""
     args = {
         os.system: (f"touch {marker}",),
         eval: (f"open({str(marker)!r}, 'w')",),
@@ -48,7 +49,14 @@ def test_a_call_in_a_file_does_not_run(tmp_path, function, is_zip):
         pickle.loads: (pickle.dumps(Reduced(os.system, f"touch {marker}")),),
         torch.load: (str(marker),),
     }[function]
-    path = saved(tmp_path, {"module": Reduced(function, *args)}, _use_new_zipfile_serialization=is_zip)
+    return Reduced(function, *args)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("function", CALLED)
+def test_a_call_in_a_file_does_not_run(tmp_path, function, is_zip):
+    marker = tmp_path / "ran"
+    path = saved(tmp_path, {"module": call_of(function, marker)}, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ValueError, match="file.pt") as error:
         load_torch_file(path)
     assert not marker.exists()
