@@ -66,7 +66,10 @@ def read_megatron(
     folder = _folder(Path(directory), iteration)
     try:
         saved = read_megatron_dist(folder) if is_torch_dist(folder) else _read_ranks(folder)
-        config = megatron_config(saved.shards, saved.args, vocab_size, num_attention_heads, folder)
+        args = plain_data(saved.common.get("args", {}), "args")
+        config = megatron_config(saved.shards, args, vocab_size, num_attention_heads, folder)
+        version = float(saved.common.get("checkpoint_version") or 0)
+        steps = 0 if folder.name == "release" else int(saved.common.get("iteration", 0))
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of data of other types
         raise ValueError(
             f"{folder} holds other values than Megatron-LM saves ({error!r}). It is damaged or of another version; copy it again."
@@ -77,7 +80,7 @@ def read_megatron(
     def read(name: str, state: str) -> Tensor:
         parts = [rank[name][state]() for rank in saved.states]
         if _QUERY_KEY_VALUE in name:
-            parts = [_stacked(part, saved.version, config.head_size) for part in parts]
+            parts = [_stacked(part, version, config.head_size) for part in parts]
         full = cuts[name].merge(parts) if name in cuts else parts[0]
         return full.to(torch.float32, copy=name not in cuts)  # never a view of the file
 
@@ -85,7 +88,7 @@ def read_megatron(
         name: ForeignTensor(shape, "trained", {state: partial(read, name, state) for state in saved.states[0][name]})
         for name, shape in shapes.items()
     }
-    weights = ForeignCheckpoint(tensors, global_steps=saved.iteration, client_state={"model": asdict(config)})
+    weights = ForeignCheckpoint(tensors, global_steps=steps, client_state={"model": asdict(config)})
     if saved.optimizer is None:
         return weights
     return replace(
@@ -93,7 +96,7 @@ def read_megatron(
         optimizer_type="AdamW",  # apex's FusedAdam, whose weight decay is decoupled
         optimizer_counters={"step": saved.optimizer.step},
         optimizer_groups=saved.optimizer.groups,
-        lr_scheduler=saved.lr_scheduler,
+        lr_scheduler=_schedule(saved.common.get("lr_scheduler"), steps),
         loss_scaler=saved.optimizer.loss_scaler,
     )
 
@@ -118,15 +121,11 @@ def _read_ranks(folder: Path) -> MegatronFiles:
     shards = [_flat(file["model"]) for file in files]
     found = optimizer_or_none(folder, files[0], lambda: read_optimizer([file["optimizer"] for file in files], shards))
     states, optimizer = found or ([{name: {MASTER: x} for name, x in shard.items()} for shard in shards], None)
-    iteration = 0 if folder.name == "release" else int(files[0].get("iteration", 0))
     return MegatronFiles(
         shards,
         [{name: {key: x.detach for key, x in tensors.items()} for name, tensors in rank.items()} for rank in states],
-        plain_data(files[0].get("args", {}), "args"),
-        float(files[0].get("checkpoint_version") or 0),
-        iteration,
+        files[0],
         optimizer,
-        _schedule(files[0].get("lr_scheduler"), iteration),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from megazero.checkpoint.importers.megatron_files import MegatronFiles, optimizer_or_none, our_name
 from megazero.checkpoint.importers.megatron_optimizer import MegatronOptimizer, read_common
 from megazero.checkpoint.importers.torch_dist import SavedTensor, read_torch_dist
-from megazero.checkpoint.importers.torch_files import load_torch_file, plain_data
+from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.zero.bucket import MASTER
 
 _WEIGHT = "weight"
@@ -51,9 +51,7 @@ def read_megatron_dist(folder: Path) -> MegatronFiles:
     return MegatronFiles(
         shards=[{name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.items()}],
         states=[{name: {key: x.read for key, x in tensors.items()} for name, tensors in states.items()}],
-        args=plain_data(common.get("args", {}), "args"),
-        version=_QKV_VERSION,
-        iteration=0 if folder.name == "release" else int(common.get("iteration", 0)),
+        common={**common, "checkpoint_version": _QKV_VERSION},
         optimizer=optimizer,
     )
 

@@ -42,19 +42,13 @@ class MegatronFiles:
     Attributes:
         shards: by our names, tensors with the shapes of the parameters that the rank holds.
         states: by our names, what reads a parameter's "master" weights and, with an optimizer, "exp_avg" and "exp_avg_sq".
-        args: Megatron's arguments, as plain data.
-        version: its number for the order of the rows of query_key_value.
-        iteration: how many steps were taken.
-        lr_scheduler: the state of our schedule, where the files show it.
+        common: what is saved beside them, alike for all ranks: "args", "iteration", "checkpoint_version", ...
     """
 
     shards: Sequence[Mapping[str, Tensor]]
     states: Sequence[Mapping[str, Mapping[str, Read]]]
-    args: Mapping[str, Any]
-    version: float
-    iteration: int
+    common: Mapping[str, Any]
     optimizer: MegatronOptimizer | None
-    lr_scheduler: dict[str, Any] | None = None
 
 
 def optimizer_or_none(folder: Path, saved: Mapping[str, Any], read: Callable[[], T]) -> T | None:

@@ -345,13 +345,7 @@ def save_torch_dist(directory, weights, masters, adam, names, ranks, optimizer):
             stacks.setdefault(core.replace(".0.", ".").replace(".1.", "."), []).append(ours)
         for core, layers in stacks.items():
             full = torch.stack([cut(name, values[name], 0, 1, 3) for name in layers])
-            cuts = (
-                {1: ranks}
-                if layers[0].endswith(CUT_BY_ROWS)
-                else {2: ranks}
-                if layers[0].endswith(ROW_PARALLEL)
-                else {}
-            )
+            cuts = {dim: ranks for dim, names in ((1, CUT_BY_ROWS), (2, ROW_PARALLEL)) if layers[0].endswith(names)}
             if ".layers." in core:
                 tensors[state + core] = full, {0: 2, **cuts}
             else:
