@@ -25,6 +25,7 @@ from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups
 from megazero.nvme import check_folder
 from megazero.training import pretrain
+from megazero.wandb_log import require_wandb
 
 
 def make_model(config: GPT2Config, groups: ParallelGroups, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -77,6 +78,8 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     config.check_world(world_size)
     if not config.data.train_data and not config.checkpoint.load:
         raise ValueError("--train-data is missing: name the data to train on, as --help says.")
+    if config.training.wandb_project:
+        require_wandb()
     refuse_unwritable(config.checkpoint)
     refuse_to_replace(config.checkpoint)  # as `pretrain` does, but before the ranks start
     for folder in config.swap_folders:

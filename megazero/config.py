@@ -114,6 +114,8 @@ class TrainingConfig:
         None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)", per_host=True
     )
     no_tensorboard: bool = option(False, "write no TensorBoard scalars")
+    wandb_project: str | None = option(None, "record the same numbers in this project of Weights & Biases")
+    wandb_exp_name: str | None = option(None, "name of the run in --wandb-project (default: the last folder of --save)")
     profile_steps: str | None = option(
         None, "A-B: trace these iterations of rank 0 with torch.profiler (in SAVE/profile, or --profile-dir)"
     )
@@ -183,6 +185,8 @@ class Config:
             )
         if self.training.profile_dir and steps is None:
             raise ValueError("--profile-dir is where --profile-steps writes to: give that too, or drop it.")
+        if self.training.wandb_exp_name and not self.training.wandb_project:
+            raise ValueError("--wandb-exp-name names a run in --wandb-project: give that too, or drop it.")
         self.schedule.check_length(self.training.train_iters)
         self.checkpoint_settings()  # refuses contradictory settings
         if self.optimizer.uses_muon:

@@ -149,7 +149,8 @@ REFUSED = {
     "--profile-step-end": _PROFILE,
     "--use-pytorch-profiler": _PROFILE,
     "--profile-ranks": "the first rank is traced",
-    "--wandb-project": _ALWAYS_LOGGED,
+    "--wandb-entity": "set the environment variable WANDB_ENTITY",
+    "--wandb-save-dir": "the files lie in --save, or without it where the environment variable WANDB_DIR says",
     "--tensorboard-log-interval": "use --log-interval",
 }
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: its log lines, TensorBoard scalars, a metrics file, and the loss plot."""
+"""The numbers of a run: its log lines, and what they are recorded in: a metrics file, TensorBoard, the loss plot."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.files import write_whole, written_aside
+from megazero.wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class StepReport:
 
 
 class MetricsWriter:
-    """Keeps the scalars of a run, and appends them to `metrics.jsonl` and TensorBoard.
+    """Keeps the scalars of a run, and appends them to `metrics.jsonl`, TensorBoard and Weights & Biases.
 
     A run drops what the logs have after its starting iteration, so that they describe a single run.
 
@@ -70,10 +71,16 @@ class MetricsWriter:
         tensorboard_dir: holds the event files; None writes none.
         start_iteration: lines after this one, from an earlier run that was lost, are dropped.
         keeps_lines: whether `lines` keeps what is recorded, 1.3 kB each time.
+        wandb: records the scalars as well; closed with this writer.
     """
 
     def __init__(
-        self, directory: str | None, tensorboard_dir: str | None, start_iteration: int, keeps_lines: bool = True
+        self,
+        directory: str | None,
+        tensorboard_dir: str | None,
+        start_iteration: int,
+        keeps_lines: bool = True,
+        wandb: WandbLog | None = None,
     ) -> None:
         self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
@@ -100,6 +107,9 @@ class MetricsWriter:
                     "--no-tensorboard."
                 ) from error
             self._logs[tensorboard_dir] = self._add_scalars
+        self.wandb = wandb
+        if wandb is not None:
+            self._logs[wandb.place] = wandb.write
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -138,10 +148,11 @@ class MetricsWriter:
         self._board.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
-        if self._board is not None:
-            with suppress(OSError):  # the log may have ended already
-                self._board.close()
+        """Closes the event file, and ends the run of Weights & Biases."""
+        for log in (self._board, self.wandb):
+            if log is not None:
+                with suppress(OSError):  # the log may have ended already
+                    log.close()
 
 
 def _as_json(line: dict[str, Any]) -> str:

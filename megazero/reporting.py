@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
 from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
+from megazero.wandb_log import WandbLog
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, memory_rows
@@ -43,7 +45,11 @@ def metrics_writer(job: Job) -> MetricsWriter:
     """The writer that records this rank's numbers; on rank 0, in files as well."""
     if torch.distributed.get_rank() != 0:
         return MetricsWriter(None, None, job.iteration, keeps_lines=False)  # rank 0 makes the summary
-    return MetricsWriter(job.config.checkpoint.save, job.config.tensorboard_dir, job.iteration)
+    save, flags, wandb = job.config.checkpoint.save, job.config.training, None
+    if flags.wandb_project:
+        name = flags.wandb_exp_name or (Path(save).name if save else None)
+        wandb = WandbLog(flags.wandb_project, name, save, job.iteration, asdict(job.config))
+    return MetricsWriter(save, job.config.tensorboard_dir, job.iteration, wandb=wandb)
 
 
 def step_profiler(job: Job) -> StepProfiler:
@@ -224,6 +230,8 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         share = f"{100 * median['mfu']:.1f}% of the device's peak, " if "mfu" in median else ""
         rows.append(("model TFLOP/s per rank", f"{median['tflops']:.3f} ({share}in the same line)"))
     rows.append(("peak memory per rank (MB)", _of_ranks([peak / 2**20 for peak in peaks])))
+    if metrics.wandb is not None:
+        rows.append(("Weights & Biases", metrics.wandb.place))
     save = config.checkpoint.save
     if save:
         if config.tensorboard_dir:

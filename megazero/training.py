@@ -99,7 +99,7 @@ def pretrain(
     with tells_out_of_memory(config, job), told_if_slow(logger, "loading the checkpoint takes a while"):
         load(job, is_expected=loads)
     train, valid, test = datasets(job)
-    metrics = metrics_writer(job)
+    metrics = comm.together(partial(metrics_writer, job))
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
     if train is None and job.iteration < flags.train_iters:

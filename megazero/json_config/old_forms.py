@@ -11,7 +11,7 @@ from megazero.json_source import DeepSpeedConfigError
 
 _MONITOR = (
     "the engine writes no metrics; log the loss, engine.get_lr() and engine.get_global_grad_norm() in the script. The GPT-2 job "
-    "writes DIR/metrics.jsonl and TensorBoard under --save DIR or --tensorboard-dir"
+    "writes DIR/metrics.jsonl and TensorBoard under --save DIR or --tensorboard-dir, and to --wandb-project"
 )
 _DATA = (
     "there is no curriculum; give a loader that orders the data. The GPT-2 job's are shuffled samples of equal length"

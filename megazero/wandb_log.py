@@ -1,0 +1,70 @@
+"""The numbers of a run in a project of Weights & Biases, whose package (`pip install wandb`) nothing else needs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megazero.files import write_whole
+
+RUN_FILE = "wandb_run"  # in --save: the run's id, by which a job that is resumed there goes on with it
+
+
+def require_wandb() -> None:
+    """Raises a ValueError if the package is not installed."""
+    if find_spec("wandb") is None:
+        raise ValueError("--wandb-project needs the package wandb, which is not installed: pip install wandb")
+
+
+class WandbLog:
+    """A run in a project of Weights & Biases. What no argument says is as its own variables say: WANDB_MODE, WANDB_ENTITY, ...
+
+    Args:
+        directory: holds the run's files, in a folder `wandb`, and its id; None keeps them where WANDB_DIR says, and no id.
+        start_iteration: above 0, the run whose id is in `directory` goes on.
+        config: shown with the run.
+
+    Raises:
+        ValueError: the run cannot start; nobody has logged in, for example.
+    """
+
+    def __init__(
+        self, project: str, name: str | None, directory: str | None, start_iteration: int, config: dict[str, Any]
+    ) -> None:
+        import wandb  # takes seconds, and one rank needs it
+
+        self._errors = wandb.Error
+        path = Path(directory, RUN_FILE) if directory else None
+        run_id = path.read_text().strip() if path and start_iteration and path.exists() else None
+        try:
+            self._run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=directory, config=config)
+        except wandb.Error as error:
+            raise ValueError(
+                f"--wandb-project {project}: Weights & Biases does not start: {error} To keep the numbers in files until "
+                "`wandb sync`, set WANDB_MODE=offline."
+            ) from error
+        # Not its own count of calls: a resumed job repeats iterations, and its points would be dropped.
+        self._run.define_metric("*", step_metric="iteration")
+        if path:
+            write_whole(path, self._run.id.encode())
+
+    @property
+    def place(self) -> str:
+        """Where the run can be seen: its address, or offline the folder that `wandb sync` takes."""
+        return str(Path(self._run.dir).parent) if self._run.offline else self._run.url
+
+    def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+        """Records scalars of one iteration under a section.
+
+        Raises:
+            OSError: the package's own process has ended.
+        """
+        try:
+            self._run.log({"iteration": iteration, **{f"{section}/{name}": x for name, x in scalars.items()}})
+        except self._errors as error:
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        """Ends the run, after everything has been sent."""
+        self._run.finish()
