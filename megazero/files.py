@@ -60,8 +60,12 @@ def allow_many_files() -> None:
     """Raises this process's limit of open files, usually 1024, as far as it may (a mapped file counts as open)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    while soft != resource.RLIM_INFINITY and soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return
+        except ValueError:  # a kernel may allow less than the hard limit says: macOS, kern.maxfilesperproc
+            most //= 2
 
 
 def sync_folder(folder: Path) -> None:

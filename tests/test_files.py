@@ -6,12 +6,30 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import stat
 
 import pytest
 
-from megazero.files import append_suffix, fingerprint, locked, write_json, written_aside
+from megazero.files import allow_many_files, append_suffix, fingerprint, locked, write_json, written_aside
+
+
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20])
+@pytest.mark.parametrize("allowed, raised", [(1 << 20, 1 << 16), (61440, 1 << 15), (10240, 1 << 13), (200, 256)])
+def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised, monkeypatch):
+    """macOS refuses more than its kern.maxfilesperproc, although the hard limit is "unlimited"."""
+    limits = [(256, hard)]
+
+    def set_limits(_, new):
+        if new[0] > allowed:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(new)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", set_limits)
+    allow_many_files()
+    assert limits[-1] == (raised, hard)
 
 
 def test_suffix_is_added_not_replaced():
