@@ -40,9 +40,10 @@ writers: list[Callable[[nn.Parameter, Callable[[], Any]], Any]] = []
 class ReleasedParameter(nn.Parameter):
     """The class of a parameter between release and gather, much as torch's UninitializedParameter is a class for a while.
 
-    It is an empty tensor of shape (0,). Asking for its dtype or device is allowed. If a forward reads its values and another
-    module owns it, it is gathered. Every other operation that would read or write values raises, because there is nothing to read
-    and a write would be lost.
+    It is an empty tensor of shape (0,). Asking for its dtype or device is allowed, and `ndim` is that of the full shape, because
+    scripts choose by it which parameters have weight decay. If a forward reads its values and another module owns it, it is
+    gathered. Every other operation that would read or write values raises, because there is nothing to read and a write would be
+    lost.
 
     While there is a writer (`zero.Init` is active), these work as if it were whole: in-place functions on it, `data`, deep
     copies, questions about its shape, and all operations that make no graph. A view of it is then a `ReleasedView`.
@@ -62,7 +63,7 @@ class ReleasedParameter(nn.Parameter):
                 return _written(target, func, args, kwargs or {})
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
             return target
-        if func in _GEOMETRY and target is not None and _is_in_forward(target):
+        if func in _GEOMETRY and target is not None and _is_told(func, target):
             return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if func in _QUESTIONS:
             with asked_directly():
@@ -242,6 +243,11 @@ def _is_in_forward(parameter: nn.Parameter) -> bool:
     return schedule is not None and schedule.forwards.innermost is not None
 
 
+def _is_told(func: Callable, parameter: nn.Parameter) -> bool:
+    """Whether this question about the shape is answered with the full one."""
+    return _is_in_forward(parameter) or (func in _DIMENSIONS and _record(parameter) is not None)
+
+
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
     """Gathers the parameter if a forward that may read it is under way; returns whether one is."""
     schedule = _schedule_of(parameter)
@@ -336,7 +342,5 @@ _WITHOUT_GRAPH = {  # functions that make no graph, even with autograd on
 }
 _HANDING_OUT = {_T.numpy, _T.__array__, _T.__dlpack__, _T.__reduce_ex__, _T.untyped_storage, _T.storage, _T.data_ptr}
 _MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
-_GEOMETRY = {
-    *(_T.shape.__get__, _T.ndim.__get__),  # type: ignore[attr-defined]
-    *(_T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement),
-}
+_DIMENSIONS = {_T.ndim.__get__, _T.dim, _T.ndimension}  # type: ignore[attr-defined]
+_GEOMETRY = {*_DIMENSIONS, _T.shape.__get__, _T.size, _T.numel, _T.nelement}  # type: ignore[attr-defined]

@@ -327,6 +327,11 @@ def refusals_case(stage3: bool) -> None:
             touch()
     assert model.to(torch.device("cpu")).float().cpu() is model and weight.shape == (0,), "what is there already stays"
     assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
+    names = [name for name, p in model.named_parameters() if p.dim() >= 2]
+    assert names == ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"], (
+        "as scripts choose what has weight decay"
+    )
+    assert all(p.ndim == p.ndimension() == p.dim() for p in model.parameters())
     assert engine is None or all(v.numel() for v in engine.state_dict().values())
 
 
