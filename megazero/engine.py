@@ -39,7 +39,7 @@ from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.placement import Placement, placed
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
-from megazero.zero.unfit import refuse_max_norm, refuse_scripted, refuse_shared_memory
+from megazero.zero.unfit import refuse_max_norm, refuse_scripted, refuse_shared_memory, refuse_wrapped
 from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
@@ -103,6 +103,7 @@ class Engine:
         self.placement: Placement | None = None
         self.set_gradient_accumulation_steps(gradient_accumulation_steps)
         _check_world(groups)
+        refuse_wrapped(model)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         else:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import megazero as deepspeed
@@ -481,6 +483,17 @@ def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
     engine.load_module_state_dict({"embedding.weight": torch.full((7, 4), 2.0)}, strict=False)
     assert (engine.module_state_dict()["head.weight"] == 2.0).all()
+
+
+def test_a_model_that_torchs_data_parallelism_has_taken_is_refused(one_rank):
+    sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(sharded[1], mesh=init_device_mesh("cpu", (1,)))
+    for model, words in (
+        (nn.parallel.DistributedDataParallel(nn.Linear(4, 2)), "the model is under torch's DistributedDataParallel, "),
+        (sharded, "1 is under torch's FSDPModule, "),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}.* Give the engine the model without it"):
+            deepspeed.initialize(model=model, config=CONFIG)
 
 
 def test_a_tie_that_is_one_memory_of_two_parameters_is_refused_where_it_would_be_lost(one_rank):

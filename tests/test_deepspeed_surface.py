@@ -536,6 +536,8 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (engine, "train_batch", "neither the engine nor its module, Sequential, has .*pipeline parallelism"),
         (engine, "offload_states", "offload_optimizer and offload_param"),
         (engine, "clip_grad_norm_", "gradient_clipping in the configuration"),
+        (engine, "set_requires_gradient_sync", "gradient_accumulation_steps in the configuration"),
+        (engine, "unshard", r"GatheredParameters\(parameters\)"),
         (engine, "tput_timer", "Drop the call"),
         (engine, "_zero3_consolidated_16bit_state_dict", r"module_state_dict\(\) is whole"),
         (engine, "no_such", "neither the engine nor its module, Sequential, has an attribute 'no_such'.$"),

@@ -41,8 +41,10 @@ OF_ENGINE = {
     "reload_states": _OFFLOAD,
     "scale": "gradients come by engine.backward(loss), which scales the loss",
     "set_train_micro_batch_size": "the configuration sets it. Forwards may have any number of samples",
+    "set_requires_gradient_sync": "gradient_accumulation_steps in the configuration says how many micro-batches make an update",
     "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
     "tput_timer": "nothing counts samples per second. Drop the call",
     "train_batch": _PIPELINE,
+    "unshard": "zero.GatheredParameters(parameters) makes them whole",
     "zero_gather_16bit_weights_on_model_save": _WHOLE,
 }

@@ -21,7 +21,7 @@ from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
-from megazero.zero.unfit import refuse_shared_memory
+from megazero.zero.unfit import refuse_shared_memory, refuse_wrapped
 
 logger = get_logger(__name__)
 
@@ -97,6 +97,7 @@ def initialize(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
     )
     comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
+    refuse_wrapped(model)  # here too: the first rank's shards would be copied to all
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)

@@ -11,6 +11,20 @@ from torch import nn
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.storage import storage_id
 
+# By name, so that nothing imports torch's FSDP to ask.
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises if torch's own data parallelism has taken the parameters, whose hooks would work against an engine's."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise ValueError(
+                    f"{name or 'the model'} is under torch's {kind.__name__}, which averages gradients or shards parameters "
+                    "itself, as the engine does. Give the engine the model without it; the ZeRO stage says what is sharded."
+                )
+
 
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raises if two parameters are one memory, of which one is trained: here each has its own, and the tie would be lost."""

@@ -233,6 +233,11 @@ def test_two_parameters_in_one_memory_are_refused(one_rank):
         make_engine(model)
 
 
+def test_a_model_under_torchs_data_parallelism_is_refused(one_rank):
+    with pytest.raises(ValueError, match=r"^0 is under torch's DistributedDataParallel, which averages gradients"):
+        make_engine(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))
