@@ -286,8 +286,8 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
 
-    def zero_grad(self) -> None:
-        """Discards the gradients accumulated since the last update; `step` does so by itself."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discards the gradients accumulated since the last update; `step` does so by itself. `set_to_none` has no effect."""
         self._has_gradients = False
         self._optimizer.zero_grad()
 

@@ -97,7 +97,7 @@ def initialize(
         source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
     )
     comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
-    refuse_wrapped(model)  # here too: the first rank's shards would be copied to all
+    refuse_wrapped(model)  # here too, before the first rank's values are copied to all
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)
