@@ -178,13 +178,13 @@ class Schedule:
             raise
         finally:
             self.reductions.is_open = False
+            self.forwards.clear()  # torch runs no hook of modules that Ctrl-C leaves, in a recomputation too
 
     def restart(self) -> None:
         """Forgets the unfinished state of an earlier backward."""
         self.reductions.restart()
         partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
-        self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
 

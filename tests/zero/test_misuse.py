@@ -172,14 +172,16 @@ class Interrupted(Block):
         return super().forward(x)
 
 
-def test_after_ctrl_c_in_a_forward_what_a_script_saves_stays_valid(one_rank):
-    engine = fresh(3, toy={"block": Interrupted})
+@pytest.mark.parametrize("run", ["plain", "ours", "reentrant", "not reentrant"])
+def test_after_ctrl_c_in_a_forward_or_a_recomputation_what_a_script_saves_stays_valid(one_rank, run):
+    engine = fresh(3, toy={"block": Interrupted, "run": run})
     one_step(engine, my_batch())
+    loss = None if run == "plain" else engine(my_batch())
     Interrupted.is_on = True
     with pytest.raises(KeyboardInterrupt):
-        engine(my_batch())
+        engine(my_batch()) if loss is None else engine.backward(loss)
     Interrupted.is_on = False
-    weight = engine.module.blocks[2].up.weight
+    weight = engine.module.blocks[2 if loss is None else 0].up.weight
     with pytest.raises(RuntimeError, match="not gathered now"):
         weight.norm()
     with zero.GatheredParameters(weight):
