@@ -116,8 +116,11 @@ def exception_case() -> None:
             patch.setattr(Gradient, "_allocated", lambda _: 1 / 0)  # there is no memory for G
             engine.backward(engine(my_batch()))
         engine.zero_grad()  # of a gradient that has not got into G, too
+        engine.channel.reset_traffic()
         one_step(engine, my_batch())
         same_weights(engine, want)
+        sent = engine.channel.traffic
+        assert sent["all_reduce"].collectives + sent["reduce_scatter"].collectives == len(engine.buckets)  # each once
         engine.backward(engine(my_batch()))  # has reduced everything at stages 2 and 3
         engine.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -534,6 +537,14 @@ def expert_case() -> None:
         torch.manual_seed(0)
         engine = make_engine(Experts(), stage, zero_units=[Choosing])
         engine.backward(engine(torch.ones(2, 4), mpu.get_data_parallel_rank()))
+        grads.append([full_grad(engine, f"choosing.experts.{index}.weight") for index in range(2)])
+        engine.destroy()
+    for stage in (0, 1):  # they need not be one unit where each rank accumulates alone first
+        torch.manual_seed(0)
+        engine = make_engine(Experts(), stage)
+        with engine.no_sync():
+            engine.backward(engine(torch.ones(2, 4), mpu.get_data_parallel_rank()))
+        engine.allreduce_gradients()
         grads.append([full_grad(engine, f"choosing.experts.{index}.weight") for index in range(2)])
         engine.destroy()
     assert all(grad.any() for grad in grads[0])
