@@ -352,13 +352,14 @@ class Twice(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
         self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Linear(7, 5)) for _ in range(2))
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1)) -> tuple[Tensor, list[Tensor]]:
         between = [self.first(x)]
         for index in order:
             between.append(self.blocks[index](between[-1]))
-        return self.last(between[-1].tanh()), between
+        return self.last(between[-1].tanh()) * self.scale, between
 
 
 def through_an_old_graph(model, backward, x: Tensor) -> list[Tensor]:
@@ -411,8 +412,24 @@ def second_use_without_loss(model, backward, x: Tensor) -> list[Tensor]:
     return [h]
 
 
+def graph_of_a_part(model, backward, x: Tensor) -> list[Tensor]:
+    """Another's gradient through a part that has run alone, outside of the model, before the last backward."""
+    x = x.clone().requires_grad_()
+    y = model.first(x)
+    backward(model(x)[0].sum())
+    return list(torch.autograd.grad(y.square().sum(), x))
+
+
+def parameter_read_by_the_script(model, backward, x: Tensor) -> list[Tensor]:
+    """Two losses that the script computes from a parameter of the root, and then their backwards."""
+    losses = [(model(x)[0] * model.scale).square().sum() for _ in range(2)]
+    for loss in losses:
+        backward(loss)
+    return losses
+
+
 LOOPS = [through_an_old_graph, penalty_before_the_loss, after_a_backward_that_failed, older_of_two_graphs]
-LOOPS += [second_use_without_loss]
+LOOPS += [second_use_without_loss, graph_of_a_part, parameter_read_by_the_script]
 
 
 def loop_case(stage: int) -> None:
