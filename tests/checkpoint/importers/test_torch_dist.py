@@ -35,14 +35,17 @@ def test_what_torch_saves_is_read(tmp_path):
 def test_pieces_of_any_cut_are_joined(tmp_path, cuts):
     full = torch.randn(6, 5, 7)
     write_torch_dist(tmp_path, {"x": (full, cuts)}, {"_extra_state": None})
-    (saved,) = read_torch_dist(tmp_path).values()
-    assert saved.shape == (6, 5, 7) and torch.equal(saved.read(), full)
+    for _ in range(2):
+        (saved,) = read_torch_dist(tmp_path).values()
+        assert saved.shape == (6, 5, 7) and torch.equal(saved.read(), full)
+        edit_metadata(tmp_path, list_in_another_order)
 
 
 @pytest.mark.parametrize("cuts", [{0: 6}, {0: 6, 1: 2}])
 def test_a_stack_gives_its_layers_and_reads_no_other(tmp_path, cuts):
     full = torch.randn(6, 4, 3)
     write_torch_dist(tmp_path, {"x": (full, cuts)}, {})
+    edit_metadata(tmp_path, list_in_another_order)
     layers = read_torch_dist(tmp_path)["x"].unstacked()
     for file in {piece.path for i, layer in enumerate(layers) if i != 2 for piece in layer.pieces}:
         file.unlink()
@@ -77,6 +80,10 @@ def edit_metadata(folder: Path, edit) -> None:
     contents = pickle.loads((folder / ".metadata").read_bytes())
     edit(contents)
     (folder / ".metadata").write_bytes(pickle.dumps(contents))
+
+
+def list_in_another_order(contents):
+    contents.state_dict_metadata["x"].chunks.reverse()
 
 
 def lead_elsewhere(contents):
