@@ -428,8 +428,18 @@ def parameter_read_by_the_script(model, backward, x: Tensor) -> list[Tensor]:
     return losses
 
 
+def term_of_a_unit_that_does_not_run(model, backward, x: Tensor) -> list[Tensor]:
+    """Its backward does not need the parameters' values, and nothing else reaches the unit."""
+    parameters = list(model.blocks[1].parameters())
+    loss = model(x, (0,))[0].sum()
+    with megazero.zero.GatheredParameters(parameters):
+        loss = loss + sum(parameter.sum() for parameter in parameters)
+    backward(loss)
+    return [loss]
+
+
 LOOPS = [through_an_old_graph, penalty_before_the_loss, after_a_backward_that_failed, older_of_two_graphs]
-LOOPS += [second_use_without_loss, graph_of_a_part, parameter_read_by_the_script]
+LOOPS += [second_use_without_loss, graph_of_a_part, parameter_read_by_the_script, term_of_a_unit_that_does_not_run]
 
 
 def loop_case(stage: int) -> None:
