@@ -137,6 +137,32 @@ def test_the_sums_are_2_psi_then_m_psi_plus_psi_and_at_most_3_m_psi():
         assert 2 < found[3][0] < 3 and 6 < found[3][1] < 9  # the root is gathered once, the units twice
 
 
+class Reversed(Toy):
+    """Runs its blocks in another order than they have in the model."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def reversed_case() -> None:
+    mpu.initialize_model_parallel(1)
+    counts = []
+    for model in (Toy, Reversed):
+        torch.manual_seed(0)
+        engine = make_engine(model(), 3)
+        own_count(engine)
+        step(engine)
+        counts.append(own_count(engine))
+        engine.destroy()
+    assert counts[1] == counts[0]
+
+
+def test_units_in_another_order_are_gathered_as_often():
+    run_ranks(2, reversed_case)
+
+
 # ---- what leaves the rank
 
 
