@@ -163,16 +163,15 @@ class BucketOptimizer(SlicedOptimizer):
     def update(self, later: bool = False) -> float:
         """Makes one update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
 
-        If the norm is not finite (`overflow`), weights and optimizer state are left untouched.
+        If the norm is not finite (`overflow`), weights and optimizer state are left untouched. Call `finish` before.
 
         Args:
-            later: the update runs in the background; the model gets its weights at the next `update` or `finish`.
+            later: the update runs in the background; the model gets its weights at the next `finish`.
 
         Raises:
             ValueError: as in `refuse_unfit`, if hooks or settings have changed since.
         """
         self.refuse_unfit(later)
-        self.finish()
         self.refuse_torn()
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN

@@ -167,10 +167,9 @@ class Schedule:
         self.restart()  # even after a backward that an exception cut short
         self.reductions.is_last_micro_batch, self.reductions.is_open = is_last_micro_batch, True
         try:
-            for bucket in self.buckets:
-                bucket.await_update()  # its gradients go to the home that the update works in
             self._gather(self._of_unit[ROOT])
-            self._await(self.buckets)  # weights on their way that no forward has read
+            # Weights on their way that no forward has read; and updates, as gradients go to the home that they work in.
+            self._await(self.buckets)
             yield
         except RuntimeError as error:
             if self._sharded and _MISSES_MEMORY.search(str(error)):
