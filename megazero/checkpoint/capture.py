@@ -166,8 +166,10 @@ def _part(bucket: Bucket, vector: Vector, dtype: torch.dtype, start: int, stop: 
 
 def _counters(state: TrainingState) -> dict[str, Counters]:
     """The optimizer's scalar state of the parameters that have any. Collective."""
-    found: dict[str, Counters] = {}
-    for part in comm.all_gathered_objects(state.optimizer.counters(), state.groups.data):
+    found = state.optimizer.counters()
+    if not any(bucket.sharding.optimizer for bucket in state.optimizer.buckets):
+        return found  # all of it; what thousands of ranks have alike would be hundreds of MB, with NCCL on the device
+    for part in comm.all_gathered_objects(found, state.groups.data):
         found.update(part)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import resource
@@ -22,6 +23,17 @@ from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
 from tests.checkpoint.engines import make_engine, train, write_one
 from tests.ranks import run_ranks
+
+
+def test_state_that_every_rank_has_is_not_gathered(world, tmp_path, monkeypatch):
+    engine, gather, gathered = make_engine(1), comm.all_gathered_objects, []
+    train(engine, 2)
+    monkeypatch.setattr(
+        comm, "all_gathered_objects", lambda value, *group: gathered.append(value) or gather(value, *group)
+    )
+    path = engine.save_checkpoint(str(tmp_path))
+    assert gathered and "norm.weight" not in str(gathered)
+    assert json.loads((path / "index.json").read_text())["optimizer"]["counters"] == {"step": 2.0}
 
 
 def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
