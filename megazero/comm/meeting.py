@@ -80,14 +80,26 @@ class Meeting:
         try:
             self._store.wait([f"{place}end"], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            places = enumerate(self._ranks)
-            missing = [rank for number, rank in places if not self._store.check([f"{place}{number}"])]
+            missing = self._missing(place, range(len(self._ranks)))
             if not missing:
                 raise RuntimeError(f"{here}, and the ranks could not meet: {error}") from error
             raise RuntimeError(
                 f"{here}, but within {self._timeout_s:g} s not on ranks {missing} of {self._ranks}. "
                 "It was called on some ranks only: call it on every rank."
             ) from None
+
+    def _missing(self, place: str, numbers: range) -> list[int]:
+        """The ranks among those of these numbers that have not come.
+
+        It asks for many at once, and then for those in each half: all ranks ask at the same time, and a request for each of
+        thousands would keep the store busy for minutes.
+        """
+        if self._store.check([f"{place}{number}" for number in numbers]):
+            return []
+        if len(numbers) == 1:
+            return [self._ranks[numbers[0]]]
+        half = len(numbers) // 2
+        return [*self._missing(place, numbers[:half]), *self._missing(place, numbers[half:])]
 
     def _forget(self, count: int) -> None:
         for name in (str(self._rank), *(("first", "arrived", "end") if self._rank == 0 else ())):

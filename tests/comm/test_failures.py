@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -173,21 +174,40 @@ class CountedStore:
         return getattr(self._store, name)
 
 
+def on_threads(functions):
+    """Calls them at the same time."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_meeting_asks_the_store_equally_much_whatever_the_number_of_ranks(size):
-    stores = [CountedStore(dist.HashStore()) for _ in range(size)]
     shared = dist.HashStore()
-    for store in stores:
-        store._store = shared
+    stores = [CountedStore(shared) for _ in range(size)]
     meetings = [Meeting(store, list(range(size)), rank, 10.0) for rank, store in enumerate(stores)]
     for number in range(3):
-        threads = [threading.Thread(target=meeting.hold, args=(f"meeting {number}",)) for meeting in meetings]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads([partial(meeting.hold, f"meeting {number}") for meeting in meetings])
     assert max(store.questions for store in stores) <= 3 * 12
     assert shared.num_keys() == 2 * size + 3, "the last meeting's, and each rank's count"
+
+
+def test_many_ranks_that_wait_in_vain_ask_the_store_little():
+    shared, size, messages = dist.HashStore(), 64, {}
+    ranks = [3 * rank for rank in range(size)]
+    stores = {rank: CountedStore(shared) for rank in range(size) if rank != 41}
+
+    def wait_in_vain(rank):
+        with pytest.raises(RuntimeError) as caught:
+            Meeting(stores[rank], ranks, rank, 1.0).hold("save")
+        messages[rank] = str(caught.value)
+
+    on_threads([partial(wait_in_vain, rank) for rank in stores])
+    assert messages.keys() == stores.keys() and max(store.questions for store in stores.values()) <= 5 + 1 + 2 * 6
+    for rank, message in messages.items():
+        assert message.startswith(f"save was called on rank {3 * rank}, but within 1 s not on ranks [123] of"), message
 
 
 def start_ranks(target, size, *args):
