@@ -31,7 +31,7 @@ from megazero.job_checkpoints import (
     save,
     warn_of_other_corpora,
 )
-from megazero.logging import told_if_slow
+from megazero.logging import some, told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.model.modes import in_mode
 from megazero.out_of_memory import tells_out_of_memory
@@ -243,7 +243,7 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     # Gradients may be finite, as those of a loss to which infinity was added.
     updated = "were updated, by finite gradients" if job.engine.was_step_applied() else "were not updated"
     raise FloatingPointError(
-        f"The loss is not finite at iteration {job.iteration + 1} ({'; '.join(bad)}). The weights {updated}. "
+        f"The loss is not finite at iteration {job.iteration + 1} ({some(bad, 8)}). The weights {updated}. "
         "Lower --lr, lengthen its warm-up, or look at these samples; the last checkpoint is good."
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import megazero as deepspeed
-from megazero import mpu
+from megazero import comm, mpu
 from megazero.zero import access
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
@@ -190,6 +190,13 @@ def tag_case(folder: str, validation: str) -> None:
 @pytest.mark.parametrize("validation", ["FAIL", "WARN", "IGNORE"])
 def test_ranks_must_give_one_tag(validation, tmp_path):
     run_ranks(2, tag_case, str(tmp_path), validation)
+
+
+def test_of_many_tags_a_few_are_named(one_rank, monkeypatch, tmp_path):
+    engine = make_engine(checkpoint={"tag_validation": "FAIL"})
+    monkeypatch.setattr(comm, "all_gathered_objects", lambda tag: [tag] * 100 + [f"rank{rank}" for rank in range(100)])
+    with pytest.raises(AssertionError, match=r"different checkpoint tags: here, rank0, rank1 and 98 more\. Give"):
+        engine.save_checkpoint(str(tmp_path), tag="here")
 
 
 def frozen_case(folder: str) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"cgroups", "children", "missing_names"},
+    {"cgroups", "children", "logging", "missing_names"},
     {
         "option",
         "nested",
@@ -22,7 +22,6 @@ LEVELS = [
         "files",
         "foreign_flags",
         "launch",
-        "logging",
         "nvme",
         "timers",
         "throughput",

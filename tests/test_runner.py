@@ -417,6 +417,13 @@ def two_hosts(folder: Path, slots: tuple[int, int] = (1, 1)) -> list[str]:
     return ["-H", "hosts", "--force_multi", *meet]  # forced: these names need not be looked up
 
 
+def test_of_hundreds_of_nodes_a_few_are_named(monkeypatch):
+    said = []
+    monkeypatch.setattr(runner.logger, "info", lambda text, *values: said.append(text % values))
+    runner._say({}, {f"node{number}": list(range(8)) for number in range(512)})
+    assert said == ["4096 ranks on " + ", ".join(f"node{number} (8)" for number in range(8)) + " and 504 more"]
+
+
 def test_two_ranks_on_a_machine_without_gpus(folder, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     output, messages = finish(start(folder, SHOW, "--num_gpus=2", "--bind_cores_to_rank", args=NASTY))

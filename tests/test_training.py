@@ -25,6 +25,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_gpt2
+from megazero import comm
 from megazero.arguments import load_config
 from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -34,7 +35,7 @@ from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
 from megazero.timers import Timers
-from megazero.training import _evaluating
+from megazero.training import _evaluating, _raise_not_finite
 from tests.ranks import run_ranks, run_script
 from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, make_texts, make_vocabulary, run_command, run_job
@@ -756,6 +757,16 @@ def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
     assert done.returncode != 0
     assert "The loss is not finite at iteration" in done.stdout and "rank 0: loss nan, samples" in done.stdout
     assert "The weights were not updated." in done.stdout
+
+
+def test_of_thousands_of_ranks_whose_loss_is_not_finite_a_few_are_named(one_rank, monkeypatch):
+    monkeypatch.setattr(comm, "all_gathered_objects", lambda mine: [mine] * 4096)
+    groups = SimpleNamespace(data_parallel_rank=0, data_parallel_size=4096)
+    engine = SimpleNamespace(was_step_applied=lambda: False)
+    job = SimpleNamespace(groups=groups, global_batch_size=4096, consumed_samples=0, iteration=0, engine=engine)
+    named = r"\((rank 0: loss nan, samples 0 to 0 of the shuffled training data(, )?){8} and 4088 more\)\. The weights"
+    with pytest.raises(FloatingPointError, match=named):
+        _raise_not_finite(job, torch.tensor(math.nan))
 
 
 INFINITE = """

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
 from megazero.comm.links import link
-from megazero.comm.meeting import Meeting
+from megazero.comm.meeting import Meeting, named
 from megazero.comm.point_to_point import PointToPointTransport
 from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
@@ -184,7 +184,7 @@ def _open_lanes(group: ProcessGroup, size: int, name: str) -> tuple[str, Sequenc
     if backend_of(group) != "gloo":
         return "native", [NativeLane(*_groups_of_levels(group, mine, across))] * 2
     levels = [group] if len(across) == 1 else _groups_of_levels(group, mine, across)
-    where = f"rank {ranks[group.rank()]} of ranks {ranks}"
+    where = f"rank {ranks[group.rank()]} of ranks {named(ranks)}"
     kind, transports = _open_transports(levels[0], 2, name)
     if len(across) > 1:
         between, (bridge,) = _open_transports(levels[1], 1, name)

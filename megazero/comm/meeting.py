@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import zip_longest
 
 import torch.distributed as dist
+
+from megazero.logging import some
+
+MOST_NAMED = 16  # ranks, in one error
 
 
 class Meeting:
@@ -84,7 +89,7 @@ class Meeting:
             if not missing:
                 raise RuntimeError(f"{here}, and the ranks could not meet: {error}") from error
             raise RuntimeError(
-                f"{here}, but within {self._timeout_s:g} s not on ranks {missing} of {self._ranks}. "
+                f"{here}, but within {self._timeout_s:g} s not on ranks {named(missing)} of {named(self._ranks)}. "
                 "It was called on some ranks only: call it on every rank."
             ) from None
 
@@ -104,6 +109,11 @@ class Meeting:
     def _forget(self, count: int) -> None:
         for name in (str(self._rank), *(("first", "arrived", "end") if self._rank == 0 else ())):
             self._store.delete_key(f"{count}/{name}")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The ranks as errors name them, the first ones of many: "[0, 1]"."""
+    return f"[{some([str(rank) for rank in ranks], MOST_NAMED)}]"
 
 
 def meet_world(what: str, timeout_s: float) -> None:

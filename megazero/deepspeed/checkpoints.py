@@ -14,7 +14,7 @@ from megazero.checkpoint.loader import newest_tag
 from megazero.engine import Engine
 from megazero.files import written_aside
 from megazero.json_config import JsonConfig
-from megazero.logging import ALIKE, get_logger
+from megazero.logging import ALIKE, get_logger, some
 from megazero.mpu.partition import partitions
 from megazero.zero import access
 from megazero.zero.tiling import cut_whole, join_tiles
@@ -66,9 +66,8 @@ class CheckpointingEngine(Engine):
         comm.meet_world("save_checkpoint", self.channel.timeout_s)
         tags = comm.all_gathered_objects(None if tag is None else str(tag))
         if len(set(tags)) > 1 and self.config.checkpoint.tag_validation != "IGNORE":
-            message = (
-                f"ranks give different checkpoint tags: {', '.join(map(str, tags))}. Give the same one on every rank."
-            )
+            different = some([str(each) for each in dict.fromkeys(tags)])
+            message = f"ranks give different checkpoint tags: {different}. Give the same one on every rank."
             if self.config.checkpoint.tag_validation == "FAIL":
                 raise AssertionError(message)
             logger.warning("%s The first rank's counts.", message, extra=ALIKE)

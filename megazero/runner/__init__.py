@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from megazero.logging import counted
+from megazero.logging import counted, some
 from megazero.runner import environment
 from megazero.runner.arguments import HOSTFILE, parse
 from megazero.runner.commands import (
@@ -227,7 +227,7 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
 
 
 def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:
-    where = ", ".join(f"{host} ({len(slots)})" for host, slots in nodes.items())
+    where = some([f"{host} ({len(slots)})" for host, slots in nodes.items()], 8)
     logger.info("%s on %s", counted(sum(map(len, nodes.values())), "rank"), where)
     for host, command in commands.items():
         logger.debug("%s: %s", host, shlex.join(command))
