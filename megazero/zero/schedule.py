@@ -184,6 +184,7 @@ class Schedule:
         self.reductions.restart()
         partly = [b for b in self.buckets if len(self.reductions.missing(b)) < len(b.layout.segments)]
         self._has_frozen = {bucket.unit for bucket in partly}  # units
+        self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
 
