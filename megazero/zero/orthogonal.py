@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heapreplace
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class Orthogonal:
     def __call__(self, _: Sequence[Tensor]) -> None:
         """Replaces the directions of all matrices; the next bucket's are gathered while this one's are worked on."""
         buckets = self._buckets
-        loads = [0] * self._optimizer.buckets[0].channel.num_ranks
+        loads = [(0, rank) for rank in range(self._optimizer.buckets[0].channel.num_ranks)]  # a heap
         gathers = map(self._gather, buckets)  # each starts when it is asked for
         coming = next(gathers, None)
         leaving: tuple[Bucket, Tensor, Work] | None = None
@@ -96,12 +97,12 @@ class Orthogonal:
             return whole, None  # every rank has all directions
         return whole, bucket.channel.all_gather_(whole, bucket.name)
 
-    def _work_on(self, bucket: Bucket, whole: Tensor, loads: list[int]) -> None:
+    def _work_on(self, bucket: Bucket, whole: Tensor, loads: list[tuple[int, int]]) -> None:
         """Makes this rank's matrices orthogonal, the others zero. Largest first, each goes to the rank with least work so far."""
         groups = self._optimizer.param_groups
         for segment in sorted(self._matrices(bucket), key=lambda segment: -_cost(segment)):
-            owner = loads.index(min(loads))
-            loads[owner] += _cost(segment)
+            load, owner = loads[0]
+            heapreplace(loads, (load + _cost(segment), owner))
             matrix = view_of(whole, segment)
             if owner == bucket.channel.group.rank():
                 matrix.copy_(self._orthogonalized(matrix, segment, groups[segment.group]["ns_steps"]))
