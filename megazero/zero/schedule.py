@@ -90,6 +90,7 @@ class Schedule:
         self.residency = Residency(sizes, zero.gather_limits)
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         self._handles: list[Any] = []
+        self._graph_ends: list[Node] = []  # of sharded parameters
         self._watched: set[str] = set()
         self.forwards = Forwards()
         self._runs = Runs(self.forwards, self.reductions, self._end)
@@ -149,12 +150,14 @@ class Schedule:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(weak_hook(bucket, take)))
                 if bucket.sharding.parameters:
                     self._handles.append(parameter.register_hook(weak_hook(bucket, Schedule._gather_for_gradient)))
+                    self._graph_ends.append(bucket.weights.graph_end(segment))
 
     def close(self) -> None:
         """Removes every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._graph_ends.clear()
         self._runs.close()
         for bucket in self.buckets:
             bucket.schedule = None

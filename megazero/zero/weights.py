@@ -14,11 +14,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
 
 from megazero.comm import Channel, Work
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
+from megazero.zero.layout import Segment
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
 from megazero.zero.storage import is_same_memory, view_of
 from megazero.zero.units import BucketPlan
@@ -93,6 +94,21 @@ class Weights:
         """
         if self.is_gathering and not self.is_gathered:
             self._set_versions([version + ON_THE_WAY for version in self._versions])
+
+    def graph_end(self, segment: Segment) -> Node:
+        """The node at which graphs that read a sharded parameter end, made for gradients of its full shape.
+
+        Autograd makes one where it finds none, and then refuses gradients of any other shape than the parameter has at that
+        moment: (0,), if a function with a graph is given a parameter that is not gathered yet, as by torch's checkpoint. As long
+        as the caller keeps this node, autograd takes it. It keeps the parameter.
+        """
+        parameter, kind = self.parameters[segment.name], type(self.parameters[segment.name])
+        parameter.__class__ = self._kinds[segment.name]
+        parameter.data = self._empty.new_empty(()).expand(segment.shape)  # one element
+        node = get_gradient_edge(parameter).node
+        parameter.data = self.views[segment.name] if self.is_gathered else self._empty
+        parameter.__class__ = kind
+        return node
 
     def prefetch(self) -> None:
         """Announces that `gather` comes soon, so that the shard starts on its way from its home."""

@@ -216,12 +216,33 @@ class WeightArgumentToy(Toy):
 
     def hidden(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(with_weight, block, x, block.up.weight, use_reentrant=False)
+            x = checkpoint(with_weight, block, x, block.up.weight, use_reentrant=self.run == "reentrant")
         return x
 
 
 def with_weight(block: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     return block(x) + x @ weight.t() @ weight
+
+
+class WeightKeepingToy(Toy):
+    """Hands each block's weight to a function of its own before the block runs."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(Keeping.apply(x, block.up.weight))
+        return x
+
+
+class Keeping(torch.autograd.Function):
+    """x, beside a weight to which it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class EmptyUnitToy(Toy):
@@ -311,6 +332,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks that share weights": TiedBlocksToy,
     "weights used twice, reentrant": lambda: TiedBlocksToy("reentrant"),
     "weights that a checkpoint is given": WeightArgumentToy,
+    "weights that a checkpoint is given, reentrant": lambda: WeightArgumentToy("reentrant"),
+    "weights that a function is given": WeightKeepingToy,
     "a unit without elements": EmptyUnitToy,
     "mlp 256-128-10": Mlp,
 }
