@@ -126,18 +126,18 @@ class Update:
         bucket = tile.bucket
         states = at_hand.enter_context(self._optimizer.state_at_hand(tile, bucket.states, writes=True))
         if bucket.states[MASTER].resident is None:
-            for piece, part in self._slices(tile, only_trained=False):
+            for piece, part in self._slices(tile):
                 piece.master.data = states[MASTER][part]
                 state = self._optimizer.state.get(piece.master, {})
                 state.update({key: states[key][part] for key in state if key in states})
         return states
 
-    def _slices(self, tile: Tile, only_trained: bool = True) -> list[tuple[Slice, slice]]:
-        """The slices in a tile, each with its place in the tile."""
+    def _slices(self, tile: Tile) -> list[tuple[Slice, slice]]:
+        """The slices in a tile that are trained, each with its place in the tile."""
         return [
             (piece, slice(piece.start - tile.start, piece.stop - tile.start))
             for piece in self._optimizer.slices_in(tile)
-            if piece.is_trained or not only_trained
+            if piece.is_trained
         ]
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
@@ -209,10 +209,9 @@ class Update:
 
     def _take_back(self, tile: Tile, states: dict[str, Tensor]) -> None:
         """After a tile's update: moves the torch optimizer's new state into O, and drops views of states not in memory."""
-        for piece, _ in self._slices(tile, only_trained=False):
+        for piece, _ in self._slices(tile):
             piece.master.grad = None
-            if piece.is_trained:
-                self._optimizer.adopt_state(piece, states, tile.start)
+            self._optimizer.adopt_state(piece, states, tile.start)
             if piece.bucket.states[MASTER].resident is None:
                 piece.master.data = piece.master.data.new_empty(0)
 

@@ -264,6 +264,9 @@ def unfreeze_case(path: str) -> None:
         dict(train(engine, batches[:1]))
         engine.module.blocks[0].requires_grad_(False)
         dict(train(engine, batches[1:2]))
+        if home:
+            moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
+            assert moments and not any(value.numel() for value in moments), "no buffer is kept for what is frozen"
         engine.module.blocks[0].requires_grad_(True)
         return dict(train(engine, batches[2:]))
 
