@@ -91,6 +91,19 @@ def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, 
     assert train(engine, 2) == want
 
 
+def test_a_load_waits_for_the_save_in_the_background(world, tmp_path, monkeypatch):
+    engine, write = make_engine(1), writer.write_tensors
+
+    def slow(path, tensors):
+        time.sleep(0.5)
+        return write(path, tensors)
+
+    monkeypatch.setattr(writer, "write_tensors", slow)
+    train(engine, 1)
+    want = engine.save_checkpoint(str(tmp_path), in_background=True)
+    assert engine.load_checkpoint(str(tmp_path))[0] == want
+
+
 def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, monkeypatch):
     engine = make_engine(1)
     monkeypatch.setattr(writer, "write_tensors", _no_space)
