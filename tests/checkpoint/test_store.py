@@ -366,6 +366,7 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
         model.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
         model.register_buffer("number", torch.tensor(0))
         model.register_buffer("empty", torch.empty(0, 2))
+        model.register_buffer("again", model.turned)
         settings = weight_decay_groups(model, 0.0)
         return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=Scheduler)
 
@@ -375,6 +376,8 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
     engine.backward(engine(torch.ones(1, 3)).sum())
     engine.step()
     engine.save_checkpoint(str(tmp_path), client_state={"tensor": torch.ones(1)})
+    saved = list(Reader(str(tmp_path)).tensors)
+    assert saved == ["weight", "bias", "turned", "number", "empty"], "each once, and all of them"
     other = build()
     _, client = other.load_checkpoint(str(tmp_path))
     assert torch.equal(other.module.turned, torch.arange(6.0).view(2, 3).t() * 2) and int(other.module.number) == 7

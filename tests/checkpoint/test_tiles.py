@@ -176,7 +176,10 @@ def test_the_fp32_weights_of_tiles_are_loaded_into_models_with_other_tiles_and_n
 
 
 class Plain(nn.Module):
-    """Tiled layers of one rank and cut over the model-parallel ones; or the whole layers; and a layer with a frozen tile."""
+    """Tiled layers of one rank and cut over the model-parallel ones; or the whole layers; and a layer with a frozen tile.
+
+    What the last one cuts are stacked matrices, so it is saved tile by tile.
+    """
 
     def __init__(self, splits: int) -> None:
         super().__init__()
@@ -186,9 +189,11 @@ class Plain(nn.Module):
         self.column = TiledLinear(8, 12, linear_cls=column, **tiles) if splits else column(8, 12)
         self.partly = TiledLinear(12, 3, in_splits=2, out_splits=1)
         self.partly.linears[0][0].requires_grad_(False)
+        stacked = {"bias": False, "stride": 2}
+        self.last = TiledLinear(3, 8, out_splits=2, linear_cls=column, **stacked) if splits else column(3, 8, **stacked)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.partly(self.column(self.into(x)))
+        return self.last(self.partly(self.column(self.into(x))))
 
 
 def whole_16bit_case(folder: str, size: int, stage: int) -> None:
@@ -204,10 +209,13 @@ def whole_16bit_case(folder: str, size: int, stage: int) -> None:
     engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
     x, state = torch.randn(3, 6), torch.load(f"{folder}/all.bin", weights_only=True)
     want = engine(x).detach()
-    assert list(state) == [f"{name}.{key}" for name in ("into", "column", "partly") for key in ("weight", "bias")]
+    names = [f"{name}.{key}" for name in ("into", "column", "partly") for key in ("weight", "bias")]
+    assert list(state) == [*names, "last.weight"]
     engine.save_checkpoint(folder)
     for name in ("into.weight", "into.bias", "column.weight", "column.bias"):
         assert torch.equal(state[name], Reader(folder).read(name, "master"))
+    tiles = [Reader(folder).read(f"last.linears.{number}.0.weight", "master") for number in range(2)]
+    assert torch.equal(state["last.weight"], torch.cat(tiles))
     trained = torch.load(f"{folder}/trained.bin", weights_only=True)
     assert [name for name in trained if name not in state] == ["partly.linears.0.1.weight"]
     if size == 1:
