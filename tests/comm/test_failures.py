@@ -33,7 +33,9 @@ def failure_of(work):
 
 def absent_case(way, finished):
     """The second rank comes when the first one has failed, however long that takes."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.5))  # its own: gloo's groups do not survive a timeout
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=1.5))  # its own: gloo's groups do not survive a timeout
+    if dist.get_rank() == 0:
+        return None
     channel = open_channel(way, group)
     assert channel.timeout_s == 1.5
     if channel.rank == 1:
@@ -47,14 +49,14 @@ def absent_case(way, finished):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_absent_rank_is_reported_after_the_timeout(way, tmp_path):
-    (first, seconds), (second, no_seconds) = run_ranks(2, absent_case, way, tmp_path / "finished")[0]
-    said = r"all_reduce of 6 elements \(torch.float32\) on rank 0 of ranks \[0, 1\] failed after (\d+\.\d) s"
+    (first, seconds), (second, no_seconds) = run_ranks(3, absent_case, way, tmp_path / "finished")[1]
+    said = r"all_reduce of 6 elements \(torch.float32\) on rank 1 of ranks \[1, 2\] failed after (\d+\.\d) s"
     assert 1 < float(re.match(said, first)[1]) < seconds + 0.1 and no_seconds < 1
-    assert second.startswith("reduce_scatter of 4 elements (torch.float32) on rank 0 of ranks [0, 1] was not started")
+    assert second.startswith("reduce_scatter of 4 elements (torch.float32) on rank 1 of ranks [1, 2] was not started")
     if way == "shared memory":
-        assert first.endswith("rank 1 did not come within 1.5 s")
+        assert first.endswith("rank 2 did not come within 1.5 s")
     if way == "point to point":
-        assert re.search(r" s: rank 1: .*Timed out waiting 1500ms", first)
+        assert re.search(r" s: rank 2: .*Timed out waiting 1500ms", first)
 
 
 def other_collective_case(way):
@@ -72,7 +74,11 @@ def test_ranks_that_call_different_collectives_are_told(way, size):
 
 
 def other_name_case(way, names):
-    channel, x = open_channel(way), torch.ones(6)
+    """In a group without the first rank: ranks are named by their number in the world."""
+    group = dist.new_group(list(range(1, dist.get_world_size())))
+    if dist.get_rank() == 0:
+        return None
+    channel, x = open_channel(way, group), torch.ones(6)
     message, seconds = failure_of(channel.all_gather_(x, name=names[min(channel.rank, 1)]))
     return message, seconds
 
@@ -80,17 +86,18 @@ def other_name_case(way, names):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_equal_collectives_of_other_names_are_told_apart_on_all_ranks(way, size):
-    for rank, (message, seconds) in enumerate(run_ranks(size, other_name_case, way, ("blocks.0", "blocks.3"))):
-        mine, other = ("blocks.0", "blocks.3") if rank == 0 else ("blocks.3", "blocks.0")
+    heard = run_ranks(size + 1, other_name_case, way, ("blocks.0", "blocks.3"))[1:]
+    for rank, (message, seconds) in enumerate(heard, 1):
+        mine, other, peer = ("blocks.0", "blocks.3", 2) if rank == 1 else ("blocks.3", "blocks.0", 1)
         assert seconds < 5
         assert message.startswith(f"all_gather of {mine}, 6 elements (torch.float32) on rank {rank} of ranks")
-        assert f" is in all_gather of {other}, 6 elements (torch.float32)" in message
+        assert f" rank {peer} is in all_gather of {other}, 6 elements (torch.float32)" in message
         assert f" while this rank is in all_gather of {mine}, 6 elements (torch.float32)" in message
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_long_names_that_differ_at_their_end_only_are_told_apart(way):
-    for message, _ in run_ranks(2, other_name_case, way, ("\u00e4" * 300 + "0", "\u00e4" * 300 + "1")):
+    for message, _ in run_ranks(3, other_name_case, way, ("\u00e4" * 300 + "0", "\u00e4" * 300 + "1"))[1:]:
         assert "Issue the same collectives in the same order" in message
 
 
