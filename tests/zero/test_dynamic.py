@@ -28,6 +28,7 @@ from tests.zero.models import (
     SHARING,
     Block,
     EmptyUnitToy,
+    HalfUsedBlock,
     Toy,
     call,
     compare,
@@ -94,7 +95,9 @@ def exception_case() -> None:
     mpu.initialize_model_parallel(1)
     plain = fresh(0)
     one_step(plain, my_batch())
-    want = plain.state_dict()
+    want = copy.deepcopy(plain.state_dict())
+    one_step(plain, my_batch(1))
+    want_next = plain.state_dict()
     for stage in STAGES:
         engine = fresh(stage, toy={"block": Failing})
         for context in (torch.enable_grad(), torch.no_grad()):
@@ -122,11 +125,15 @@ def exception_case() -> None:
         sent = engine.channel.traffic
         assert sent["all_reduce"].collectives + sent["reduce_scatter"].collectives == len(engine.buckets)  # each once
         engine.backward(engine(my_batch()))  # has reduced everything at stages 2 and 3
-        engine.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
+        handle = engine.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.backward(engine(my_batch()))
         with pytest.raises(EngineStateError, match="no gradients to apply"):
             engine.step()
+        handle.remove()
+        engine.zero_grad()  # also of sums that were set aside when the second loss's gradients came
+        one_step(engine, my_batch(1))
+        same_weights(engine, want_next)
 
 
 def test_exceptions_in_forward_and_backward_leave_an_engine_that_trains_on():
@@ -244,11 +251,22 @@ class PartlyRecomputed(Block):
         return F.gelu(self.up(self.norm(x)))
 
 
-def partly_recomputed_case(shared: bool) -> None:
+class PartlyUsed(PartlyRecomputed):
+    """The rank that uses all of it has reduced it before the second gradients come, and the other rank has not."""
+
+    def __init__(self, h: int) -> None:
+        super().__init__(h)
+        self.scale = nn.Parameter(torch.ones(h))
+
+    def forward(self, x):
+        return super().forward(x) * (self.scale if mpu.get_data_parallel_rank() == 0 else 1)
+
+
+def partly_recomputed_case(block: type[nn.Module], stages: tuple[int, ...], shared: bool) -> None:
     mpu.initialize_model_parallel(1)
     results = []
-    for stage in STAGES:
-        engine = fresh(stage, toy={"block": PartlyRecomputed, "shared": shared})
+    for stage in stages:
+        engine = fresh(stage, toy={"block": block, "shared": shared})
         for step in range(2):
             loss = engine(my_batch(step))
             engine.backward(loss if shared else loss + engine(my_batch(step + 1)))
@@ -260,9 +278,10 @@ def partly_recomputed_case(shared: bool) -> None:
         torch.testing.assert_close(state, results[0][1])
 
 
+@pytest.mark.parametrize(("block", "stages"), [(PartlyRecomputed, STAGES), (PartlyUsed, (0, 1, 2))])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_part_of_a_block_is_recomputed_for_each_of_two_runs(shared):
-    run_ranks(2, partly_recomputed_case, shared)
+def test_a_part_of_a_block_is_recomputed_for_each_of_two_runs(block, stages, shared):
+    run_ranks(2, partly_recomputed_case, block, stages, shared)
 
 
 def part_frozen_case(dtype: torch.dtype) -> None:
@@ -827,6 +846,21 @@ def penalty_case() -> None:
 
 def test_a_penalty_on_gathered_parameters_counts_and_a_late_backward_is_explained():
     run_ranks(2, penalty_case)
+
+
+def early_penalty_case() -> None:
+    """The backward of a term from before the forward comes last: a unit counts as unused what that term alone reaches."""
+    mpu.initialize_model_parallel(1)
+    for stage in (0, 1, 2):
+        engine = fresh(stage, toy={"block": HalfUsedBlock})
+        penalty = engine.module.blocks[1].extra.weight.square().sum()
+        engine.backward(penalty + engine(my_batch()))
+        want = 2 * engine.module.blocks[1].extra.weight.detach()
+        torch.testing.assert_close(full_grad(engine, "blocks.1.extra.weight"), want)
+
+
+def test_the_gradient_of_a_penalty_that_comes_after_its_unit_was_reduced_counts():
+    run_ranks(2, early_penalty_case)
 
 
 class Backwards(nn.Module):
