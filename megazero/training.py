@@ -222,14 +222,13 @@ def _why_stop(job: Job) -> str:
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
-    """[sum of the finite losses, ranks whose loss is not, ranks that were asked to stop] over all ranks, in one collective.
+    """[sum of the losses, ranks whose loss is not finite, ranks that were asked to stop] over all ranks, in one collective.
 
     It comes before the update. The host waits for the update's gradient norm anyway, and the result is there by then. So the host
     need not wait for the update as well, and can give the device the next step's forward meanwhile.
     """
-    finite = torch.isfinite(loss)
     asked = torch.full_like(loss, float(stop.reason is not None))
-    report = torch.stack([torch.where(finite, loss, 0.0), (~finite).float(), asked])
+    report = torch.stack([loss, (~torch.isfinite(loss)).float(), asked])
     return comm.Readout(comm.all_reduced(report, comm.world()))
 
 
