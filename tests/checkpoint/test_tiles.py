@@ -121,18 +121,20 @@ class OtherTile(nn.Module):
 
 
 class Odd(nn.Module):
-    """One layer has a tile that is tied to another layer, one a tile of another kind, and one is there twice."""
+    """Layers have a tile that is tied to one before or behind them, a tile of another kind, and one is there twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [TiledLinear(6, 7, in_splits=2, out_splits=2) for _ in range(2)]
-        self.first, self.tied, self.other = nn.Linear(3, 4, bias=False), *layers
-        self.tied.linears[0][0].weight = self.first.weight
+        layers = [TiledLinear(6, 7, in_splits=2, out_splits=2) for _ in range(3)]
+        self.first, self.tied, self.other, self.named = nn.Linear(3, 4, bias=False), *layers
+        self.last = nn.Linear(3, 4, bias=False)
+        self.tied.linears[0][0].weight, self.last.weight = self.first.weight, self.named.linears[0][0].weight
         self.other.linears[0][0] = OtherTile()
         self.again = self.twice = TiledLinear(7, 7, in_splits=2, out_splits=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.again(self.twice(self.tied(x) + self.other(x))) + self.first(x[:, :3]).sum()
+        y = self.again(self.twice(self.tied(x) + self.other(x) + self.named(x)))
+        return y + self.first(x[:, :3]).sum() + self.last(x[:, :3]).sum()
 
 
 def odd_tiles_case(folder: str) -> None:
@@ -144,7 +146,7 @@ def odd_tiles_case(folder: str) -> None:
     engine.save_checkpoint(folder)
     want, reader = engine(x).detach(), Reader(folder)
     assert not any(reader.missing(name) for name in reader.tensors)
-    assert {"tied.linears.0.1.weight", "tied.bias", "other.bias"} <= reader.tensors.keys()
+    assert {"tied.linears.0.1.weight", "tied.bias", "other.bias", "named.linears.0.0.weight"} <= reader.tensors.keys()
     engine.destroy()
     assert_close(load_state_dict_from_zero_checkpoint(Odd(), folder)(x), want)
     engine = make_engine(Odd(), 1)
