@@ -338,7 +338,9 @@ def accumulation_case(stage: int) -> None:
     engine.step()  # not a boundary, after an update that was one
     assert not engine.was_step_applied()
     engine.zero_grad()
-    engine.micro_steps = 2
+    for count, is_due in ((3, True), (2, False)):
+        engine.micro_steps = count
+        assert engine.is_gradient_accumulation_boundary() == is_due
     if stage < 2:
         with engine.no_sync():
             with engine.no_sync():

@@ -153,6 +153,10 @@ def test_zero_grad_forgets_and_a_step_needs_a_backward(one_rank):
     with pytest.raises(RuntimeError, match="call engine.backward"):
         engine.step()
     assert torch.equal(model.weight, before)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with pytest.raises(RuntimeError, match="call engine.backward"):
+        engine.step()
 
 
 def different_weights_case() -> None:
