@@ -103,6 +103,7 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
     schedule = fresh()
     schedule.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
     assert schedule.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict() and schedule.optimizer.counters()
+    assert schedule.get_lr() == fresh().get_lr() != engine.get_lr()
     larger = make_engine(model=nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3), nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="has no 3.weight, 3.bias"):
         larger.load_checkpoint(str(tmp_path))

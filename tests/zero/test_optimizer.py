@@ -177,6 +177,10 @@ def test_learning_rate_comes_back_and_other_settings_are_the_new_runs(one_rank, 
         fresh = engine_of(toy(), lambda g: torch.optim.AdamW(g, lr=0.1, betas=(0.7, 0.9)))
         fresh.load_checkpoint(str(tmp_path), **options)
         assert [(group["lr"], group["betas"]) for group in fresh.optimizer.param_groups] == [(lr, (0.7, 0.9))] * 2
+    rate = torch.tensor(0.1)
+    fresh = engine_of(toy(), lambda g: torch.optim.AdamW(g, lr=rate))
+    fresh.load_checkpoint(str(tmp_path))
+    assert all(group["lr"] is rate for group in fresh.optimizer.param_groups) and rate == 0.01
 
 
 # ---- the torch optimizer
