@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ RUN_FILE = "wandb_run"  # in --save: the run's id, by which a job that is resume
 
 def require_wandb() -> None:
     """Raises a ValueError if the package is not installed."""
-    if find_spec("wandb") is None:
+    if getattr(find_spec("wandb"), "origin", None) is None:  # a folder `wandb`, as of earlier runs, has none
         raise ValueError("--wandb-project needs the package wandb, which is not installed: pip install wandb")
 
 
@@ -34,14 +36,14 @@ class WandbLog:
     ) -> None:
         import wandb  # takes seconds, and one rank needs it
 
-        self._errors = wandb.Error
         path = Path(directory, RUN_FILE) if directory else None
         run_id = path.read_text().strip() if path and start_iteration and path.exists() else None
         try:
             self._run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=directory, config=config)
-        except wandb.Error as error:
+        except Exception as error:  # of any class: the package's own have none in common
+            which = f"--wandb-project {project}" + (f", run {run_id} of {path}" if run_id is not None else "")
             raise ValueError(
-                f"--wandb-project {project}: Weights & Biases does not start: {error} To keep the numbers in files until "
+                f"{which}: Weights & Biases does not start: {str(error).rstrip('.')}. To keep the numbers in files until "
                 "`wandb sync`, set WANDB_MODE=offline."
             ) from error
         # Not its own count of calls: a resumed job repeats iterations, and its points would be dropped.
@@ -60,11 +62,18 @@ class WandbLog:
         Raises:
             OSError: the package's own process has ended.
         """
-        try:
+        with _told_as_os_error():
             self._run.log({"iteration": iteration, **{f"{section}/{name}": x for name, x in scalars.items()}})
-        except self._errors as error:
-            raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Ends the run, after everything has been sent."""
-        self._run.finish()
+        """Ends the run, after everything has been sent. Raises as `write` does."""
+        with _told_as_os_error():
+            self._run.finish()
+
+
+@contextmanager
+def _told_as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any class, as above
+        raise OSError(str(error)) from error

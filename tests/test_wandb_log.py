@@ -22,7 +22,7 @@ class FakeWandb(SimpleNamespace):
 
     def init(self, **arguments):
         if self.refusal:
-            raise self.Error(self.refusal)
+            raise self.refusal
         run = FakeRun(**arguments | {"id": arguments["id"] or f"run{len(self.runs)}"})
         self.runs.append(run)
         return run
@@ -85,19 +85,37 @@ def test_a_resumed_job_goes_on_with_the_run_in_save_and_a_fresh_one_begins_anoth
     assert [run.id for run in wandb.runs] == ["run0", "run0", "run0", "run3", "run3", "run5"]
 
 
-def test_a_package_that_does_not_start_names_the_flag_and_the_ways_out(wandb, tmp_path):
-    wandb.refusal = "No API key configured."
-    with pytest.raises(ValueError, match="--wandb-project gpt2: .*No API key.*set WANDB_MODE=offline"):
+class OtherError(Exception):
+    """Of the package too, whose errors have no class in common."""
+
+
+@pytest.mark.parametrize("kind", [FakeWandb.Error, OtherError])
+@pytest.mark.parametrize("words", ["No API key configured", "No API key configured."])
+def test_a_package_that_does_not_start_names_the_flag_and_the_ways_out(wandb, tmp_path, kind, words):
+    wandb.refusal = kind(words)
+    with pytest.raises(
+        ValueError, match=r"^--wandb-project gpt2: .*No API key configured\. To .*set WANDB_MODE=offline"
+    ):
         WandbLog("gpt2", None, str(tmp_path), 0, {})
 
 
-@pytest.mark.parametrize("failure", [ConnectionResetError("reset by peer"), FakeWandb.Error("run is finished")])
+def test_a_run_that_cannot_go_on_is_named_with_its_file(wandb, tmp_path):
+    (tmp_path / "wandb_run").write_text("gone")
+    wandb.refusal = wandb.Error("it was deleted")
+    with pytest.raises(
+        ValueError, match=rf"^--wandb-project gpt2, run gone of {tmp_path}/wandb_run: .* it was deleted\."
+    ):
+        WandbLog("gpt2", None, str(tmp_path), 5, {})
+
+
+@pytest.mark.parametrize(
+    "failure", [ConnectionResetError("reset by peer"), FakeWandb.Error("run is finished"), OtherError()]
+)
 def test_a_run_that_ends_early_ends_this_log_with_a_warning_and_not_the_job(wandb, tmp_path, caplog, failure):
     writer = MetricsWriter(str(tmp_path), None, 0, wandb=WandbLog("gpt2", None, None, 0, {}))
     wandb.runs[0].failure = failure
     for iteration in (1, 2):
         writer.write(iteration, {"loss": 8.0}, "train")
-    wandb.runs[0].failure = ConnectionResetError("reset by peer")
     writer.close()
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "the log in /there/wandb/offline-run ends at iteration 1, training goes on" in warning
@@ -107,6 +125,14 @@ def test_a_run_that_ends_early_ends_this_log_with_a_warning_and_not_the_job(wand
 def test_without_the_package_the_flag_says_what_to_install_before_anything_starts(monkeypatch):
     monkeypatch.setattr("megazero.wandb_log.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--wandb-project needs the package wandb.*pip install wandb"):
+        require_wandb()
+
+
+def test_a_folder_that_is_called_like_the_package_is_not_taken_for_it(monkeypatch, tmp_path):
+    (tmp_path / "wandb" / "offline-run").mkdir(parents=True)  # as runs without --save leave it where they were started
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match="--wandb-project needs the package wandb"):
         require_wandb()
 
 
