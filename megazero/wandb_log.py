@@ -53,8 +53,9 @@ class WandbLog:
 
     @property
     def place(self) -> str:
-        """Where the run can be seen: its address, or offline the folder that `wandb sync` takes."""
-        return str(Path(self._run.dir).parent) if self._run.offline else self._run.url
+        """Where the run can be seen: its address, or without one the folder that `wandb sync` takes."""
+        url = None if self._run.offline else self._run.url  # offline, wandb warns of the question
+        return url or str(Path(self._run.dir).parent)
 
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         """Records scalars of one iteration under a section.
