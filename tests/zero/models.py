@@ -332,7 +332,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks that share weights": TiedBlocksToy,
     "weights used twice, reentrant": lambda: TiedBlocksToy("reentrant"),
     "weights that a checkpoint is given": WeightArgumentToy,
-    "weights that a checkpoint is given, reentrant": lambda: WeightArgumentToy("reentrant"),
+    "weights used twice, once as an argument of a reentrant checkpoint": lambda: WeightArgumentToy("reentrant"),
     "weights that a function is given": WeightKeepingToy,
     "a unit without elements": EmptyUnitToy,
     "mlp 256-128-10": Mlp,
