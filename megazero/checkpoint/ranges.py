@@ -78,7 +78,7 @@ class RangeMap:
         if not len(self.target):
             return self
         # Most of `other` is of no interest to a small part of a large parameter.
-        b = other._near(self.target.min(), (self.target + self.length).max())
+        b = other._near(int(self.target.min()), int((self.target + self.length).max()))
         if not len(b.source):
             return b
         a = self.inverse()

@@ -149,7 +149,8 @@ def _shuffled_documents(start: int, stop: int, epochs: int, random: np.random.Ra
 
 def _shuffled_samples(first: int, total: int, random: np.random.RandomState) -> npt.NDArray[np.integer]:
     """0..total in random order, the samples before `first` among themselves and the rest among themselves."""
-    order = np.arange(total, dtype=np.uint32 if total < _MAX_UINT32 - 1 else np.int64)
+    dtype: type[np.integer] = np.uint32 if total < _MAX_UINT32 - 1 else np.int64
+    order = np.arange(total, dtype=dtype)
     random.shuffle(order[:first])
     random.shuffle(order[first:])
     return order
