@@ -21,9 +21,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from megazero import launch, runner
 from megazero.cgroups import available_cores
 from megazero.children import children
-from megazero.runner import main
+from megazero.runner import bind, main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
-from megazero.runner.bind import share
 from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
 from megazero.runner.environment import exported, parse_environment, visible_devices
 from megazero.runner.hosts import is_this_machine, parse_hostfile, select, slurm_gpus
@@ -180,12 +179,12 @@ def test_this_machine_is_known_by_its_addresses():
 
 def test_cores():
     assert parse_cores("0-2,8") == [0, 1, 2, 8]
-    assert [share([0, 1, 2, 8, 9], rank, 2) for rank in (0, 1)] == [[0, 1], [2, 8]]
+    assert [bind.share([0, 1, 2, 8, 9], rank, 2) for rank in (0, 1)] == [[0, 1], [2, 8]]
     for wrong in ("", "a", "3-1", "1,1", "1;2"):
         with pytest.raises(ValueError, match="--bind_core_list"):
             parse_cores(wrong)
     with pytest.raises(ValueError, match="3 ranks on a node cannot each have one of 2 cores"):
-        share([0, 1], 0, 3)
+        bind.share([0, 1], 0, 3)
 
 
 # ---------------------------------------------------------------- commands
@@ -435,6 +434,13 @@ def test_two_ranks_on_a_machine_without_gpus(folder, monkeypatch):
     threads = str(max(1, available_cores() // 2))  # a container may have a quota
     assert all(r["cores"] == cores and r["OMP_NUM_THREADS"] == threads and r["MASTER_PORT"] for r in ranks)
     assert "2 ranks on localhost (2)" in messages and "OMP_NUM_THREADS" not in messages
+
+
+def test_a_system_that_cannot_bind_a_process_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bind", "", "true"])
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(SystemExit, match="error: --bind_cores_to_rank: linux cannot bind .* Drop it"):
+        bind.main()
 
 
 def test_a_host_of_the_hostfile_that_is_this_machine_needs_no_ssh(folder, monkeypatch):

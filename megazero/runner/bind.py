@@ -19,6 +19,8 @@ def share(cores: list[int], rank: int, ranks: int) -> list[int]:
 
 def main() -> None:
     """Replaces this process by the command, bound to its cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        sys.exit(f"error: --bind_cores_to_rank: {sys.platform} cannot bind a process to cores, Linux can. Drop it.")
     cores = parse_cores(sys.argv[1]) if sys.argv[1] else sorted(os.sched_getaffinity(0))
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     most_threads = max(1, available_cores() // ranks)  # a container's quota may be less than the cores that it sees
