@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
@@ -72,10 +73,13 @@ def batches(
         data_parallel_size=job.groups.data_parallel_size,
         micro_batches_per_step=batches_per_step,
     )
+    workers = job.config.data.num_workers
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=job.config.data.num_workers,
+        num_workers=workers,
+        # Also from Python 3.14 on, where a server would fork them: its death by the SIGTERM of a batch system would be theirs.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         pin_memory=job.device.type == "cuda",
         generator=torch.Generator(),  # otherwise every new iterator draws from dropout's generator
         worker_init_fn=_outlive_sigterm,
@@ -89,8 +93,8 @@ def _outlive_sigterm(_: int) -> None:
     It ends with its rank, too, however that ends: it has the rank's sockets, at whose port a restart would wait for seconds.
 
     Batch systems, `timeout` and `pkill -f` send SIGTERM to every process of a job. The rank then finishes its step and saves; a
-    worker that had already ended would turn that into an error. This function is for forked workers, as on Linux up to Python
-    3.13. Other workers end with the process that started them.
+    worker that had already ended would turn that into an error. This function is for forked workers, as on Linux. Other workers
+    end with the process that started them.
     """
     rank = parent_process()
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS

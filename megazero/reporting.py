@@ -7,6 +7,7 @@ import os
 import shlex
 import statistics
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -151,6 +152,8 @@ class MemoryWatch:
 def progress_bar(job: Job) -> Iterator[tqdm]:
     """A progress bar of the run's iterations below the log lines. It is drawn only on rank 0, and only on a terminal."""
     is_shown = torch.distributed.get_rank() == 0 and sys.stdout.isatty()
+    # tqdm's own lock is one between processes, for which Python starts another process from 3.14 on.
+    tqdm.set_lock(threading.RLock())
     with tqdm(
         total=job.config.training.train_iters,
         initial=job.iteration,

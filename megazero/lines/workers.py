@@ -19,6 +19,10 @@ B = TypeVar("B")
 
 _LEAD = 3  # items per worker that may be in work, or finished before their turn
 _REAP_S = 10.0  # until how a worker ended is known, after its pipe has closed
+_UNGUARDED = (
+    "a worker process died before its work began; its own message is above. Workers run the main script again: put what it does, "
+    "and what starts them, under if __name__ == '__main__'."
+)
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
@@ -73,7 +77,13 @@ class _Pool:
             for _ in range(workers):
                 here, there = context.Pipe()
                 process = context.Process(target=_work, args=(there, function), daemon=True)
-                process.start()
+                try:
+                    process.start()
+                except (
+                    EOFError,
+                    ConnectionError,
+                ) as gone:  # the server of processes runs the main script, from 3.14 on
+                    raise RuntimeError(_UNGUARDED) from gone
                 there.close()  # the worker's copy is now the only one, so its death closes the pipe
                 self._processes.append(process)
                 self._idle.append(here)
@@ -110,10 +120,7 @@ class _Pool:
         wait([process.sentinel for process in self._processes], _REAP_S)
         # Python ends with 1 where it fails to start a worker.
         if any(process.exitcode == 1 for process in self._processes):
-            return RuntimeError(
-                "a worker process died before its work began; its own message is above. Workers run the main script again: "
-                "put what it does, and what starts them, under if __name__ == '__main__'."
-            )
+            return RuntimeError(_UNGUARDED)
         return RuntimeError(
             "a worker process died, perhaps for want of memory. Start again (what is done is kept), with fewer --workers."
         )

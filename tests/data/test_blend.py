@@ -55,12 +55,12 @@ def test_building_an_order_takes_little_more_memory_than_it_has(monkeypatch):
 
 def test_loading_an_order_takes_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(blend, "_CHUNK", 1000)
-    BlendOrder([0.3, 0.6, 0.1], 100_000, "train", ArrayCache(tmp_path))
+    BlendOrder([0.3, 0.6, 0.1], 1_000_000, "train", ArrayCache(tmp_path))
     tracemalloc.start()
-    order = BlendOrder([0.3, 0.6, 0.1], 100_000, "train", ArrayCache(tmp_path, is_expected=True))
+    order = BlendOrder([0.3, 0.6, 0.1], 1_000_000, "train", ArrayCache(tmp_path, is_expected=True))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert order.counts == [30_000, 60_000, 10_000] and peak < 100_000, "less than a byte a sample"
+    assert order.counts == [300_000, 600_000, 100_000] and peak < 1_000_000, "less than a byte a sample"
 
 
 @settings(max_examples=150)

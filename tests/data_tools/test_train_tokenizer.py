@@ -173,10 +173,9 @@ def test_a_kill_while_it_trains_leaves_the_old_one_and_a_kill_later_nothing_half
 
 
 def test_the_sample_of_a_parquet_file_has_the_size_that_was_asked_for(tmp_path):
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts, path = make_texts(4000), tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, compression="gzip")
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="gzip")
     whole = sum(len(text.encode()) for text in texts) / 1e6
     assert 2.5 < whole * 1e6 / path.stat().st_size < 6  # as text is compressed
     sample = train_tokenizer.sample_documents([path], "text", whole / 8).texts
