@@ -700,3 +700,41 @@ def test_init_casts_parameters_alone_and_only_where_it_is_told_to(one_rank):
             model = Scaled()
         found.append((model.weight.dtype, model.scale.dtype))
     assert found == [(torch.float32, torch.float32), (torch.float16, torch.float32)]
+
+
+class Rotated(nn.Linear):
+    """Features turned by the angles of positions that bf16 has no numbers for."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("frequencies", 1e4 ** (-torch.arange(4) / 4))
+        self.register_buffer("first", torch.tensor(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.outer(self.first + torch.arange(len(x)), self.frequencies)
+        return super().forward(x * angles.cos().to(x.dtype))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("under_init", [False, True])
+def test_buffers_keep_their_dtypes_unless_the_configuration_names_one(one_rank, stage, under_init):
+    x = torch.randn(6, 4, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(3))
+    for told, kept in ((None, torch.float32), ("BF16", torch.bfloat16), ("fp32", torch.float32)):
+        torch.manual_seed(5)
+        plain = Rotated()
+        plain.frequencies.data = plain.frequencies.to(kept)
+        plain.weight.data, plain.bias.data = plain.weight.bfloat16(), plain.bias.bfloat16()
+        torch.manual_seed(5)
+        with deepspeed.zero.Init(enabled=under_init, dtype=torch.bfloat16):
+            model = Rotated()
+        engine = initialize(
+            model, bf16={"enabled": True}, data_types={"buffer_dtype": told}, zero_optimization={"stage": stage}
+        )
+        assert (model.frequencies.dtype, model.first.dtype) == (kept, torch.int64)
+        assert torch.equal(engine(x), plain(x))
+        assert torch.equal(engine.module_state_dict()["frequencies"], plain.frequencies)
+
+
+def test_a_batch_norm_runs_in_16_bits_with_buffers_of_that_dtype(one_rank):
+    engine = initialize(nn.BatchNorm1d(3), bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
+    assert engine(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16

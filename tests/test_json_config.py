@@ -433,6 +433,13 @@ def test_gradient_dtypes(compute):
     other = "bf16" if compute == "fp16" else "fp16"
     refused(f'communication_data_type "{other}" is neither', **halves, communication_data_type=other)
     refused(f'data_types.grad_accum_dtype "{other}"', **halves, data_types={"grad_accum_dtype": other})
+    assert load(**halves, data_types={"param_dtype": compute.upper()}).compute_dtype == compute
+    for wrong in (other, "fp32"):
+        refused(
+            f'data_types.param_dtype "{wrong}" is not the dtype of the parameters, which is {compute} by',
+            **halves,
+            data_types={"param_dtype": wrong},
+        )
 
 
 def test_reduction_settings_reach_the_engine():

@@ -99,7 +99,7 @@ def initialize_engine(
         "zero_optimization": section,
     }
     if fp16:
-        document["fp16"] = fp16
+        document |= {"fp16": fp16, "data_types": {"buffer_dtype": "fp16"}}
     engine = PatrickStarEngine(model, initialize(model=model, config=document)[0])
     return engine, engine.optimizer
 

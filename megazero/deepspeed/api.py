@@ -181,7 +181,7 @@ def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None
     """Checks all that can be checked, then moves the model to its device and makes it equal on all ranks."""
     _ = config.zero  # checks it
     _check_values(model, config)
-    _move(model, comm.local_device(), config.cast_to)
+    _move(model, comm.local_device(), config.buffer_dtype)
     _as_on_first_rank(model, groups)
 
 

@@ -146,6 +146,11 @@ class JsonConfig:
             )
         self._dtype("communication_data_type")
         self._dtype("data_types.grad_accum_dtype")
+        if self.data_types.param_dtype not in (None, self.compute_dtype):
+            raise DeepSpeedConfigError(
+                f'data_types.param_dtype "{self.data_types.param_dtype}" is not the dtype of the parameters, which is '
+                f"{self.compute_dtype} by fp16.enabled and bf16.enabled. Set these, and drop it."
+            )
 
     @property
     def data_parallel_size(self) -> int:
@@ -159,8 +164,14 @@ class JsonConfig:
 
     @property
     def cast_to(self) -> torch.dtype | None:
-        """What the model's parameters and buffers are cast to; None: under fp32 they keep their own dtypes."""
+        """What the model's parameters are cast to; None: under fp32 they keep their own dtypes."""
         return None if self.compute_dtype == "fp32" else self.precision.dtype
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """What the model's floating-point buffers are cast to; None: they keep their own dtypes."""
+        name = self.data_types.buffer_dtype
+        return None if name is None else PrecisionConfig(fp16=name == "fp16", bf16=name == "bf16").dtype
 
     @property
     def idle(self) -> set[str]:

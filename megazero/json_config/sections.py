@@ -159,3 +159,12 @@ class DataTypesSection:
     grad_accum_dtype: str | None = key(
         None, OBEYED, "of accumulated gradients: fp32 (default) or the compute dtype", choices=("fp32", "fp16", "bf16")
     )
+    param_dtype: str | None = key(
+        None, OBEYED, "null, or that which fp16 and bf16 say: a check", choices=("fp32", "fp16", "bf16")
+    )
+    buffer_dtype: str | None = key(
+        None,
+        OBEYED,
+        "of floating-point buffers; null: each keeps its own, while BatchNorm needs the compute dtype",
+        choices=("fp32", "fp16", "bf16"),
+    )

@@ -353,6 +353,14 @@ def test_the_context_counts_converts_and_restores_the_generator(one_rank, shard_
         ZeroInitContext("meta", TensorShardStrategy())
 
 
+def test_a_batch_norm_computes_in_16_bits(one_rank):
+    with ZeroInitContext(get_current_device(), TensorShardStrategy(), True):
+        model = nn.BatchNorm1d(5)
+    sharded = ShardedModelV2(model, TensorShardStrategy())
+    ShardedOptimizerV2(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    assert sharded(torch.randn(4, 5)).dtype == model.running_mean.dtype == torch.float16
+
+
 def reference_scales(overflows: list[bool], scale, low, growth, backoff, interval, hysteresis, high) -> list[float]:
     grown = spent = 0
     scales = []

@@ -138,6 +138,11 @@ def test_a_rank_that_sees_its_own_gpu_alone_may_have_any_number(one_rank, monkey
         initialize_engine(model_func, 3, {"fp16": {"key": 1}})
 
 
+def test_a_batch_norm_computes_in_fp16(one_rank):
+    model, _ = initialize_engine(lambda: nn.BatchNorm1d(5), 0, {"fp16": {"enabled": True}})
+    assert model(torch.randn(4, 5)).dtype == model.module.running_mean.dtype == torch.float16
+
+
 def test_a_backward_takes_the_place_of_the_one_before(one_rank):
     model, _ = initialize_engine(model_func, 0)
     x, y = batches(1)[0]

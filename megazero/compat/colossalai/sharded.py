@@ -111,7 +111,7 @@ class ShardedModelV2(EngineModule):
             "zero_optimization": {"stage": stage, **homes},
             half: {"enabled": True},
             "communication_data_type": "fp32" if self.fp32_reduce_scatter else half,
-            "data_types": {"grad_accum_dtype": half if self.reuse_fp16_shard else "fp32"},
+            "data_types": {"grad_accum_dtype": half if self.reuse_fp16_shard else "fp32", "buffer_dtype": half},
             "gradient_predivide_factor": _root_of(comm.world().size()) if factor is None else factor,
         }
         units = self.shard_strategy.units(self.module)
