@@ -110,6 +110,13 @@ def test_items_come_from_the_datasets_in_order(tmp_path):
     assert len(list((tmp_path / "cache").glob("blend-train-*.json"))) == 1
 
 
+@pytest.mark.parametrize(("weights", "num_samples"), [([3.0, 1.0], 20), ([1.0, 3.0], 40)])
+def test_other_weights_or_more_samples_are_another_order_in_the_cache(tmp_path, weights, num_samples):
+    BlendOrder([1.0, 3.0], 20, "train", ArrayCache(tmp_path))
+    order = BlendOrder(weights, num_samples, "train", ArrayCache(tmp_path))
+    assert np.array_equal(order.dataset_index, blend_indices(weights, num_samples)[0])
+
+
 def test_too_short_datasets_are_refused(tmp_path):
     short = make_blend(tmp_path, None).datasets
     with pytest.raises(ValueError, match="samples, the blend needs 25 of it"):
