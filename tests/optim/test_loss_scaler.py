@@ -132,5 +132,12 @@ def test_contradictory_precision_flags_are_refused(flags):
         PrecisionConfig(**flags)
 
 
+def test_every_flag_of_the_dynamic_scale_reaches_it():
+    flags = {"loss_scale_window": 2, "min_scale": 64.0, "hysteresis": 3, "consecutive_hysteresis": True}
+    scaler = LossScaler.from_config(PrecisionConfig(fp16=True, initial_loss_scale=256.0, **flags))
+    found = (scaler.scale, scaler.window, scaler.min_scale, scaler.hysteresis, scaler.consecutive_hysteresis)
+    assert scaler.dynamic and found == (256.0, *flags.values())
+
+
 def test_a_loss_scale_of_0_is_dynamic():
     assert LossScaler.from_config(PrecisionConfig(fp16=True, loss_scale=0.0)).dynamic
