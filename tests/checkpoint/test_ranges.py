@@ -130,6 +130,12 @@ def test_ranges_that_go_on_are_joined_so_that_an_unchanged_cut_reads_one_range()
     assert len(ranges.then(ranges.inverse()).source) == 1
 
 
+def test_rows_that_go_on_in_the_full_parameter_alone_are_not_joined():
+    rows = shard_to_full((2, 3), Cut(1, 1, 4), 0, 1)  # with a column of padding after each
+    found = rows.then(shard_to_full((2, 3), None, 0, 1))
+    assert [column.tolist() for column in (found.source, found.target, found.length)] == [[0, 4], [0, 3], [3, 3]]
+
+
 @pytest.mark.parametrize("cut", [Cut(0, 1, 7), Cut(0, 2, 9), Cut(0, 3, 12), Cut(0, 1, 4)], ids=str)
 def test_a_cut_that_cannot_be_is_refused(cut):
     with pytest.raises(ValueError, match="cannot be cut for 2 ranks"):
