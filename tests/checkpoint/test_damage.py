@@ -450,6 +450,8 @@ PIECES = {
     "none": lambda pieces: pieces.clear(),
     "beyond the file": beyond,
     "negative": negative,
+    "empty": lambda pieces: pieces.append([pieces[-1][0], pieces[-1][2], *pieces[-1][2:]]),
+    "of no rank": lambda pieces: pieces.append([1, *pieces[0][1:]]),
 }
 
 
