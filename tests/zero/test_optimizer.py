@@ -322,5 +322,7 @@ def test_scaled_gradients_in_16_bits_do_not_underflow(one_rank, optimizer):
     )
     x = torch.full((1, 4), 1e-2, dtype=torch.float16)
     engine.backward((engine(x).float() * 1e-6).mean())  # a gradient of 1e-8, below what fp16 holds
+    for grad in (utils.safe_get_full_grad(model.weight), utils.safe_get_local_grad(model.weight).view(1, 4)):
+        torch.testing.assert_close(grad, torch.full((1, 4), 1e-8), rtol=1e-2, atol=0)
     engine.step()
     torch.testing.assert_close(engine.state_dict()["weight"].float(), torch.full((1, 4), 0.5), rtol=0, atol=1e-2)
