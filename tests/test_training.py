@@ -67,12 +67,8 @@ def flags(corpus, save, iters: int, *more: str) -> list[str]:
 
 
 def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
-    done = run_job(
-        flags(
-            corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", "--eval-interval", "30", "--eval-iters", "2"
-        ),
-        2,
-    )
+    evaluations = ("--eval-interval", "30", "--eval-iters", "16")  # more than one epoch of the validation data
+    done = run_job(flags(corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", *evaluations), 2)
     assert done.returncode == 0, done.stdout
     losses = metrics(tmp_path)
     assert losses[60] < 0.8 * losses[10]
