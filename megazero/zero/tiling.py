@@ -133,7 +133,6 @@ class TiledLinear(nn.Module):
                         height, width = _size(self.out_parts, out_id), _size(self.in_parts, in_id)
                         tile = linear_cls(width, height, bias=bias and in_id == in_splits - 1, **kwargs)
                         self._fill(tile, out_id, in_id, values)
-                        tile.register_forward_hook(_copy_bias)  # before ZeRO's own hook, which frees the parameter
                         if type(tile) in ParallelLinear:  # a user's subclass communicates by itself
                             tile.is_tile = True  # type: ignore[assignment]
                         row.append(tile)
@@ -341,13 +340,6 @@ def _leave(last: nn.Module, product: Product) -> Product:
         return product
     total, bias = product
     return (last.leave(total), bias) if last.skip_bias_add else last.leave(total, bias)
-
-
-def _copy_bias(_: nn.Module, __: Any, output: Any) -> Any:
-    """The output with a copy of the bias, which is added later, when the parameter itself has been released with its tile."""
-    if isinstance(output, tuple) and isinstance(output[1], Tensor):
-        return output[0], output[1].clone()
-    return output
 
 
 def _boundaries(side: str, features: int, splits: int) -> list[int]:
