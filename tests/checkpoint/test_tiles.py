@@ -153,6 +153,13 @@ def odd_tiles_case(folder: str) -> None:
     engine.load_checkpoint(folder)
     assert torch.equal(engine(x), want)
     engine.destroy()
+    engine = deepspeed.initialize(model=Odd(), config={"train_batch_size": 2})[0]
+    engine.save_16bit_model(folder, "odd.bin")
+    want, plain, state = engine(x).detach(), Odd(), torch.load(f"{folder}/odd.bin", weights_only=True)
+    assert {"tied.linears.0.1.weight", "tied.bias", "other.bias", "named.linears.0.0.weight"} <= state.keys()
+    plain.load_state_dict(state)
+    assert_close(plain(x), want)
+    engine.destroy()
 
 
 def test_a_layer_some_of_whose_tiles_are_tied_or_of_another_kind_is_saved_tile_by_tile(tmp_path):
