@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import megazero
 from megazero import mpu, zero
 from megazero.engine import Engine, weight_decay_groups
 from megazero.utils import safe_get_full_fp32_param
+from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
+from megazero.zero.home import MemoryHome
 from tests.ranks import run_ranks
 from tests.zero.models import Wide, make_engine, token_batches
 
@@ -174,16 +177,33 @@ def test_a_write_beside_a_delayed_update_is_refused_instead_of_lost(one_rank):
         engine.optimizer.finish()
 
 
-def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank, monkeypatch, steps):
+    """With `steps` before it is frozen, it has a state."""
+    monkeypatch.setattr(MemoryHome, "empty", lambda _, numel, dtype: torch.full((numel,), torch.nan, dtype=dtype))
     engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1}, dtype=torch.bfloat16)
     frozen, trained = engine.module.blocks[0][0].weight, engine.module.blocks[0][2].weight
-    frozen.requires_grad_(False)
-    before = frozen.clone(), trained.clone()
-    for ids in token_batches(3, 1, 1)[:, 0, 0]:
+    for step, ids in enumerate(token_batches(3 + steps, 1, 1)[:, 0, 0]):
+        if step == steps:
+            engine.optimizer.finish()
+            frozen.requires_grad_(False)
+            before = frozen.clone(), trained.clone()
         engine.backward(engine(ids))
         engine.step()
     engine.optimizer.finish()
     assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
+
+
+def test_after_an_interrupt_amid_new_weights_only_a_checkpoint_goes_on(one_rank, monkeypatch):
+    engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
+    for ids in token_batches(2, 1, 1)[:, 0, 0]:
+        engine.backward(engine(ids))
+        engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Bucket, "publish", Mock(side_effect=[None, KeyboardInterrupt]))
+        engine.optimizer.finish()
+    with pytest.raises(RuntimeError, match="cut short by an error"):
+        engine.save_checkpoint("unused")
 
 
 def hooked_adamw(groups) -> torch.optim.Optimizer:
