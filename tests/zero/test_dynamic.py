@@ -30,6 +30,7 @@ from tests.zero.models import (
     EmptyUnitToy,
     HalfUsedBlock,
     Toy,
+    Wide,
     call,
     compare,
     fresh,
@@ -461,6 +462,26 @@ def access_case(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_and_local_values_of_weights_gradients_and_moments(dtype):
     run_ranks(2, access_case, dtype)
+
+
+def cut_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    engine = fresh(stage, model=Wide())
+    one_step(engine, my_batch())
+    weight, values = engine.module.blocks[1][2].weight, torch.arange(67.0 * 149).view(67, 149)
+    for key in ("exp_avg", "master"):
+        utils.safe_set_full_optimizer_state(weight, values, key)
+        part = utils.safe_get_local_optimizer_state(weight, key)
+        assert 0 < part.numel() < values.numel()
+        with pytest.raises(ValueError, match="this rank's part of the parameter has shape"):
+            utils.safe_set_local_optimizer_state(weight, values.view(-1), key)
+        utils.safe_set_local_optimizer_state(weight, 2 * part, key)
+        assert torch.equal(utils.safe_get_full_optimizer_state(weight, key), 2 * values)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_rank_sets_its_part_of_a_state_that_lies_on_both(stage):
+    run_ranks(2, cut_case, stage)
 
 
 def stateless_case() -> None:
