@@ -186,7 +186,7 @@ def test_after_ctrl_c_in_a_forward_or_a_recomputation_what_a_script_saves_stays_
         weight.norm()
     with zero.GatheredParameters(weight):
         taken = weight.detach()
-    assert taken.untyped_storage().nbytes() > 0
+    assert taken.untyped_storage().nbytes() > 0 and weight.numel() == 0, "it is released, and what was taken is not"
     one_step(engine, my_batch())
 
 
@@ -466,11 +466,19 @@ class GatheringBlock(Block):
         return super().forward(x) / (1 + 0 * scale)
 
 
+class BlockWithinGathered(Block):
+    def forward(self, x):
+        with zero.GatheredParameters(self.up.weight):
+            return super().forward(x)
+
+
 def nested_case() -> None:
+    """A recomputation that has enough leaves the context by an exception."""
     mpu.initialize_model_parallel(1)
     want = run(Toy, 0)
-    got = run(lambda: Toy(block=GatheringBlock), 3)
-    assert all(torch.equal(got[key], value) for key, value in want.items())
+    for block, how in itertools.product((GatheringBlock, BlockWithinGathered), ("plain", "nonreentrant")):
+        got = run(lambda block=block, how=how: Toy(how, block=block), 3)
+        assert all(torch.equal(got[key], value) for key, value in want.items()), (block, how)
 
 
 def test_gathered_parameters_inside_of_a_units_forward():
