@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from megazero import mpu, utils
+from megazero.checkpoint.reader import Reader
 from megazero.engine import Engine, weight_decay_groups
 from megazero.ops.adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, background
 from megazero.zero.config import ZeroConfig
+from megazero.zero.home import MemoryHome
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import OPTIMIZERS, Toy, make_engine, token_batches
@@ -78,6 +80,16 @@ def refreeze_case(stage: int, optimizer: str) -> None:
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "adamw, not fused"), (3, "adamw"), (2, "sgd")])
 def test_a_frozen_parameter_keeps_its_state_as_in_torch(stage, optimizer):
     run_ranks(2, refreeze_case, stage, optimizer)
+
+
+def test_what_was_frozen_from_the_start_is_saved_with_moments_of_zero(one_rank, monkeypatch, tmp_path):
+    monkeypatch.setattr(MemoryHome, "empty", lambda _, numel, dtype: torch.full((numel,), torch.nan, dtype=dtype))
+    engine = engine_of(toy(), OPTIMIZERS["adamw"])
+    engine.module.blocks[0].up.weight.requires_grad_(False)  # in a bucket whose other parameters are trained
+    one_step(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    moments = {name: Reader(tmp_path).read(f"blocks.0.{name}.weight", "exp_avg") for name in ("up", "down")}
+    assert not moments["up"].any() and moments["down"].any()
 
 
 def test_adagrad_trains_what_is_unfrozen_later(one_rank):
