@@ -34,6 +34,7 @@ def test_state_that_every_rank_has_is_not_gathered(world, tmp_path, monkeypatch)
     path = engine.save_checkpoint(str(tmp_path))
     assert gathered and "norm.weight" not in str(gathered)
     assert json.loads((path / "index.json").read_text())["optimizer"]["counters"] == {"step": 2.0}
+    assert sorted(os.listdir(path)) == ["index.json", "rank_00000.safetensors"], "ranks' notes are gone"
 
 
 def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
@@ -266,6 +267,15 @@ def test_directories_that_are_saved_in_once_are_given_back(world, tmp_path, monk
     engine.save_checkpoint(str(tmp_path / "0"))  # it is taken again
     assert latest_tag(tmp_path / "0") == "global_step0" and locks() == ["last", "0"]
     engine.destroy()
+
+
+def test_a_directory_is_given_back_though_the_last_save_has_failed(world, tmp_path, monkeypatch):
+    engine, before = make_engine(1), sum(CheckpointFolder._users.values())
+    monkeypatch.setattr(writer, "write_tensors", _no_space)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    with pytest.raises(OSError, match="No space left"):
+        engine.saver.close()
+    assert sum(CheckpointFolder._users.values()) == before
 
 
 def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp_path, monkeypatch):
