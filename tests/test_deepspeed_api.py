@@ -463,6 +463,7 @@ def state_case(stage: int) -> None:
     state = {name: torch.randn_like(value) for name, value in engine.module_state_dict().items()}
     engine.load_module_state_dict(state)
     assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
+    assert all(p.numel() == 0 for p in engine.module.parameters()) == (stage == 3), "sharded ones are not left whole"
     train(engine)  # from the loaded master weights
     reference = make_model()
     reference.load_state_dict(state)
@@ -485,6 +486,8 @@ def test_a_tied_weight_loads_by_any_of_its_names(stage, one_rank):
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": stage}})
     engine.load_module_state_dict({"embedding.weight": torch.full((7, 4), 2.0)}, strict=False)
     assert (engine.module_state_dict()["head.weight"] == 2.0).all()
+    engine.load_module_state_dict({"embedding.weight": torch.full((7, 4), 3.0), "head.weight": torch.full((7, 4), 4.0)})
+    assert (engine.module_state_dict()["head.weight"] == 3.0).all(), "the last name in the model decides, as in torch"
 
 
 def test_a_model_that_torchs_data_parallelism_has_taken_is_refused(one_rank):
@@ -577,16 +580,16 @@ def test_an_extra_state_that_is_a_tensor_is_its_modules_to_take_and_the_last_nam
 
 
 class Scaled(nn.Linear):
-    """A layer that makes a tensor for its state dictionary, and takes it from there, as quantized layers do."""
+    """A layer that makes a tensor and a number for its state dictionary, and takes them from there, as quantized layers do."""
 
-    scale = 1.0
+    scale, bits = 1.0, 8
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = torch.tensor(self.scale)
+        destination[prefix + "scale"], destination[prefix + "bits"] = torch.tensor(self.scale), self.bits
 
     def _load_from_state_dict(self, state: dict, prefix: str, *rest: Any) -> None:
-        self.scale = float(state.pop(prefix + "scale", self.scale))
+        self.scale, self.bits = float(state.pop(prefix + "scale", self.scale)), state.pop(prefix + "bits", self.bits)
         super()._load_from_state_dict(state, prefix, *rest)
 
 
@@ -594,12 +597,12 @@ def test_what_a_module_makes_for_its_state_dictionary_is_handed_back_to_it(one_r
     model = nn.Sequential(Scaled(4, 4))
     model[0].register_buffer("codes", nn.Parameter(torch.ones(4), requires_grad=False))
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})
-    model[0].scale = 3.0
+    model[0].scale, model[0].bits = 3.0, 4
     state = engine.module_state_dict()
-    model[0].scale = 4.0
+    model[0].scale, model[0].bits = 4.0, 8
     model[0].codes.data.zero_()
     engine.load_module_state_dict(state)
-    assert model[0].scale == 3.0 and model[0].codes.tolist() == [1.0] * 4
+    assert (model[0].scale, model[0].bits) == (3.0, 4) and model[0].codes.tolist() == [1.0] * 4
 
 
 def test_adagrad_of_the_callers_own_and_models_that_cannot_work(one_rank):
