@@ -73,6 +73,9 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     losses = metrics(tmp_path)
     assert losses[60] < 0.8 * losses[10]
     assert set(metrics(tmp_path, "valid")) == {30, 60} and set(metrics(tmp_path, "test")) == {60}
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    tokens = [line["tokens_per_s"] * line["step_s"] for line in lines if line["section"] == "train"]
+    assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
     for promised in ("loss.png", "latest", "tensorboard", "global_step60/index.json"):
         assert (tmp_path / promised).exists()
     for text in (
