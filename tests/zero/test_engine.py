@@ -270,6 +270,15 @@ def test_gradients_are_scaled_to_the_largest_norm_only_where_they_exceed_it(one_
     assert before - model.weight.item() == pytest.approx(want, rel=1e-5)
 
 
+def test_a_gradient_of_zero_moves_nothing(one_rank):
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    engine = make_engine(model, factory=lambda groups: torch.optim.SGD(groups, lr=1.0), clip_grad=1.0)
+    engine.backward(engine(torch.zeros(1, 1)).sum())
+    engine.step()
+    assert engine.get_global_grad_norm() == 0.0 and model.weight.item() == before
+
+
 def test_overflow_skips_step_and_halves_scale_and_a_clean_step_is_applied(one_rank, caplog):
     caplog.set_level("INFO")
     torch.manual_seed(0)
