@@ -76,6 +76,8 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     tokens = [line["tokens_per_s"] * line["step_s"] for line in lines if line["section"] == "train"]
     assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
+    first = re.search(r"training loss +([\d.]+) at the first step", done.stdout)
+    assert first and float(first[1]) > losses[10], "the mean of the first ten"
     for promised in ("loss.png", "latest", "tensorboard", "global_step60/index.json"):
         assert (tmp_path / promised).exists()
     for text in (
