@@ -156,6 +156,14 @@ def frozen_case() -> None:
     list(train(engine, batches[1:]))
     moved = {name for name, value in engine.module_state_dict().items() if not torch.equal(value, found[1][name])}
     assert moved == found[1].keys() - matrices, "no matrix is left to train"
+    name, other = "blocks.0.0.weight", "blocks.0.2.weight"
+    engine.module.get_parameter(other).requires_grad_(True)
+    before = engine.module_state_dict()
+    list(train(engine, batches[1:]))
+    after = engine.module_state_dict()
+    assert torch.equal(after[name], before[name]) and not torch.equal(after[other], before[other]), (
+        "one of a unit's two"
+    )
 
 
 def test_a_matrix_that_is_frozen_makes_the_step_whose_gradient_it_has_and_no_other():
