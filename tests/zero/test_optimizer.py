@@ -92,6 +92,17 @@ def test_what_was_frozen_from_the_start_is_saved_with_moments_of_zero(one_rank, 
     assert not moments["up"].any() and moments["down"].any()
 
 
+def test_a_state_that_a_script_drops_begins_anew(one_rank):
+    engine = make_engine(toy(), 2, zero={"offload_optimizer": "cpu"}, dtype=torch.bfloat16)
+    weight = engine.module.blocks[0].up.weight
+    for step in range(2):
+        engine.optimizer.state.clear()
+        engine.backward(engine(batches(step)[0]))
+        grad = utils.safe_get_full_grad(weight)
+        engine.step()
+        torch.testing.assert_close(utils.safe_get_full_optimizer_state(weight, "exp_avg"), 0.1 * grad)
+
+
 def test_adagrad_trains_what_is_unfrozen_later(one_rank):
     model = toy()
     model.blocks[0].requires_grad_(False)
