@@ -198,6 +198,12 @@ def test_after_ctrl_c_while_parameters_are_made_whole_the_engine_trains_on(one_r
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Weights, "show_parameters", interrupt)
         engine(my_batch())
+    gather = Weights.gather
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Weights, "gather", lambda w: (interrupt if w is engine.buckets[0].weights else gather)(w))
+        with zero.GatheredParameters(engine.module.parameters()):
+            pass
+    assert not any(bucket.weights.is_allocated for bucket in engine.buckets), "in the way of another try"
     one_step(engine, my_batch())
     assert engine.global_steps == 1
 
