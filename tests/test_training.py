@@ -822,6 +822,12 @@ def test_a_rank_without_a_number_is_one_clear_line(monkeypatch):
     check_one_line(run_job(TINY_MODEL, 1), "error: RANK= in the environment must be a number")
 
 
+def test_a_run_that_has_ended_needs_no_data(corpus, tmp_path):
+    assert run_job(flags(corpus, tmp_path, 1), 1).returncode == 0
+    done = run_job(flags(corpus[2:], tmp_path, 1), 1)
+    assert done.returncode == 0 and "nothing to train: iteration 1 of" in done.stdout, done.stdout
+
+
 def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
     check_one_line(run_job(TINY_MODEL + corpus[2:], 1), "--train-data is missing")
     done = run_job([*TINY_MODEL, *corpus, "--load", str(tmp_path), "--finetune"], 1)
