@@ -75,6 +75,9 @@ def refreeze_case(stage: int, optimizer: str) -> None:
     for name, p in plain.named_parameters():
         torch.testing.assert_close(state[name], p.detach(), rtol=1e-5, atol=1e-6)
     assert len(engine.optimizer.slices) < 20, "parameters with equal counters are updated together"
+    assert engine.optimizer.state.keys() <= {piece.master for piece in engine.optimizer.slices}, (
+        "no state of earlier ones"
+    )
 
 
 @pytest.mark.parametrize(("stage", "optimizer"), [(0, "adamw, not fused"), (3, "adamw"), (2, "sgd")])
