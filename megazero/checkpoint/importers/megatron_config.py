@@ -21,8 +21,9 @@ _MLP = "transformer.layers.0.mlp.dense_h_to_4h.bias"
 _SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters that show the sizes, and their dimensions
 # Arguments of the same name and meaning.
 _SAME = "make_vocab_size_divisible_by attention_dropout hidden_dropout init_method_std layernorm_epsilon".split()
-# Arguments that change what is computed, where no name and no shape of the weights shows it.
-_REFUSED = "apply_residual_connection_post_layernorm apply_layernorm_1p squared_relu".split()
+# Arguments that change what is computed, where no name and no shape of the weights shows it; and the values that do not.
+_REFUSED = "apply_residual_connection_post_layernorm apply_layernorm_1p squared_relu window_size softmax_type".split()
+_AS_OURS = (None, False, "vanilla")
 
 
 def megatron_config(
@@ -88,10 +89,12 @@ def _vocab_size(vocab_size: int | None, rows: int, folder: Path) -> int:
 
 
 def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
-    if refused := [name for name in _REFUSED if args.get(name)]:
+    if refused := [name for name in _REFUSED if args.get(name) not in _AS_OURS]:
         raise ValueError(f"{folder} was trained with {flag_of(refused[0])}, which this model does not compute.")
-    if args and not args.get("bias_gelu_fusion") and not args.get("openai_gelu"):
-        found = "the exact GELU (neither --bias-gelu-fusion nor --openai-gelu)"
+    is_core = not args.get("use_legacy_models", not args.get("use_mcore_models"))  # which does not read --openai-gelu
+    if args and not args.get("bias_gelu_fusion") and (is_core or not args.get("openai_gelu")):
         logger.warning(
-            "%s was trained with %s, this model computes its tanh approximation: outputs differ", folder, found
+            "%s was trained with the exact GELU (without --bias-gelu-fusion), this model computes its tanh approximation: "
+            "outputs differ",
+            folder,
         )

@@ -548,10 +548,27 @@ def test_norms_of_later_releases_have_other_names_and_their_epsilon_too(saved, t
     assert checkpoint.client_state["model"]["layernorm_epsilon"] == 1e-3
 
 
-@pytest.mark.parametrize("flag", ["apply_layernorm_1p", "squared_relu"])
-def test_what_no_shape_shows_and_this_model_does_not_compute_is_refused(saved, tmp_path, flag):
+@pytest.mark.parametrize(
+    "models", [{"use_legacy_models": False}, {"use_mcore_models": True}, {"use_legacy_models": True}, {}]
+)
+def test_only_models_before_megatron_core_read_openai_gelu(saved, tmp_path, caplog, models):
     contents, _ = saved
-    contents[0]["args"] = args_of_v1(**{flag: True})
+    for content in contents:
+        content["args"] = args_of_v1(bias_gelu_fusion=False, openai_gelu=True, **models)
+    read_megatron(save(tmp_path, contents), vocab_size=131)
+    is_core = models in ({"use_legacy_models": False}, {"use_mcore_models": True})
+    assert ("was trained with the exact GELU" in caplog.text) == is_core
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("apply_layernorm_1p", True), ("squared_relu", True), ("window_size", (2, 0)), ("softmax_type", "off-by-one")],
+)
+def test_what_no_shape_shows_and_this_model_does_not_compute_is_refused(saved, tmp_path, flag, value):
+    contents, _ = saved
+    contents[0]["args"] = args_of_v1(window_size=None, softmax_type="vanilla")
+    read_megatron(save(tmp_path / "as ours", contents), vocab_size=131)
+    contents[0]["args"] = args_of_v1(**{flag: value})
     with pytest.raises(ValueError, match=f"trained with --{flag.replace('_', '-')}, which"):
         read_megatron(save(tmp_path, contents), vocab_size=131)
 
