@@ -81,7 +81,9 @@ def _optimizer(
     saved: Any, found: Mapping[str, Mapping[str, SavedTensor]], weights: Mapping[str, SavedTensor]
 ) -> MegatronOptimizer:
     if not set(_STATES.values()) - {MASTER} <= found.keys():
-        raise ValueError("buffers of a distributed optimizer that ran without --dist-ckpt-optim-fully-reshardable")
+        if "param_state_sharding_type" in saved:
+            raise ValueError("buffers of a distributed optimizer that ran without --dist-ckpt-optim-fully-reshardable")
+        raise ValueError("Adam's moments are not there: another optimizer's, or it has not taken a step")
     for state, tensors in found.items():
         if {name: x.shape for name, x in tensors.items()} != {name: x.shape for name, x in weights.items()}:
             raise ValueError(f"{state} has not the model's parameters or shapes")

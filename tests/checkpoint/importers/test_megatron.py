@@ -400,6 +400,17 @@ def test_of_buffers_of_the_distributed_optimizer_the_weights_are_read_with_a_war
     assert_state(checkpoint, "master", {name: weights[name] for name in CONFIG.full_shapes()})
 
 
+def test_an_optimizer_without_moments_is_no_distributed_one(tmp_path, caplog):
+    """What megatron-core saves under fp16 if every step so far has overflowed."""
+    masters, weights, adam, names = trained(torch.float16)
+    folder = save_torch_dist(tmp_path, weights, masters, adam, names, 1, "buffers") / "iter_0000012"
+    common = torch.load(folder / "common.pt", weights_only=False)
+    groups = {"optimizer": {"param_groups": [{"lr": 1e-3}], "state": {}}, "grad_scaler": {}}
+    torch.save(common | {"optimizer": groups}, folder / "common.pt")
+    assert read_megatron(tmp_path, vocab_size=131).optimizer_counters is None
+    assert "Adam's moments are not there" in caplog.text and "reshardable" not in caplog.text
+
+
 @pytest.mark.parametrize("damage", [dict.clear, lambda saved: saved["optimizer"]["param_groups"][0].update(step=9.0)])
 def test_an_optimizer_of_torch_dist_that_does_not_fit_is_left_out_with_a_warning(tmp_path, caplog, damage):
     masters, weights, adam, names = trained(torch.bfloat16)
