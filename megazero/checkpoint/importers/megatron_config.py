@@ -51,6 +51,11 @@ def megatron_config(
     rows, mlp_size, three_hidden = (len(first[name]) * ranks for name in (WORD_EMBEDDINGS, _MLP, _QKV))
     positions, hidden_size = first[_POSITIONS].shape
     if three_hidden != 3 * hidden_size:
+        if args.get("group_query_attention"):
+            raise ValueError(
+                f"{folder} was trained with --group-query-attention and --num-query-groups {args.get('num_query_groups')}: in "
+                "this model every head has keys and values of its own."
+            )
         raise ValueError(
             f"{folder} holds {ranks} model-parallel ranks, but rank 0 has {len(first[_QKV])} of {3 * hidden_size} elements of "
             f"{_QKV}. Copy the directories of all ranks (mp_rank_00, mp_rank_01, ...), and no others."

@@ -584,6 +584,15 @@ def test_what_no_shape_shows_and_this_model_does_not_compute_is_refused(saved, t
         read_megatron(save(tmp_path, contents), vocab_size=131)
 
 
+def test_heads_that_share_keys_are_no_missing_ranks(saved, tmp_path):
+    contents, _ = saved
+    contents[0]["args"] = args_of_v1(group_query_attention=True, num_query_groups=2)
+    save(tmp_path, contents)
+    drop_rank(tmp_path)  # so there are fewer rows of query_key_value than 3 x the hidden size
+    with pytest.raises(ValueError, match="trained with --group-query-attention and --num-query-groups 2"):
+        read_megatron(tmp_path, vocab_size=131)
+
+
 def drop_rank(directory):
     (directory / "iter_0000012" / "mp_rank_01").rename(directory / "elsewhere")
 
